@@ -185,7 +185,7 @@ def __dir__() -> list[str]:
 
 def this_host() -> HostMesh:
     """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
-    from meshbook.launchers.head_start import head_start
+    from meshbook.launchers.starting.head_start import head_start
 
     with contextlib.nullcontext() if f"{__name__}.mesh.driven" in sys.modules else head_start():
         from meshbook.mesh import driven

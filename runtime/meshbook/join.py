@@ -18,8 +18,8 @@ import sys
 from getpass import getpass
 
 from meshbook.errors import MeshError, ProtocolError, UsageError
-from meshbook.launchers.agent_process import end_agent, start_agent, words_of
-from meshbook.launchers.invitation import (
+from meshbook.launchers.invitations.agent_process import end_agent, start_agent, words_of
+from meshbook.launchers.invitations.invitation import (
     Admitted,
     Arrival,
     Departure,

@@ -19,7 +19,7 @@ def drivers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "meshbook.launchers.k8s_driver" in child.cmdline():
+            if "meshbook.launchers.engines.k8s_driver" in child.cmdline():
                 found.append(child)
     return found
 

@@ -18,7 +18,7 @@ def drivers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "meshbook.launchers.ray_driver" in child.cmdline():
+            if "meshbook.launchers.engines.ray_driver" in child.cmdline():
                 found.append(child)
     return found
 

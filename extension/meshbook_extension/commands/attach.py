@@ -16,7 +16,7 @@ from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
-    from meshbook.launchers.scheduler_jobs import OwnJob
+    from meshbook.launchers.engines.scheduler_jobs import OwnJob
     from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
@@ -150,7 +150,7 @@ def describe(saved: SavedSession) -> str:
 
 def describe_others() -> Iterator[str]:
     """Lines for ``%mesh list``: what other kernels have, what waits, and jobs of engines that no mesh here is in."""
-    from meshbook.launchers.own_jobs import JobSearch
+    from meshbook.launchers.engines.own_jobs import JobSearch
     from meshbook.sessions.listing import sessions
 
     search = JobSearch()  # before all else: it takes the longest

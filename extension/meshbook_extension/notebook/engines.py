@@ -95,7 +95,7 @@ def _read_ray(arguments: Arguments, address: str, device: str | None, ranks: int
 def _read_batch(arguments: Arguments, scheduler: str) -> Launcher:
     """Raises: UsageError."""
     from meshbook.launchers.batch import BatchLauncher
-    from meshbook.launchers.batch_queue import SCHEDULERS
+    from meshbook.launchers.engines.batch_queue import SCHEDULERS
 
     if scheduler not in SCHEDULERS:
         got = f'{did_you_mean(scheduler, tuple(SCHEDULERS))} There is no "{scheduler}".' if scheduler else ""

@@ -4,11 +4,11 @@
         │── folder of logs, shared: script and ticket, mode 0600 ────┘           │
         '── own address: port <══════════════ network ═══════════════════════════'
 
-How each scheduler is spoken to is known to Parsl (`meshbook.launchers.batch_queue`). A job for each host, rather than
-one with many nodes: no scheduler has to start processes on further nodes, hosts arrive as they are granted, a lost one
-comes back by another job, and more may be asked for. The ticket lies in a file that only its user can read, until the
-agent has it; the script's output lies beside it and says how the agent has ended. Jobs outlive the controller, as
-agents do; the next one knows them by their numbers.
+How each scheduler is spoken to is known to Parsl (`meshbook.launchers.engines.batch_queue`). A job for each host,
+rather than one with many nodes: no scheduler has to start processes on further nodes, hosts arrive as they are granted,
+a lost one comes back by another job, and more may be asked for. The ticket lies in a file that only its user can read,
+until the agent has it; the script's output lies beside it and says how the agent has ended. Jobs outlive the
+controller, as agents do; the next one knows them by their numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 
 from meshbook.errors import UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
-from meshbook.launchers.elsewhere import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
+from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import describe_shell_exit, in_endpoint, own_address
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket

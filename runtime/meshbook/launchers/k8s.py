@@ -4,10 +4,10 @@
         │── session folder: a socket ───────'           '──> Secret ──a file──'        │
         '── own address: port <══════════════════════════ network ════════════════════'
 
-The driver (`meshbook.launchers.k8s_driver`) is a process beside us, since the client of Kubernetes takes seconds to
-import, and since it is there when we are killed: it removes what still waits. What it says goes to a file
-(`meshbook.launchers.k8s_log`). Pods that run need no driver; where they are to be ended another one takes over.
-What is asked of Kubernetes, and why so: `meshbook.launchers.k8s_manifests`.
+The driver (`meshbook.launchers.engines.k8s_driver`) is a process beside us, since the client of Kubernetes takes
+seconds to import, and since it is there when we are killed: it removes what still waits. What it says goes to a file
+(`meshbook.launchers.engines.k8s_log`). Pods that run need no driver; where they are to be ended another one takes over.
+What is asked of Kubernetes, and why so: `meshbook.launchers.engines.k8s_manifests`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ import msgspec
 
 from meshbook.errors import SpawnError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.client import END_S, Client
-from meshbook.launchers.elsewhere import own_ip
-from meshbook.launchers.head_start import open_log
-from meshbook.launchers.k8s_log import K8sLog
-from meshbook.launchers.k8s_manifests import (
+from meshbook.launchers.engines.client import END_S, Client
+from meshbook.launchers.engines.k8s_log import K8sLog
+from meshbook.launchers.engines.k8s_manifests import (
     NO_CLIENT,
     HostOptions,
     make_job,
@@ -42,11 +40,13 @@ from meshbook.launchers.k8s_manifests import (
     with_whole_paths,
 )
 from meshbook.launchers.local import reap_released
+from meshbook.launchers.starting.elsewhere import own_ip
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
-DRIVER = "meshbook.launchers.k8s_driver"
+DRIVER = "meshbook.launchers.engines.k8s_driver"
 ASK_S = 5.0
 """How long the driver may take to hear what it is asked."""
 LOOK_S = 0.02

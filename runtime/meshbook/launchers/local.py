@@ -13,8 +13,8 @@ from typing import IO
 import msgspec
 
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.head_start import AGENT, exec_agent, open_log
-from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate, surroundings
+from meshbook.launchers.starting.head_start import AGENT, exec_agent, open_log
+from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate, surroundings
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process

@@ -25,9 +25,7 @@ import msgspec
 from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.elsewhere import own_ip, quoted_program
-from meshbook.launchers.head_start import open_log
-from meshbook.launchers.invitation import (
+from meshbook.launchers.invitations.invitation import (
     COMMAND,
     Admitted,
     Arrival,
@@ -39,6 +37,8 @@ from meshbook.launchers.invitation import (
     difference,
     encode,
 )
+from meshbook.launchers.starting.elsewhere import own_ip, quoted_program
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.processes import in_endpoint, own_address
 from meshbook.wire.gate import Gate

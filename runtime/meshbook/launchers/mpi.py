@@ -23,11 +23,11 @@ import msgspec
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.client import Client
-from meshbook.launchers.elsewhere import agent_script
-from meshbook.launchers.head_start import open_log
+from meshbook.launchers.engines.client import Client
+from meshbook.launchers.engines.mpi_log import ENDED, ON, MPILog
 from meshbook.launchers.local import reap_released
-from meshbook.launchers.mpi_log import ENDED, ON, MPILog
+from meshbook.launchers.starting.elsewhere import agent_script
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import in_endpoint, own_address, start_time

@@ -4,12 +4,12 @@
         │── session folder: a socket ───────'                                                  │
         '── own address: port <══════════════════════════ network ═════════════════════════════'
 
-The driver (`meshbook.launchers.ray_driver`) is a process beside us, so that the notebook's own is no driver of Ray,
-which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until its
-last agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to a
-file (`meshbook.launchers.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on another
-node where the first has gone: the driver is asked by its socket, by the next controller too. Where the driver has
-ended, and for hosts that come later, there is another one with a placement group of its own.
+The driver (`meshbook.launchers.engines.ray_driver`) is a process beside us, so that the notebook's own is no driver of
+Ray, which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until
+its last agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to
+a file (`meshbook.launchers.engines.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on
+another node where the first has gone: the driver is asked by its socket, by the next controller too. Where the driver
+has ended, and for hosts that come later, there is another one with a placement group of its own.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import msgspec
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.client import Client
-from meshbook.launchers.elsewhere import agent_script
-from meshbook.launchers.head_start import open_log
+from meshbook.launchers.engines.client import Client
+from meshbook.launchers.engines.ray_log import RayLog
 from meshbook.launchers.local import reap_released
-from meshbook.launchers.ray_log import RayLog
+from meshbook.launchers.starting.elsewhere import agent_script
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import address_towards, in_endpoint, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere
 
-DRIVER = "meshbook.launchers.ray_driver"
+DRIVER = "meshbook.launchers.engines.ray_driver"
 ASK_S = 5.0
 """How long the driver may take to hear what it is asked."""
 LOOK_S = 0.02

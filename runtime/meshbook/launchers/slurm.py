@@ -10,7 +10,7 @@ as the controller or another step is there, so that a lost host comes back on it
 Where the allocation or the node has gone another allocation takes its place, and hosts that come later have their own.
 
 All of them outlive the controller, as agents do. What they say goes to a file, of which all that is known here is read
-(`meshbook.launchers.slurm_log`), by the next controller too.
+(`meshbook.launchers.engines.slurm_log`), by the next controller too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from pathlib import Path
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.elsewhere import agent_script
-from meshbook.launchers.local import reap_released
-from meshbook.launchers.slurm_allocation import (
+from meshbook.launchers.engines.slurm_allocation import (
     JOB_NAME,
     PIPE_BYTES,
     Allocation,
@@ -31,6 +29,8 @@ from meshbook.launchers.slurm_allocation import (
     address_for_nodes,
     allocation_of,
 )
+from meshbook.launchers.local import reap_released
+from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint
 from meshbook.wire.ticket import Ticket, encode_tickets

@@ -28,9 +28,9 @@ import msgspec
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.elsewhere import PYTHON_HINTS, agent_script, with_hint
-from meshbook.launchers.head_start import open_log
 from meshbook.launchers.local import FoundHost, reap_released, release_child
+from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, describe_shell_exit, start_time

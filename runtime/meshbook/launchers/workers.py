@@ -14,9 +14,9 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError, ProtocolError, SpawnError
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.invitation import TurnedAway, encode
-from meshbook.launchers.server_way import ServerWay, attached_way
-from meshbook.launchers.worker_ticket import (
+from meshbook.launchers.invitations.invitation import TurnedAway, encode
+from meshbook.launchers.invitations.server_way import ServerWay, attached_way
+from meshbook.launchers.invitations.worker_ticket import (
     WITHIN_S,
     Farewell,
     Serves,

@@ -190,7 +190,7 @@ def shutdown(timeout_s: float = 5.0) -> None:
 
 def _close_way() -> None:
     """To workers that were reached through a server, by a module that few programs load."""
-    if (loaded := sys.modules.get("meshbook.launchers.server_way")) is not None:
+    if (loaded := sys.modules.get("meshbook.launchers.invitations.server_way")) is not None:
         loaded.forget_way()
 
 

@@ -208,7 +208,7 @@ def _launcher_of(saved: SavedLauncher) -> Launcher:
 
         return saved_manual(saved)
     if saved.engine == "workers":
-        from meshbook.launchers.server_way import resume_way
+        from meshbook.launchers.invitations.server_way import resume_way
         from meshbook.launchers.workers import WorkersLauncher
 
         return WorkersLauncher((saved.host,), resume_way(*saved.options) if saved.options else None)

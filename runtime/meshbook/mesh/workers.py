@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
-from meshbook.launchers.server_way import attach_through
-from meshbook.launchers.worker_loop import (
+from meshbook.launchers.invitations.server_way import attach_through
+from meshbook.launchers.invitations.worker_loop import (
     run_worker_loop_forever,
     run_worker_loop_until_shutdown,
     start_worker_loop_forever,
 )
-from meshbook.launchers.worker_ticket import refuse_tls
+from meshbook.launchers.invitations.worker_ticket import refuse_tls
 from meshbook.launchers.workers import WorkersLauncher
 from meshbook.mesh.driven import start_hosts
 from meshbook.mesh.host_mesh import HostMesh
@@ -49,8 +49,8 @@ def attach_to_workers(
     """The machines where `run_worker_loop_forever` listens at these addresses, along the axis ``hosts``; at once.
 
     `HostMesh.initialized` is done when all have answered: a worker may be started within the next minute. They must
-    have the ticket of this program (`meshbook.launchers.worker_ticket`). name: accepted, since Monarch has it.
-    Raises: UsageError.
+    have the ticket of this program (`meshbook.launchers.invitations.worker_ticket`). name: accepted, since Monarch has
+    it. Raises: UsageError.
     """
     refuse_tls(ca, private_key)
     if isinstance(workers, str | Future) or not workers:

@@ -5,7 +5,7 @@
 
 Like a template of workers it stays single-threaded, never runs user code, and never touches CUDA. An agent begins as a
 copy of it and forks its own template at once, before it knows or opens anything: the ticket, with its secrets, comes by
-the agent's own stdin. `meshbook.launchers.templates` speaks to us over a SEQPACKET socket.
+the agent's own stdin. `meshbook.launchers.starting.templates` speaks to us over a SEQPACKET socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from meshbook.launchers.templates import WITH_TORCH, fork_template
+from meshbook.launchers.starting.templates import WITH_TORCH, fork_template
 from meshbook.shell.shell import RankShell
 from meshbook.system.os_errors import explain
 from meshbook.system.process_ends import has_pidfds

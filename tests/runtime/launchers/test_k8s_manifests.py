@@ -12,10 +12,10 @@ import pytest
 
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers import k8s_pods
+from meshbook.launchers.engines import k8s_pods
+from meshbook.launchers.engines.k8s_log import K8sLog
+from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job, make_secret, owned_by, read_template
 from meshbook.launchers.k8s import KubernetesLauncher
-from meshbook.launchers.k8s_log import K8sLog
-from meshbook.launchers.k8s_manifests import HostOptions, make_job, make_secret, owned_by, read_template
 
 VERSIONS = ("1.25", "1.28", "1.31", "1.37")
 

@@ -14,8 +14,8 @@ from slurm_cluster import slurm_cluster
 
 from meshbook import shutdown, start_hosts
 from meshbook.errors import SpawnError
+from meshbook.launchers.engines.own_jobs import JobSearch
 from meshbook.launchers.k8s import KubernetesLauncher
-from meshbook.launchers.own_jobs import JobSearch
 from meshbook.launchers.ray import RayLauncher
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.system.processes import describe_shell_exit
@@ -26,7 +26,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No engine is here but those of a test."""
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("meshbook.launchers.own_jobs._RAY_CURRENT", tmp_path / "none")
+    monkeypatch.setattr("meshbook.launchers.engines.own_jobs._RAY_CURRENT", tmp_path / "none")
 
 
 def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import meshbook
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
+from meshbook.launchers.engines.ray_log import RayLog
 from meshbook.launchers.ray import RayLauncher
-from meshbook.launchers.ray_log import RayLog
 
 STARTED = """
 meshbook: {"job": "02000000", "socket": "/run/a"}

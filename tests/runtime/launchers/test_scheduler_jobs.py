@@ -14,8 +14,8 @@ import psutil
 import pytest
 from patience import wait_until
 
-from meshbook.launchers.own_jobs import JobSearch
-from meshbook.launchers.scheduler_jobs import (
+from meshbook.launchers.engines.own_jobs import JobSearch
+from meshbook.launchers.engines.scheduler_jobs import (
     OwnJob,
     elapsed_seconds,
     read_condor,
@@ -196,7 +196,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("meshbook.launchers.own_jobs._RAY_CURRENT", tmp_path / "none")
+    monkeypatch.setattr("meshbook.launchers.engines.own_jobs._RAY_CURRENT", tmp_path / "none")
     (tmp_path / "squeue").write_text("#!/bin/sh\n")  # Slurm's own may be there
     (tmp_path / "squeue").chmod(0o755)
 

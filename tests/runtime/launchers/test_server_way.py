@@ -19,9 +19,9 @@ from patience import wait_until
 import meshbook
 from meshbook.actor import Actor, HostMesh, attach, attach_to_workers, endpoint, this_host
 from meshbook.errors import AttachError, SpawnError, UsageError
-from meshbook.launchers import server_way
-from meshbook.launchers.server_messages import OtherTicket, Reaches, ask_server
-from meshbook.launchers.worker_front import STRANGERS_MAX
+from meshbook.launchers.invitations import server_way
+from meshbook.launchers.invitations.server_messages import OtherTicket, Reaches, ask_server
+from meshbook.launchers.invitations.worker_front import STRANGERS_MAX
 
 TRUST = "trust_all_connections"
 StartWorker = Callable[..., "subprocess.Popen[bytes]"]

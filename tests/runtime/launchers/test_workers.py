@@ -17,9 +17,9 @@ from benchmarks.k8s.cluster import free_port
 from meshbook.actor import HostMesh, attach_to_workers, start_worker_loop_forever
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers import workers
-from meshbook.launchers.invitation import TurnedAway, encode
-from meshbook.launchers.worker_loop import WorkerLoop
-from meshbook.launchers.worker_ticket import Farewell, decode_answer, read_address, worker_secret
+from meshbook.launchers.invitations.invitation import TurnedAway, encode
+from meshbook.launchers.invitations.worker_loop import WorkerLoop
+from meshbook.launchers.invitations.worker_ticket import Farewell, decode_answer, read_address, worker_secret
 from meshbook.wire.gate import ask_gate, gate_keys
 
 TRUST = "trust_all_connections"

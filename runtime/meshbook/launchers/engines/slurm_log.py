@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from meshbook.errors.advice import advice
-from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
+from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_shell_exit
 
 _JOB = re.compile(r"(?:salloc: (?:Pending|Granted) job allocation|meshbook: job) (\d+)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
+from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_exit, describe_shell_exit
 
 ON, ENDED = "meshbook: on ", "meshbook: ended "

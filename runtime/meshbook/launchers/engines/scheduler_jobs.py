@@ -1,4 +1,4 @@
-"""Jobs of ours that schedulers hold, as their own commands tell of this user's (`meshbook.launchers.own_jobs`).
+"""Jobs of ours that schedulers hold, as their own commands tell of this user's (`meshbook.launchers.engines.own_jobs`).
 
     Slurm          squeue -o                                  one line for each
     PBS, Torque    qselect -u, then qstat -f -F json, -x      JSON of PBS, XML of Torque
@@ -26,8 +26,8 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.commands import answer_of, describe_failure
-from meshbook.launchers.slurm_allocation import JOB_NAME, NoClusterError, ask
+from meshbook.launchers.engines.commands import answer_of, describe_failure
+from meshbook.launchers.engines.slurm_allocation import JOB_NAME, NoClusterError, ask
 
 _OF_BATCH = re.compile(r"batch-\d+\.[\d.]*(submit)?|parsl\.batch-\d+[\d.]*")
 """What Parsl calls the job of a host, as far as a scheduler keeps it; Grid Engine calls it like the submitted file."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from meshbook.errors import MeshError
-from meshbook.launchers.head_start import AGENT
+from meshbook.launchers.starting.head_start import AGENT
 from meshbook.system.exits import log_tail
 from meshbook.system.user_folders import log_base
 from meshbook.wire.ticket import Ticket, encode_ticket
@@ -20,7 +20,7 @@ END_S = 10.0
 def start_agent(ticket: Ticket) -> subprocess.Popen[bytes]:
     """The agent ends when nobody reads its stdout any more, which is when we have ended. Raises: OSError."""
     agent = subprocess.Popen(
-        [sys.executable, "-m", "meshbook.launchers.templates", AGENT],
+        [sys.executable, "-m", "meshbook.launchers.starting.templates", AGENT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from meshbook.launchers.head_start import open_log
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
@@ -283,6 +283,6 @@ class HostFork:
 
 
 if __name__ == "__main__":
-    from meshbook.launchers import templates  # the importable module, so that forked code does not live in __main__
+    from meshbook.launchers.starting import templates  # the importable module: forked code does not live in __main__
 
     templates.be_host(sys.argv[1])

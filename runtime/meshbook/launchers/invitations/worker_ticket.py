@@ -22,7 +22,7 @@ import msgspec
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.launchers.invitation import TurnedAway
+from meshbook.launchers.invitations.invitation import TurnedAway
 from meshbook.system.user_folders import create_private, read_private, runtime_base, state_base
 from meshbook.wire.ticket import Ticket
 
@@ -76,7 +76,7 @@ class WorkerSecret(NamedTuple):
     token: str
     """Shows that who asks has the ticket."""
     proof: bytes
-    """Key of the proofs of who has a worker as its way to others (`meshbook.launchers.server_messages`)."""
+    """Key of the proofs of who has a worker as its way to others (`meshbook.launchers.invitations.server_messages`)."""
     origin: str
     """Where the ticket was read."""
 

@@ -5,8 +5,9 @@
              ── question, proof of both nonces and of it ──>
              <── answer ────────────────────────────────────      what follows is bytes of somebody else
 
-A proof is a keyed hash, by a key that is made of the ticket (`meshbook.launchers.worker_ticket`), so neither side gives
-anything to one that has another ticket. What is carried then is encrypted from end to end by whom it is between.
+A proof is a keyed hash, by a key that is made of the ticket (`meshbook.launchers.invitations.worker_ticket`), so
+neither side gives anything to one that has another ticket. What is carried then is encrypted from end to end by whom it
+is between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TypeAlias
 import msgspec
 
 from meshbook.errors import ProtocolError
-from meshbook.launchers.invitation import TurnedAway
+from meshbook.launchers.invitations.invitation import TurnedAway
 
 GREETING = b"meshbook"
 """Begins otherwise than any message of ZeroMQ, which has the same port."""

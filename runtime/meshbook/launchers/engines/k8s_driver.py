@@ -1,6 +1,6 @@
 """The driver of Kubernetes: has a Job for each host, and tells what becomes of their pods.
 
-    python -m meshbook.launchers.k8s_driver     what is wanted, a line on stdin; what becomes of it: `driver_log`
+    python -m meshbook.launchers.engines.k8s_driver     what is wanted, a line on stdin; what became of it: `driver_log`
 
 A Job whose agent has ended is removed, once it is told why. The driver removes all of them when it is told to end
 (SIGTERM), those that have not started when its controller goes, and ends with the last one when no controller is there.
@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from meshbook.launchers import k8s_pods
-from meshbook.launchers.driver_log import say
-from meshbook.launchers.k8s_api import Cluster, ClusterError
-from meshbook.launchers.k8s_manifests import HOST_LABEL, NO_CLIENT
-from meshbook.launchers.k8s_pods import Pod
+from meshbook.launchers.engines import k8s_pods
+from meshbook.launchers.engines.driver_log import say
+from meshbook.launchers.engines.k8s_api import Cluster, ClusterError
+from meshbook.launchers.engines.k8s_manifests import HOST_LABEL, NO_CLIENT
+from meshbook.launchers.engines.k8s_pods import Pod
 from meshbook.system.processes import start_time
 
 TOGETHER = 8

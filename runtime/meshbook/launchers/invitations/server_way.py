@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from meshbook.concurrency.background import hidden_thread, run_in_background
 from meshbook.concurrency.forks import at_fork
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.invitation import TurnedAway
-from meshbook.launchers.server_messages import (
+from meshbook.launchers.invitations.invitation import TurnedAway
+from meshbook.launchers.invitations.server_messages import (
     HANDSHAKE_S,
     Listens,
     OtherTicket,
@@ -37,7 +37,7 @@ from meshbook.launchers.server_messages import (
     ask_server,
     hear_number,
 )
-from meshbook.launchers.worker_ticket import (
+from meshbook.launchers.invitations.worker_ticket import (
     WITHIN_S,
     connect_to_worker,
     other_ticket,

@@ -1,6 +1,6 @@
 """The driver of Ray: has a placement group, and in each of its bundles an actor that starts an agent.
 
-    python -m meshbook.launchers.ray_driver     what is wanted, a line on stdin; what becomes of it: `driver_log`
+    python -m meshbook.launchers.engines.ray_driver     what is wanted, a line on stdin; what became of it: `driver_log`
 
 It ends when it is told to (SIGTERM), when its controller goes before Ray had the nodes, and when the last agent has
 ended and no controller is there: with its end Ray removes what is left of its actors and of the placement group.
@@ -19,8 +19,8 @@ import threading
 import time
 from typing import Any
 
-from meshbook.launchers.driver_log import say
-from meshbook.launchers.ray_questions import (
+from meshbook.launchers.engines.driver_log import say
+from meshbook.launchers.engines.ray_questions import (
     CLIENT,
     CONNECT_S,
     count_free,
@@ -262,7 +262,7 @@ class Driver:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from meshbook.launchers import ray_actor
+        from meshbook.launchers.engines import ray_actor
 
         ray.cloudpickle.register_pickle_by_value(ray_actor)  # whatever is installed there
         wants = self._group.bundle_specs[bundle]

@@ -56,7 +56,7 @@ def exec_agent(log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes
         return process
     with open_log(log) as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "meshbook.launchers.templates", AGENT],
+            [sys.executable, "-m", "meshbook.launchers.starting.templates", AGENT],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -26,8 +26,8 @@ import msgspec
 
 from meshbook.concurrency.background import hidden_thread, run_in_background
 from meshbook.errors import MeshError
-from meshbook.launchers.invitation import TurnedAway, difference
-from meshbook.launchers.server_messages import (
+from meshbook.launchers.invitations.invitation import TurnedAway, difference
+from meshbook.launchers.invitations.server_messages import (
     HANDSHAKE_S,
     Listens,
     Reached,
@@ -40,7 +40,7 @@ from meshbook.launchers.server_messages import (
     hear_question,
     tell_number,
 )
-from meshbook.launchers.worker_ticket import connect_to_worker, is_loopback, read_address, unix_connection
+from meshbook.launchers.invitations.worker_ticket import connect_to_worker, is_loopback, read_address, unix_connection
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import address_towards, family_of, in_endpoint, loopback_address
 from meshbook.wire.spliced import Splices

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 
 from meshbook.errors import UsageError
-from meshbook.launchers.head_start import AGENT
+from meshbook.launchers.starting.head_start import AGENT
 from meshbook.system.processes import family_of, own_address
 
 NO_PYTHON = "meshbook: no Python"
@@ -26,7 +26,7 @@ def agent_script(python: str) -> str:
     names = shlex.quote(f"{NO_PYTHON} at {' or '.join(pythons)}")
     return (
         f'for p in {words}; do command -v "$p" >/dev/null 2>&1 && '
-        f'{{ "$p" -m meshbook.launchers.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
+        f'{{ "$p" -m meshbook.launchers.starting.templates {AGENT}; exit $?; }}; done; echo {names} >&2; exit 127'
     )
 
 

@@ -1,10 +1,11 @@
 """Jobs of engines that hold hosts of ours, or are to, from whichever machine: for lists of what runs and costs.
 
 Each engine that is used here is asked at once, in a thread of its own, and has a few seconds: who does not answer is
-named, and keeps nobody waiting. Of schedulers they are those of this user (`meshbook.launchers.scheduler_jobs`); Ray
-and Kubernetes know no users of the machine, so they are those of the cluster, and of the namespace.
+named, and keeps nobody waiting. Of schedulers they are those of this user
+(`meshbook.launchers.engines.scheduler_jobs`); Ray and Kubernetes know no users of the machine, so they are those of the
+cluster, and of the namespace.
 
-    python -m meshbook.launchers.own_jobs ray|k8s     a line of JSON; Ray, or the client, is imported there
+    python -m meshbook.launchers.engines.own_jobs ray|k8s     a line of JSON; Ray, or the client, is imported there
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.commands import answer_of
-from meshbook.launchers.scheduler_jobs import SCHEDULERS_ASKED, OwnJob
+from meshbook.launchers.engines.commands import answer_of
+from meshbook.launchers.engines.scheduler_jobs import SCHEDULERS_ASKED, OwnJob
 
 DEADLINE_S = 6.0
 """How long an engine has: Ray and the client of Kubernetes are imported for it."""
@@ -114,7 +115,7 @@ def _driver(job: Any) -> str:
 
 def k8s_jobs() -> list[OwnJob]:
     """The Jobs of ours in the namespace of the kubeconfig, or in that of our own pod."""
-    from meshbook.launchers.k8s_api import Cluster, words_of
+    from meshbook.launchers.engines.k8s_api import Cluster, words_of
 
     cluster = Cluster("", "", "")
     try:

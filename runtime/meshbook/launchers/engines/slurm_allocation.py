@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.client import END_S, Client
-from meshbook.launchers.commands import answer_of, describe_failure, program_of
-from meshbook.launchers.head_start import open_log
-from meshbook.launchers.slurm_log import StepLog
+from meshbook.launchers.engines.client import END_S, Client
+from meshbook.launchers.engines.commands import answer_of, describe_failure, program_of
+from meshbook.launchers.engines.slurm_log import StepLog
+from meshbook.launchers.starting.head_start import open_log
 from meshbook.system.processes import address_towards, own_address, start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 

@@ -1,7 +1,7 @@
 """What is asked of a Kubernetes API server, by its Python client, and what it says, in words for people.
 
 The client is imported when it is connected: that takes seconds, and is the driver's own affair
-(`meshbook.launchers.k8s_driver`).
+(`meshbook.launchers.engines.k8s_driver`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshbook.launchers.k8s_manifests import GROUP_LABEL, NAME_LABEL, owned_by
-from meshbook.launchers.k8s_pods import Pod
+from meshbook.launchers.engines.k8s_manifests import GROUP_LABEL, NAME_LABEL, owned_by
+from meshbook.launchers.engines.k8s_pods import Pod
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
 """How long the API server may take to let us in, and to answer."""

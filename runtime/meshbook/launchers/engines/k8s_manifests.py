@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.elsewhere import NO_PYTHON, quoted_program
-from meshbook.launchers.head_start import AGENT
+from meshbook.launchers.starting.elsewhere import NO_PYTHON, quoted_program
+from meshbook.launchers.starting.head_start import AGENT
 
 NO_TICKET = "meshbook: no ticket"
 NO_CLIENT = (
@@ -39,7 +39,7 @@ _SCRIPT = """umask 077
 [ -r {ticket} ] || {{ echo "{no_ticket} at {ticket} for user $(id -u)" >&2; exit 66; }}
 for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && break; p=; done
 [ "$p" ] || {{ echo {no_python} >&2; exit 127; }}
-cat {ticket} | exec "$p" -m meshbook.launchers.templates {agent} &
+cat {ticket} | exec "$p" -m meshbook.launchers.starting.templates {agent} &
 trap "kill -TERM $!" TERM
 wait $!; code=$?
 kill -0 $! 2>/dev/null && {{ wait $!; code=$?; }}

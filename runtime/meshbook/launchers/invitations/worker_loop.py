@@ -4,7 +4,7 @@
 
 Each program that summons it gets an agent of its own, which ends with the program's session, or with the worker. The
 worker waits on for others, until a program shuts its hosts down (`HostMesh.shutdown`). Monarch's names. Programs that
-reach nothing but this address have it as their way to other workers (`meshbook.launchers.worker_front`).
+reach nothing but this address have it as their way to other workers (`meshbook.launchers.invitations.worker_front`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import msgspec
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import SpawnError
-from meshbook.launchers.agent_process import end_agent, start_agent
-from meshbook.launchers.invitation import TurnedAway, difference, encode
-from meshbook.launchers.worker_front import BACKLOG, WorkerFront
-from meshbook.launchers.worker_ticket import (
+from meshbook.launchers.invitations.agent_process import end_agent, start_agent
+from meshbook.launchers.invitations.invitation import TurnedAway, difference, encode
+from meshbook.launchers.invitations.worker_front import BACKLOG, WorkerFront
+from meshbook.launchers.invitations.worker_ticket import (
     Farewell,
     Serves,
     Summons,

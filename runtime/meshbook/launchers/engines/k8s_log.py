@@ -1,12 +1,12 @@
-"""What the driver of Kubernetes has said (`meshbook.launchers.k8s_driver`), read as why a host waits or has ended."""
+"""What the driver of Kubernetes (`meshbook.launchers.engines.k8s_driver`) has said: why a host waits, or has ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshbook.launchers.driver_log import ALL, DriverLog
-from meshbook.launchers.elsewhere import NO_PYTHON, with_hint
-from meshbook.launchers.k8s_manifests import NO_TICKET
+from meshbook.launchers.engines.driver_log import ALL, DriverLog
+from meshbook.launchers.engines.k8s_manifests import NO_TICKET
+from meshbook.launchers.starting.elsewhere import NO_PYTHON, with_hint
 from meshbook.system.processes import describe_exit
 
 _HINTS = (

@@ -1,14 +1,14 @@
-"""What the driver of Ray has said (`meshbook.launchers.ray_driver`), read as what hosts wait for and why they ended.
+"""What the driver of Ray (`meshbook.launchers.engines.ray_driver`) has said: what hosts wait for, why they ended.
 
-A module of its own because it has Ray's words, as `meshbook.launchers.k8s_log` has those of Kubernetes.
+A module of its own because it has Ray's words, as `meshbook.launchers.engines.k8s_log` has those of Kubernetes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshbook.launchers.driver_log import ALL, DriverLog
-from meshbook.launchers.elsewhere import PYTHON_HINTS, with_hint
+from meshbook.launchers.engines.driver_log import ALL, DriverLog
+from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_exit
 
 _HINTS = (
