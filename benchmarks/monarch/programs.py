@@ -57,7 +57,7 @@ from meshbook.job import ProcessJob
 from meshbook.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
-BESIDE = ("whole_programs", "service_programs", "tensor_programs", "engine_programs")
+BESIDE = ("whole_programs", "service_programs", "tensor_programs", "engine_programs", "outside_programs")
 """Modules with more of them; `shape_programs` has expressions."""
 
 

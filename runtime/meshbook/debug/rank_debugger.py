@@ -39,7 +39,9 @@ class _Stop:
     def __init__(self, place: str, frame: FrameType | None) -> None:
         self.place = place
         self.thread = threading.get_ident()
-        self.function, self.line = (frame.f_code.co_name, frame.f_lineno) if frame is not None else ("", 0)
+        self.function, self.line = "", 0
+        if frame is not None:
+            self.function, self.line = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}", frame.f_lineno
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.interrupted = False
         self.prompt: AtPrompt | None = None

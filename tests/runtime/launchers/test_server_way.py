@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from k8s_cluster import free_port
 from patience import wait_until
 
 import meshbook
+from benchmarks.k8s.cluster import free_port
 from meshbook.actor import Actor, HostMesh, attach, attach_to_workers, endpoint, this_host
 from meshbook.errors import AttachError, SpawnError, UsageError
 from meshbook.launchers.invitations import server_way
@@ -146,7 +146,7 @@ def test_a_worker_that_the_server_does_not_find(
     monkeypatch.setattr("meshbook.launchers.workers.WITHIN_S", 0.3)
     with pytest.raises(SpawnError, match=r"no worker listens at ipc://.*; it is started there by run_worker_loop"):
         workers("ipc://nowhere").initialized.get(60)
-    with pytest.raises(UsageError, match=rf"is attached through {server} already, not ipc://other; a program has one"):
+    with pytest.raises(UsageError, match=rf"is already attached through {server}, not ipc://other; a program has one"):
         attach("ipc://other")
 
 

@@ -60,7 +60,7 @@ def test_a_person_lists_attaches_casts_and_continues(procs: ProcMesh, capfd: pyt
     assert [(info.actor_name, info.rank, info.coords) for info in infos] == [
         ("stoppers", rank, {"hosts": rank // 2, "gpus": rank % 2}) for rank in range(4)
     ]
-    assert {info.function for info in infos} == {"stop_here"} and infos[0].lineno
+    assert {info.function for info in infos} == {f"{__name__}.stop_here"} and infos[0].lineno
     assert "stoppers" in capfd.readouterr().out
 
     seen = typed("list", "attach stoppers 3", "p found", "!found = 7", "detach", "p found", "quit")

@@ -239,7 +239,7 @@ def resume_way(server: str, endpoint: str, before: str) -> ServerWay:
 def _same(way: ServerWay, server: str) -> ServerWay:
     if read_address(way.server).dial != read_address(server).dial:
         raise UsageError(
-            f"this program is attached through {way.server} already, not {server}; a program has one way, so that "
+            f"this program is already attached through {way.server}, not {server}; a program has one way, so that "
             "hosts find it. Use another process, or meshbook.shutdown() first."
         )
     return way
