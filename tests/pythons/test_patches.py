@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.concurrency import patches
 from meshbook.groups.factory import GroupFactory
-from meshbook.worker.worker import _keep_operators
+from meshbook.worker.process import _keep_operators
 
 ROOT = Path(__file__).parents[2]
 MINE = ("meshbook", "meshbook_extension", "meshbook_kernel")

@@ -138,7 +138,7 @@ def threads() -> list[str]:
 
 
 def segments_in_use() -> int:
-    return len(worker()._payloads.pool.in_use)
+    return len(worker().payloads.pool.in_use)
 
 
 # ---- ranks that call each other ------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def pdb_command(worker: Worker, number: int, line: str) -> bool:
 def pdb_break_in(worker: Worker) -> str:
     """Have the main thread stop at its next line of the user's code; returns what it does now."""
     debugger = worker.shell.debugger
-    if worker.current is None:
+    if worker.claims.running is None:
         return "idle"
     if not debugger.place:
         debugger.refusal = ""  # who asks for it is there

@@ -148,7 +148,7 @@ def _evaluate(worker: Worker, expression: str) -> object:
 def form_group(worker: Worker, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
     """Form the default process group and the DeviceMesh; proves itself with a collective. groups: only these."""
     identity = worker.identity
-    worker.groups.form(worker.store_rpc, identity, epoch=epoch, groups=groups)
+    worker.groups.form(worker.control.store_rpc, identity, epoch=epoch, groups=groups)
     return set_axes(worker, call, identity.axes, identity.sizes)
 
 
@@ -160,7 +160,7 @@ def prove_group(worker: Worker, call: wire.Call) -> Outcome:
 
 def prepare_group(worker: Worker, call: wire.Call, epoch: int) -> Outcome:
     """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
-    worker.groups.prepare(worker.store_rpc, worker.identity, epoch=epoch)
+    worker.groups.prepare(worker.control.store_rpc, worker.identity, epoch=epoch)
     return _ok()
 
 
@@ -213,7 +213,7 @@ def where(worker: Worker) -> str:
 
 def _doing(worker: Worker) -> tuple[Activity, str]:
     frame = frame_of(worker.main_thread)
-    if worker.current is None or frame is None:
+    if worker.claims.running is None or frame is None:
         return Activity.IDLE, "idle"
     if place := worker.shell.debugger.place:
         return Activity.PAUSED, f"stopped at {place}"
@@ -231,15 +231,15 @@ def _doing(worker: Worker) -> tuple[Activity, str]:
 
 def collectives(worker: Worker, recent: int = 0) -> Collectives:
     """How far the rank's process groups are, with the last ``recent`` operations of each, and what it waits in."""
-    current = worker.current
-    told = worker.groups.collectives(current[0] if current else 0, recent=recent)
+    current = worker.claims.running
+    told = worker.groups.collectives(current.id if current else 0, recent=recent)
     return told._replace(actors=worker.registry.busy, handling=worker.registry.handling)
 
 
 def reaction(worker: Worker) -> Reaction:
     """`where`, and how the running call takes an interrupt that was sent to it."""
     activity, place = _doing(worker)
-    if worker.current is None:
+    if worker.claims.running is None:
         return Reaction(place, has_stopped=True)
     if not worker.gate.is_open:
         return _STOPPED_NOW
@@ -267,11 +267,11 @@ def _why_it_goes_on(worker: Worker) -> str:
 
 def status(worker: Worker) -> StatusAnswer:
     """What a person who looks at the mesh is shown of a rank."""
-    current, place = worker.current, worker.shell.debugger.place or debugged_place(worker)
+    current, place = worker.claims.running, worker.shell.debugger.place or debugged_place(worker)
     activity, doing = _doing(worker)
     return StatusAnswer(
-        busy=current[1] if current else "",
-        busy_s=time.monotonic() - current[2] if current else 0.0,
+        busy=current.endpoint if current else "",
+        busy_s=time.monotonic() - current.since if current else 0.0,
         where=place or doing,
         paused=place,
         in_collective=activity is Activity.COLLECTIVE,
@@ -304,9 +304,9 @@ def way(worker: Worker) -> str:
 
 def progress(worker: Worker) -> RankTold:
     """What the rank does, and how far its groups are, without its stacks."""
-    current, paused = worker.current, worker.shell.debugger.place or place_in_debugger(worker)
-    busy_s = time.monotonic() - current[2] if current else 0.0
-    told = worker.groups.collectives(current[0] if current else 0, recent=RECENT, look_deeper=True)
+    current, paused = worker.claims.running, worker.shell.debugger.place or place_in_debugger(worker)
+    busy_s = time.monotonic() - current.since if current else 0.0
+    told = worker.groups.collectives(current.id if current else 0, recent=RECENT, look_deeper=True)
     return RankTold(busy_s, paused or where(worker), paused, told, ())
 
 

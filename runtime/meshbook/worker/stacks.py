@@ -30,7 +30,7 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
     for ident, frame in frames().items():
         name = names.get(ident, f"thread {ident}")
         is_main = ident == worker.main_thread
-        if is_main and worker.current is not None:
+        if is_main and worker.claims.running is not None:
             awaiting = cell_frames(worker.shell.loop) if worker.shell.loop.is_running() else []
             running = awaiting and users_place(frame)  # a coroutine is on the stack already
             threads.insert(0, ThreadStack("main", True, _read([*([] if running else awaiting), *_callers(frame)])))

@@ -59,7 +59,7 @@ from meshbook.wire.template_messages import (
 if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
 
-STANDARD_PRELOAD = ("meshbook.worker.worker",)
+STANDARD_PRELOAD = ("meshbook.worker.process",)
 """Of the first template, from which that with torch is forked (`meshbook.launchers.starting.templates.WITH_TORCH`)."""
 
 LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma_buffer")
@@ -116,7 +116,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
             os._exit(0)
         if child.kind == "worker":
             sock.close()
-            from meshbook.worker.worker import run_worker
+            from meshbook.worker.process import run_worker
 
             run_worker(shell, *child.descriptors)  # never returns
         sock.close()

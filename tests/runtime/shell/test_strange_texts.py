@@ -88,7 +88,7 @@ def test_a_rank_that_shows_garbage_costs_nobody_anything(mesh4: ProcMesh) -> Non
     code = (
         "from meshbook.wire import messages as wire\nfrom meshbook.actor.router import current_router\n"
         "worker = current_router().worker\n"
-        "worker.calls.send(wire.DisplayData(wire.OWN_RANK, worker._output, False, False), [b'\\xc1'])"
+        "worker.calls.send(wire.DisplayData(wire.OWN_RANK, worker.output.current, False, False), [b'\\xc1'])"
     )
     mesh4.start_cell(code, on_output=events.append).future.get(10)
     said = [event.text for event in events if isinstance(event, StreamText)]
