@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 
 import mail_ranks
 import msgspec
@@ -27,6 +29,7 @@ from benchmarks.faults.namespace import Namespace, make_namespace
 from meshbook import LocalLauncher, ProcMesh, shutdown, start_hosts
 from meshbook.agent.lease import Lease
 from meshbook.controller.host_state import MAX_SILENCE_S
+from meshbook.controller.io_turns import SocketTurn
 from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.sessions.folder import read_state
@@ -59,8 +62,28 @@ def stalled(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def press_interrupt(after_s: float) -> None:
-    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+@contextlib.contextmanager
+def interrupted() -> Iterator[None]:
+    """An interrupt is pressed as soon as this thread serves the sockets, as it does while it waits for a call."""
+    here = threading.get_ident()
+
+    def press() -> None:
+        wait_until(lambda: _is_in(sys._current_frames()[here], SocketTurn.drive.__code__))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    yield
+    thread.join()
+
+
+def _is_in(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+_STILL_SILENT = r"rank 1 is still in .*: its host is silent for \d+ s: its agent"
 
 
 def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: ProcMesh) -> None:
@@ -75,8 +98,7 @@ def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: P
         (status,) = beside.slice(hosts=1).status()
         assert status.state == "silent"
         assert re.match(r"its host is silent for \d+ s: its agent is stopped or its machine is busy", status.where)
-        press_interrupt(0.2)
-        with pytest.raises(CallInterrupted, match=r"rank 1 is still in .*: its host is silent for \d+ s: its agent"):
+        with interrupted(), pytest.raises(CallInterrupted, match=_STILL_SILENT):
             beside.slice(hosts=1).run("1").get(30)
         silent_until = time.monotonic() + MAX_SILENCE_S + 2
         while time.monotonic() < silent_until:
@@ -206,8 +228,7 @@ def test_a_host_behind_a_proxy_that_passes_nothing_on_is_suspect_until_it_is_giv
         while time.monotonic() < silent_until:
             assert not mesh.lost
             time.sleep(0.1)
-        press_interrupt(0.2)
-        with pytest.raises(CallInterrupted, match=r"its host is silent for \d+ s"):
+        with interrupted(), pytest.raises(CallInterrupted, match=r"its host is silent for \d+ s"):
             mesh.slice(hosts=1).run("1").get(30)
         assert mesh.heal(force=True).ranks == (1,)
         assert mesh.run("rank").get(30).values() == [0, 1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from collector import Collector
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshbook import ProcMesh, errors, this_host
@@ -448,6 +448,7 @@ def test_only_equal_numbers_of_one_epoch_are_compared() -> None:
     assert agreements.doubted
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_weights_of_parts_add_up_to_0_where_all_match(data: st.DataObject) -> None:
     size, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

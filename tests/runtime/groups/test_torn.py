@@ -50,7 +50,7 @@ if rank == 3: 1 / 0
 
 
 def test_what_nobody_waited_for_is_restored_or_told_too(mesh4: ProcMesh) -> None:
-    code = "z = torch.ones(3)\nwork = dist.all_reduce(z, async_op=True) if rank else 1 / 0"
+    code = "z = torch.ones(3)\ndist.barrier()\nwork = dist.all_reduce(z, async_op=True) if rank else 1 / 0"
     told = ranks_told(fail(mesh4, code), "z may be half reduced")
     values = mesh4.run("z.tolist()").get(30).values()
     assert {rank for rank in range(1, 4) if values[rank] != [1.0] * 3} <= told
