@@ -19,11 +19,13 @@ from meshbook.mesh.job_trait import (
 )
 from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
+from meshbook.mesh.login_job import LoginJob
+from meshbook.mesh.login_job import StartedWorker as ProcessState
 from meshbook.mesh.port_forwarding import PortForwarder
 from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
-    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "MeshAdminConfig",
-    "PortForwarder", "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
+    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "LoginJob", "MeshAdminConfig",
+    "PortForwarder", "ProcessJob", "ProcessState", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
     "hosts_from_config", "job_load", "job_loads", "load_current_job", "set_current_job", "shell",
 ]  # fmt: skip

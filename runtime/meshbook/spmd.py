@@ -28,9 +28,13 @@ from meshbook.system.processes import loopback_address
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshbook.actor import ProcMesh
+    from meshbook.actor import Point, ProcMesh
 
 __all__ = ["SPMDActor", "setup_torch_elastic_env", "setup_torch_elastic_env_async"]
+
+
+HOSTS = "hosts"
+"""The axis whose places are machines to torchrun's variables, also where several of them are this one."""
 
 
 class SPMDActor(Actor):
@@ -88,6 +92,11 @@ def _set_variables(master_addr: str, master_port: int) -> None:
     rank, world = here.rank, here.extent.nelements
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+    group_rank = os.environ.get("GROUP_RANK", rank // local_world)
+    groups = os.environ.get("GROUP_WORLD_SIZE", -(-world // local_world))
+    if HOSTS in here and local_world > world // here.extent[HOSTS]:  # several of them are this machine
+        groups, group_rank = here.extent[HOSTS], here[HOSTS]
+        local_rank, local_world = _place_among(here), world // here.extent[HOSTS]
     variables = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": master_port,
@@ -95,13 +104,22 @@ def _set_variables(master_addr: str, master_port: int) -> None:
         "WORLD_SIZE": world,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world,
-        "GROUP_RANK": os.environ.get("GROUP_RANK", rank // local_world),
-        "GROUP_WORLD_SIZE": os.environ.get("GROUP_WORLD_SIZE", -(-world // local_world)),
+        "GROUP_RANK": group_rank,
+        "GROUP_WORLD_SIZE": groups,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "rank",
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def _place_among(here: Point) -> int:
+    """The index of a process among those of its place along the axis of hosts."""
+    index = 0
+    for axis, size in here.extent.items():
+        if axis != HOSTS:
+            index = index * size + here[axis]
+    return index
 
 
 def _address(use_ipaddr: object) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import builtins
 import importlib
 import inspect
+import logging
 import os
 import pdb
 import re
@@ -50,6 +51,12 @@ def parameters(function: Any) -> list[str]:
 def check_thread_start() -> None:
     assert parameters(original(threading.Thread, "start")) == ["self"]
     assert "start" not in vars(threading.Timer)  # so it is everybody's
+
+
+def check_log_format() -> None:
+    assert original(logging.StreamHandler, "format") is logging.Handler.format
+    assert parameters(logging.Handler.format) == ["self", "record"]
+    assert "self.format(record)" in inspect.getsource(logging.StreamHandler.emit)
 
 
 def check_what_ends_line_runs() -> None:
@@ -184,6 +191,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "asyncio.BaseEventLoop.run_forever, os.dup2": check_what_ends_line_runs,
     "time.sleep": check_sleep,
     "threading._allocate_lock": check_allocate_lock,
+    "logging.StreamHandler.format": check_log_format,
     "builtins.input": check_input,
     "signal.signal, getsignal": check_signal,
     "torch.autograd._engine_run_backward": check_run_backward,

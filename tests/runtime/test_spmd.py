@@ -81,3 +81,11 @@ def test_the_variables_of_torchrun_are_set(mesh4: ProcMesh) -> None:
         setup_torch_elastic_env(mesh4, "somewhere")
     with pytest.raises(ActorError, match='use_ipaddr is None, "IPv4" or "IPv6", not 7'):
         setup_torch_elastic_env(mesh4, use_ipaddr=7)
+
+
+def test_several_hosts_of_this_machine_stand_for_several() -> None:
+    with this_host().spawn_procs({"hosts": 2, "gpus": 2, "threads": 2}, torch=False) as procs:
+        setup_torch_elastic_env(procs, "somewhere", 1234)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        read = f"[int(__import__('os').environ[name]) for name in {names}]"
+        assert procs.evaluate(read).get(20).values() == [[rank, 8, rank % 4, 4, rank // 4, 2] for rank in range(8)]

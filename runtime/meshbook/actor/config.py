@@ -1,7 +1,7 @@
-"""How log records of actors look: ``[actor=<root>.<train.Learner learners>]`` stands before their text.
+"""How log records of actors look: ``[actor=<root>.<train.Learner learners{'gpus': 0/2}>]`` stands before their text.
 
-Without the rank, which a notebook and `logging_option` show anyhow: equal lines of several ranks are shown once. With
-the rank it is the record's ``actor_prefix``.
+Where they are written to stdout or stderr it is without the rank, which a notebook and `logging_option` show anyhow, so
+that equal lines of several ranks are shown once.
 
 A module of its own because programs for Monarch set it: ``from meshbook.actor import config``.
 """
@@ -9,9 +9,12 @@ A module of its own because programs for Monarch set it: ``from meshbook.actor i
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from meshbook.actor.context import context
+from meshbook.concurrency.patches import patch
 
 prefix_python_logs_with_actor = True
 """Whether it does; set it in the process of the actors."""
@@ -22,10 +25,11 @@ def name_actors_in_logs() -> None:
     make = logging.getLogRecordFactory()
     if not isinstance(make, NamedRecords):
         logging.setLogRecordFactory(NamedRecords(make))
+        patch(logging.StreamHandler, "format", _format)
 
 
 class NamedRecords:
-    """Makes records as another factory does; those of an actor have `actor_prefix`, and begin with its name."""
+    """Makes records as another factory does; those of an actor have `actor_prefix`, and begin with it."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self._make = make
@@ -34,7 +38,15 @@ class NamedRecords:
         record = self._make(*args, **kwargs)
         actor = context().actor_instance
         if prefix_python_logs_with_actor and actor.mailbox:
-            record.actor_prefix = f"[actor={actor}] "
-            prefix = f"[actor={actor.shared_name}] "
+            prefix = record.actor_prefix = f"[actor={actor}] "
+            record.shown_prefix = f"[actor={actor.shared_name}] "
             record.msg = f"{prefix.replace('%', '%%') if record.args else prefix}{record.msg}"
         return record
+
+
+def _format(handler: logging.StreamHandler[Any], record: logging.LogRecord) -> str:
+    """`logging.Handler.format`, but without the rank on the streams that people see with it."""
+    text = logging.Handler.format(handler, record)
+    if (prefix := getattr(record, "actor_prefix", "")) and handler.stream in (sys.stdout, sys.stderr):
+        text = text.replace(prefix, getattr(record, "shown_prefix", prefix))
+    return text

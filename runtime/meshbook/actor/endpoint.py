@@ -68,7 +68,7 @@ class ActorEndpoint(Generic[P, R]):
         """Call it on every actor; futures of the values in the order in which they come."""
         to = self._find()
         pickled = self._pack(name_view(to.members), args, kwargs)
-        stream: Stream[R] = Stream(len(self._members), self._group.name, self._info.name)
+        stream: Stream[R] = Stream(len(self._members), self._group, self._info.name)
         stream.begin(self._group.call(to, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False))
         return stream
 
@@ -91,8 +91,8 @@ class ActorEndpoint(Generic[P, R]):
         self._group.call(_choose(to) if one else to, self._info.name, pickled, reply=False)
 
     def _find(self) -> Address:
-        self._group.check_usable()
-        return self._group.find(self._members)
+        self._group.check_usable(self._info.name)
+        return self._group.find(self._members, endpoint=self._info.name)
 
     def _call(
         self, to: Address, view: CalledView, args: Args, kwargs: Kwargs, make: Callable[[Values], T]
@@ -100,7 +100,7 @@ class ActorEndpoint(Generic[P, R]):
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
         group.called = True
-        return ActorFuture(group.call(to, name, pickled), make, group.name, name)
+        return ActorFuture(group.call(to, name, pickled), make, group, name)
 
     def _pack(self, view: CalledView, args: Args, kwargs: Kwargs, port: Port[R] | None = None) -> Pickled:
         self._info.check(self._group.name, args, kwargs)

@@ -9,6 +9,7 @@ MeshError    ── SupervisionError   actors that are not there any more (a Run
 UsageError   ── NoEndpointError    a name that is no endpoint (an AttributeError too)
              ── ArgumentsError     arguments that do not fit the endpoint's signature (a TypeError too)
              ── ReloadError        a class that cannot take the place of another in living actors
+             ── MessageTooLargeError  arguments larger than the setting allows (a SupervisionError too)
              ── BufferKindError    memory that cannot be copied so (a TypeError too)
              ── BufferSizeError    memory that does not fit a buffer
 MeshError    ── CircularCallError  a call to an actor that waits for it
@@ -35,7 +36,7 @@ from meshbook.errors import (
     group_failures,
     without_colours,
 )
-from meshbook.formatting import did_you_mean, name_ranks
+from meshbook.formatting import did_you_mean, format_bytes, name_ranks
 
 
 class ActorError(CallFailed):
@@ -101,10 +102,16 @@ class SupervisionError(MeshError, RuntimeError):
     cause = "stopped"
     """How they ended: ``killed by SIGKILL``."""
 
+    beside = ""
+    """Monarch's sentence of the same, which programs that were written for it look for; below ours in ``str``."""
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose processes ended, in order; none where the actors were stopped."""
         return ()
+
+    def _with_sentence(self, text: str) -> str:
+        return f"{text}\n{self.beside}" if self.beside else text
 
 
 class ActorNotMadeError(ActorError, SupervisionError):
@@ -133,7 +140,7 @@ class ActorLostError(WorkerLost, SupervisionError):
         gone = (
             f'  the actors "{self.actor}" of {name_ranks(self.ranks)} ended with it; after a repair, spawn them again'
         )
-        return f"{super().__str__()}\n{gone}"
+        return self._with_sentence(f"{super().__str__()}\n{gone}")
 
 
 class ProcsNotStartedError(SpawnError, SupervisionError):
@@ -162,6 +169,20 @@ class ActorsLeftError(SupervisionError):
             f'the actors "{self.name}" of {name_ranks(self.left)} (as numbered when they were made) are no more: their '
             "processes left when the mesh shrank. Slice those that stayed, which keep their places here, or spawn "
             f'them all again: procs.spawn("{self.name}", ...)'
+        )
+
+
+class MessageTooLargeError(UsageError, SupervisionError):
+    """A call whose arguments are larger than the setting ``codec_max_frame_length``; the actors live on."""
+
+    def __init__(self, what: str, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(what, size_bytes, limit_bytes)
+        self.what, self.size_bytes, self.limit_bytes = what, size_bytes, limit_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"arguments of {self.what} have {format_bytes(self.size_bytes)}, and the setting codec_max_frame_length "
+            f"allows {format_bytes(self.limit_bytes)}. Raise that, or send parts, or an RDMABuffer."
         )
 
 
@@ -206,9 +227,11 @@ class ActorStoppedError(SupervisionError):
         if self.ended_with:
             was = "was" if len(self.ended_with) == 1 else "were"
             ranks = name_ranks(self.ended_with)
-            return f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
+            return self._with_sentence(
+                f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
+            )
         why = f" ({self.reason})" if self.reason else ""
-        return f'the actors "{self.name}" were stopped{why}. {again}'
+        return self._with_sentence(f'the actors "{self.name}" were stopped{why}. {again}')
 
 
 def why_stopped(actor: str, reason: str = "") -> str:
@@ -218,6 +241,9 @@ def why_stopped(actor: str, reason: str = "") -> str:
 
 class ProcsStoppedError(SupervisionError, MeshStoppedError):
     """A call to actors whose mesh of processes was stopped."""
+
+    def __str__(self) -> str:
+        return self._with_sentence(super().__str__())
 
 
 class CircularCallError(MeshError):

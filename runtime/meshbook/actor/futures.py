@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from meshbook.actor.context import context
 from meshbook.actor.errors import (
@@ -22,13 +22,23 @@ from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import CallFailed, Failure, MailboxClosed, MeshDetachedError, MeshStoppedError, WorkerLost
 from meshbook.shape.value_mesh import ValueMesh
 
+if TYPE_CHECKING:
+    from meshbook.actor.identity import ActorIdentity
+
 T = TypeVar("T")
 
 
-def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
-    """The error of a call to a mailbox as one of actors. actor: their name."""
+def translate(error: BaseException, actor: ActorIdentity | str, endpoint: str) -> BaseException:
+    """The error of a call to a mailbox as one of actors. actor: which; or what was asked, by its name."""
     if isinstance(error, SupervisionError):
         return error
+    if isinstance(actor, str):
+        return _translated(error, actor, endpoint)
+    told = _translated(error, actor.name, endpoint)
+    return actor.beside(told, endpoint) if isinstance(told, SupervisionError) else told
+
+
+def _translated(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, WorkerLost):
         return ActorLostError.of_worker(error, actor)
     if isinstance(error, MeshStoppedError) and not isinstance(error, MeshDetachedError):
@@ -63,7 +73,8 @@ def _restarted(closed: list[Failure]) -> tuple[int, ...]:
 class ActorFuture(MappedFuture[Values, T], Generic[T]):
     """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
-    def __init__(self, source: Answers, make: Callable[[Values], T], actor: str, endpoint: str) -> None:
+    def __init__(self, source: Answers, make: Callable[[Values], T], actor: ActorIdentity | str, endpoint: str) -> None:
+        """actor, endpoint: what was called, as in `translate`."""
         super().__init__(source, make)
         self._call, self._names = source, (actor, endpoint)
 
@@ -106,7 +117,7 @@ class ActorFuture(MappedFuture[Values, T], Generic[T]):
 class Stream(Generic[T]):
     """Futures of the answers of a call, in the order in which they come: one for each actor."""
 
-    def __init__(self, count: int, actor: str, endpoint: str) -> None:
+    def __init__(self, count: int, actor: ActorIdentity, endpoint: str) -> None:
         self._names = (actor, endpoint)
         self._lock = threading.Lock()
         self._parts: list[_Part[T]] = [_Part(self) for _ in range(count)]

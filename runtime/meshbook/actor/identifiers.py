@@ -169,22 +169,56 @@ _SHORT = {
     "metatls": ChannelTransport.MetaTlsWithIpV6,
     "metatls-hostname": ChannelTransport.MetaTlsWithHostname,
     "tls": ChannelTransport.Tls,
+    "quic": ChannelTransport.Quic,
+    "unix": ChannelTransport.Unix,
+    "local": ChannelTransport.Local,
 }
+
+
+class BindSpec:
+    """A transport as settings tell it: a member of ChannelTransport, or an address. Equal to others of the same."""
+
+    def __init__(self, spec: object) -> None:
+        """spec: one of these, or a short name, as in ``tcp``. Raises: UsageError for a text that is none; TypeError."""
+        found = _SHORT.get(spec, spec) if isinstance(spec, str) else spec
+        if isinstance(found, str) and not _is_address(found):
+            raise UsageError(f'a transport is {", ".join(_SHORT)}, an address as in "tcp://10.0.0.5:4444", or a member '
+                             f"of ChannelTransport; not {spec!r}.")  # fmt: skip
+        if not isinstance(found, ChannelTransport | BindSpec | str):
+            raise TypeError(f"a transport is a ChannelTransport or a text, not {spec!r}.")
+        self.value: str = found if isinstance(found, str) else found.value
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == other.value if isinstance(other, BindSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"BindSpec({self.value!r})"
+
+
 _lock = threading.Lock()
-_enabled: ChannelTransport | str | None = None
+_enabled: BindSpec | None = None
+
+
+def enabled_transport() -> BindSpec:
+    """What `enable_transport` was told; by default that of one machine."""
+    return _enabled or BindSpec(ChannelTransport.Unix)
 
 
 def enable_transport(transport: ChannelTransport | str) -> None:
     """Say how processes are to reach each other. It is checked, and changes nothing: hosts know how they are reached.
 
     On one machine that is by Unix sockets; between machines by TCP, always encrypted.
-    Raises: UsageError for what is no transport; RuntimeError for another one than before, or after the first mesh.
+    The setting ``default_transport`` reads back as it. Raises: UsageError, TypeError for what is no transport;
+    RuntimeError for another one than before, or after the first mesh.
     """
     global _enabled
-    asked = _SHORT.get(transport, transport) if isinstance(transport, str) else transport
-    if not isinstance(asked, ChannelTransport) and not (isinstance(asked, str) and _is_address(asked)):
-        raise UsageError(f'a transport is {", ".join(_SHORT)}, an address as in "tcp://10.0.0.5:4444", or a member of '
-                         f"ChannelTransport; not {transport!r}.")  # fmt: skip
+    asked = BindSpec(transport)
     with _lock:
         if asked == _enabled:
             return

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from meshbook.actor.classes import ActorClass
-from meshbook.actor.errors import ActorLostError, ActorsLeftError, ActorStoppedError, ProcsStoppedError, UnhandledFault
+from meshbook.actor.errors import (
+    ActorLostError,
+    ActorsLeftError,
+    ActorStoppedError,
+    MessageTooLargeError,
+    ProcsStoppedError,
+    SupervisionError,
+    UnhandledFault,
+)
 from meshbook.actor.instance import path_of
 from meshbook.actor.router import Address, Answers, is_rank, router_for
-from meshbook.actor.supervision import MeshFailure, join_failures
+from meshbook.actor.supervision import INIT, MeshFailure, failures_of, join_failures, sentence_of
 from meshbook.calls.request import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
@@ -20,6 +28,8 @@ from meshbook.values.pickling import Pickled, dumps, dumps_here
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
+
+Ended = TypeVar("Ended", bound=SupervisionError)
 
 
 @dataclass(eq=False)
@@ -67,10 +77,27 @@ class ActorIdentity:
             if self.members.has(rank)
         }
 
-    def find(self, members: Members, *, partly: bool = False) -> Address:
+    def beside(self, error: Ended, endpoint: str) -> Ended:
+        """Have what a call of ``endpoint`` raises tell Monarch's sentence too, of the first actor that has ended."""
+        if isinstance(error, ActorLostError):
+            first = failures_of(error)[0]
+            sentence = sentence_of(self._path(first.rank), first)
+        elif isinstance(error, ActorStoppedError | ProcsStoppedError):
+            first_rank = next(iter(self.members.ranks()), 0)
+            why = f'mesh "{error.mesh}" was stopped' if isinstance(error, ProcsStoppedError) else error.reason
+            sentence = f"The actor {self._path(first_rank)} and all its descendants have stopped: {why}"
+        else:
+            return error
+        error.beside = f"Endpoint call {self.name}.{endpoint}() failed, {sentence}"
+        return error
+
+    def _path(self, rank: int) -> str:
+        return self.names_of([rank]).get(rank, self.name)
+
+    def find(self, members: Members, *, partly: bool = False, endpoint: str = INIT) -> Address:
         """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.
 
-        Raises: ActorsLeftError, ProcsStoppedError.
+        endpoint: which is to be called. Raises: ActorsLeftError, ProcsStoppedError.
         """
         try:
             return router_for(self.session).find(self.mesh, members, self.generation, partly=partly)
@@ -79,7 +106,7 @@ class ActorIdentity:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise ProcsStoppedError(self.mesh_name) from None
+            raise self.beside(ProcsStoppedError(self.mesh_name), endpoint) from None
 
     def call(
         self,
@@ -106,18 +133,27 @@ class ActorIdentity:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise ProcsStoppedError(self.mesh_name) from None
+            raise self.beside(ProcsStoppedError(self.mesh_name), endpoint) from None
         except WorkerLost as lost:
-            raise ActorLostError.of_worker(lost, self.name) from None
+            raise self.beside(ActorLostError.of_worker(lost, self.name), endpoint) from None
 
     def pack(self, payload: object, *, what: str) -> Pickled:
-        """Pickle what is sent to them; within a process, classes and functions go by reference. As `dumps`."""
-        return (dumps_here if self.mesh == router_for(self.session).place.mesh == 0 else dumps)(payload, what=what)
+        """Pickle what is sent to them; within a process, classes and functions go by reference.
 
-    def check_usable(self) -> None:
-        """Raises: ActorStoppedError; UnhandledFault, once for each."""
+        Raises: as `dumps`; MessageTooLargeError.
+        """
+        is_here = self.mesh == router_for(self.session).place.mesh == 0
+        pickled = (dumps_here if is_here else dumps)(payload, what=what)
+        if _message_limit is not None:
+            size = len(pickled.head) + sum(buffer.nbytes for buffer in pickled.buffers)
+            if size > _message_limit:
+                raise MessageTooLargeError(what, size, _message_limit)
+        return pickled
+
+    def check_usable(self, endpoint: str) -> None:
+        """Before a call of ``endpoint``. Raises: ActorStoppedError; UnhandledFault, once for each."""
         if self.stopped is not None:
-            raise ActorStoppedError(self.name, self.stopped)
+            raise self.beside(ActorStoppedError(self.name, self.stopped), endpoint)
         if self.faults:
             faults = []
             while self.faults:
@@ -127,6 +163,15 @@ class ActorIdentity:
 
 CalledView: TypeAlias = str | Members
 """How an actor finds its place among those that are called (`name_view`)."""
+
+_message_limit: int | None = None
+
+
+def limit_messages(size_bytes: int | None) -> None:
+    """Have calls whose arguments are larger refused in this process; None: any size may be sent."""
+    global _message_limit
+    _message_limit = size_bytes
+
 
 _groups: dict[tuple[str, int], ActorIdentity] = {}
 """Those that were spawned here, so that references which come back know what became of them."""

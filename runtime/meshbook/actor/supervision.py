@@ -91,11 +91,8 @@ class MeshFailure:
 
     def report(self) -> str:
         """For programs: what a person needs to know, and Monarch's sentence for each actor."""
-        return "\n".join([self.explained(), *map(self._sentence, self.failures)])
-
-    def _sentence(self, failure: Failure) -> str:
-        actor = self._actors.get(failure.rank, self.mesh.name)
-        return f"The actor {actor} and all its descendants have failed:\n  {_monarchs_cause(failure)}"
+        sentences = (sentence_of(self._actors.get(each.rank, self.mesh.name), each) for each in self.failures)
+        return "\n".join([self.explained(), *sentences])
 
     def explained(self) -> str:
         """What a person needs to know: a line for each cause, and its traceback."""
@@ -133,6 +130,11 @@ def _cause(group: list[Failure]) -> str:
     if first.ename == NOT_STARTED:
         return f"{ranks} did not start: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
+
+
+def sentence_of(actor: str, failure: Failure) -> str:
+    """What Monarch says of an actor that has failed. actor: below whoever has spawned it, where that is known."""
+    return f"The actor {actor} and all its descendants have failed:\n  {_monarchs_cause(failure)}"
 
 
 def _monarchs_cause(failure: Failure) -> str:

@@ -325,6 +325,7 @@ class HostAgent:
     def _on_stopped(self, mesh_id: int) -> None:
         """A mesh has no process left here."""
         self._meshes.pop(mesh_id, None)
+        self._spawns.forget(mesh_id)
         if not self._meshes:
             self._spawns.end_strays()  # nobody knows of which mesh they were
             if self._ending is not None:

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,16 @@ from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_strays
 from meshbook.wire import messages as wire
+
+
+class _Interpreter(NamedTuple):
+    """What templates run. path: empty for ours. mesh: the one that it serves alone; 0: all that name it."""
+
+    path: str = ""
+    mesh: int = 0
+
+
+_OURS = _Interpreter()
 
 
 class Spawns:
@@ -33,14 +44,14 @@ class Spawns:
         inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._plain: dict[tuple[str, bool], TemplateProcess] = {}
-        """By their interpreter, empty for ours: with torch, and without."""
-        self._special: dict[tuple[str, bool, tuple[str, ...]], TemplateProcess] = {}
+        self._plain: dict[tuple[_Interpreter, bool], TemplateProcess] = {}
+        """By their interpreter: with torch, and without."""
+        self._special: dict[tuple[_Interpreter, bool, tuple[str, ...]], TemplateProcess] = {}
         """By the modules that they have imported besides, too."""
         self._waiting: list[wire.Spawn] = []
         self._was_asked = False
         if inherited is not None:
-            self._plain["", inherited.has_torch] = TemplateProcess.start(loop, inherited)
+            self._plain[_OURS, inherited.has_torch] = TemplateProcess.start(loop, inherited)
 
     @property
     def _templates(self) -> list[TemplateProcess]:
@@ -77,7 +88,9 @@ class Spawns:
 
         One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
         """
-        python = "" if spawn.command.python == sys.executable else spawn.command.python
+        command, python = spawn.command, _OURS
+        if command.python not in ("", sys.executable):
+            python = _Interpreter(command.python, spawn.mesh if command.anew else 0)
         template = self._special.get((python, spawn.torch, spawn.preload))
         if template is not None and not template.failure and not template.problem:
             return template
@@ -91,16 +104,16 @@ class Spawns:
         """Have torch imported before somebody asks for ranks, unless somebody has: they may want none."""
         if not self._was_asked:
             with contextlib.suppress(OSError):  # who asks is told
-                self._plain_template("", torch=True)
+                self._plain_template(_OURS, torch=True)
 
-    def _plain_template(self, python: str, torch: bool) -> TemplateProcess:
+    def _plain_template(self, python: _Interpreter, torch: bool) -> TemplateProcess:
         """Raises: OSError."""
         template = self._plain.get((python, torch))
         if template is None or template.failure:
             if torch:
                 template = self._plain_template(python, torch=False).fork_template(WITH_TORCH, ())
             else:
-                template = TemplateProcess.start(self._loop, python=python)
+                template = TemplateProcess.start(self._loop, python=python.path)
             self._plain[python, torch] = template
         return template
 
@@ -125,6 +138,13 @@ class Spawns:
         for spawn in tuple(self._waiting):
             if spawn.mesh == mesh and (ranks is None or any(seat.known_as in ranks for seat in spawn.seats)):
                 self._waiting.remove(spawn)
+
+    def forget(self, mesh: int) -> None:
+        """A mesh has ended: so do the templates that it had for itself."""
+        for plain in [key for key in self._plain if key[0].mesh == mesh]:
+            self._plain.pop(plain).close()
+        for special in [key for key in self._special if key[0].mesh == mesh]:
+            self._special.pop(special).close()
 
     def end_strays(self) -> None:
         """End what ranks have left in sessions of their own; the last mesh has ended."""

@@ -96,6 +96,9 @@ class CallOutputSource(Protocol):
     def target(self) -> OutputTarget | None:
         """Where what a call prints goes that is made now; None: where the front end has it."""
 
+    def end(self) -> None:
+        """Another one takes its place."""
+
 
 class Renumbering(NamedTuple):
     """Ranks get other numbers."""
@@ -159,6 +162,8 @@ class MeshState:
         self.stopped_ranks = StoppedRanks()
         self.sources: set[str] = set()
         """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
+        self.siblings: set[int] = {id}
+        """The meshes that were spawned by the same handle of hosts, which can end them together, by their ids."""
         self.shown_by: CallOutputSource | None = None
         """Where what calls print goes, if not where the front end has it."""
         self._repairer: threading.Thread | None = None

@@ -31,6 +31,7 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.errors import Failure, MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.settings import get_runtime_config
 from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
 from meshbook.shape.view import MeshView
@@ -244,6 +245,8 @@ class ControllerRouter:
             from meshbook.mesh.debug_controller import own_debugger  # which stands above us
 
             return own_debugger()
+        if call.endpoint == "settings":
+            return get_runtime_config()
         if call.endpoint == "stop_procs":
             try:
                 return args[0].stop().get()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from meshbook.actor.errors import ProcsNotStartedError
+from meshbook.actor.errors import ActorError, ProcsNotStartedError
 from meshbook.actor.router import router_for
 from meshbook.concurrency.background import run_in_background
 from meshbook.controller.arrival import MeshArrival
@@ -87,8 +87,10 @@ def _start(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], obje
 
 
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:
-    """Run it in every process. Raises: SpawnError, TimeoutError."""
+    """Run it in every process. Raises: SpawnError, of an ActorError where it has raised; TimeoutError."""
     try:
         procs.execute(bootstrap).get(timeout_s)
     except (CallFailed, WorkerLost) as error:
-        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from error
+        why = ActorError(error.failures, f"{procs.name}.bootstrap") if isinstance(error, CallFailed) else error
+        why.__cause__ = error.__cause__
+        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from why

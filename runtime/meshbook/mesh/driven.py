@@ -295,7 +295,8 @@ def _spawn_beside(
     if known is None:
         return this_host().spawn_procs(per_host, **options)
     python = known.recipe.command_of(place.rank).python
-    return HostMesh(controller, [known.host_of(place.rank)], python=python).spawn_procs(per_host, **options)
+    hosts = HostMesh(controller, [known.host_of(place.rank)], python=python).running_python_anew()
+    return hosts.spawn_procs(per_host, **options)
 
 
 set_own_router(lambda: router_for(_driven.first().folder.id))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from meshbook.actor.identity import groups_on
 from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
-from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import HostsEndedError, NotOwnerError, SpawnError, UsageError
-from meshbook.formatting import format_sizes
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import HostProgress, replace_hosts
+from meshbook.mesh.host_view import HostView
 from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_calls import refuse_conda
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -27,103 +28,21 @@ from meshbook.mesh.spawn_options import (
     checked_folder,
     checked_modules,
     checked_name,
-    checked_python,
     checked_sizes,
     checked_variables,
     commands_of,
 )
 from meshbook.mesh.workspace_copies import copy_folders
-from meshbook.shape.members import Extent, Members, Point, Region
+from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import NamedRegion
-from meshbook.shape.view import MeshView
 from meshbook.workspace.folders import Workspace
 
 
-class HostMesh(MeshView):
+class HostMesh(HostView):
     """Hosts, each with an agent that can start processes; or a view of some of them, which costs nothing.
 
     One host may have no axis.
     """
-
-    def __init__(
-        self,
-        controller: Controller,
-        hosts: list[HostState],
-        members: Members | None = None,
-        env: Mapping[str, str] | None = None,
-        python: str = "",
-        waits: bool = True,
-    ) -> None:
-        """hosts: all of them, of which ``members`` are these; by default it is one host, without axes.
-
-        env: what all that is spawned here gets. python: the interpreter that it runs in; empty for that of the hosts.
-        waits: see `without_waiting`.
-        """
-        super().__init__(Region.of({}) if members is None else members)
-        self._controller, self._hosts, self._env = controller, hosts, checked_variables(env)
-        self._python, self._waits = python, waits
-        self._is_reference = False
-
-    def _part(self, members: Members) -> HostMesh:
-        hosts = HostMesh(self._controller, self._hosts, members, self._env, self._python, self._waits)
-        hosts._is_reference = self._is_reference or len(members) < len(self)
-        return hosts
-
-    def with_environment(self, env: Mapping[str, str]) -> HostMesh:
-        """The same hosts, where processes get more of an environment. Raises: UsageError."""
-        return HostMesh(self._controller, self._hosts, self.members, {**self._env, **env}, self._python, self._waits)
-
-    def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostMesh:
-        """The same hosts, where processes, and those that these start beside themselves, run another interpreter.
-
-        python_executable: on the hosts; it must have meshbook. Raises: UsageError.
-        """
-        python = checked_python(python_executable)
-        return HostMesh(self._controller, self._hosts, self.members, self._env, python, self._waits)
-
-    def without_waiting(self) -> HostMesh:
-        """The same hosts, where `spawn_procs` returns before processes are there, as Monarch's does.
-
-        What is asked of them meanwhile waits; what keeps them is told by `ProcMesh.initialized`, by each call, and to
-        `meshbook.actor.unhandled_fault_hook`.
-        """
-        return HostMesh(self._controller, self._hosts, self.members, self._env, self._python, waits=False)
-
-    def as_owned(self) -> HostMesh:
-        """The same hosts, for who has started them, though they are some of more: they are shut down by themselves."""
-        hosts = self._part(self.members)
-        hosts._is_reference = False
-        return hosts
-
-    def as_reference(self) -> HostMesh:
-        """The same hosts, for who has not started them: `shutdown` is refused."""
-        hosts = self._part(self.members)
-        hosts._is_reference = True
-        return hosts
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """On a rank it is a `meshbook.mesh.actor_hosts.HostRef`."""
-        from meshbook.mesh.actor_hosts import find_hosts  # which stands above us
-
-        ids = tuple(host.id for host in self._present())
-        return find_hosts, (self._controller.folder.id, ids, dict(self.extent), self._env, self._python)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HostMesh):
-            return NotImplemented
-        return (self._present(), self.extent) == (other._present(), other.extent)
-
-    def __hash__(self) -> int:
-        return hash(self.extent)
-
-    def __repr__(self) -> str:
-        return f"HostMesh({format_sizes(self.sizes)})"
-
-    @property
-    def kept(self) -> tuple[str, tuple[str, ...], Members, Mapping[str, str], str]:
-        """What finds the hosts again: the session, the ids of all its hosts, which of these, environment, Python."""
-        ids = tuple(host.present().id for host in self._hosts)
-        return self._controller.folder.id, ids, self.members, self._env, self._python
 
     def spawn_procs(
         self,
@@ -171,13 +90,15 @@ class HostMesh(MeshView):
             variables = {**self._env, **checked_variables(env)}
             recipe = WorkerSpec.here(device, checked_modules(preload), torch, checked_folder(cwd), variables)
             recipe = recipe._replace(
-                commands=commands_of(bootstrap_command, extent, self._python),
+                commands=commands_of(bootstrap_command, extent, self._python, self._anew),
                 bindings=checked_bindings(proc_bind, math.prod(per_host.values())),
             )
             hosts = self.await_ready() if self._waits else self._living()
             placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
+            mesh.siblings = self._spawned
+            self._spawned.add(mesh.id)
             procs = ProcMesh(self._controller, mesh)
             if not shows_calls():
                 hide_calls(procs)
@@ -194,35 +115,62 @@ class HostMesh(MeshView):
             yield
         except BaseException:
             if owns_hosts:
-                self.shutdown()
+                self.end()
             raise
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
-        """End every mesh of processes that has members on these hosts, and leave the hosts: they can spawn again.
+        """End the meshes of processes that were spawned by this handle, or its views, and have members on these hosts.
 
-        reason: accepted, since Monarch has it. Returns: a future that is done.
+        The hosts stay: they can spawn again; so does what others have there (a job's `state` gives another handle each
+        time). reason: accepted, since Monarch has it. Returns: a future that is done.
         """
-        hosts = {host.id for host in self._present()}
-        for known in self._controller.known_meshes():
-            if hosts.intersection(host.id for host in known.hosts):
+        for known in self._meshes():
+            if known.id in self._spawned:
                 ProcMesh(self._controller, known).stop()
         return Future.completed(None)
 
-    def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
-        """End the hosts' agents, and with them every mesh on these hosts; done when it returns. Idempotent.
+    def _meshes(self) -> list[MeshState]:
+        """Every mesh that has members on these hosts."""
+        hosts = {host.id for host in self._present()}
+        return [known for known in self._controller.known_meshes() if hosts & {host.id for host in known.hosts}]
 
-        Raises: NotOwnerError for a mesh of hosts that was sent here, and for some of the hosts that were started.
+    def shutdown(self, timeout_s: float = 5.0) -> Future[None]:
+        """End the hosts' agents, and with them every mesh on these hosts; done when it returns.
+
+        Actors that are on their way to processes that are there are made before, if that takes no longer than
+        ``timeout_s``. Raises: NotOwnerError for a mesh of hosts that was sent here, and for some of the hosts that were
+        started; HostsEndedError, a RuntimeError, the second time.
         """
         if self._is_reference:
             raise NotOwnerError(
                 "cannot shut down `HostMesh` that is a reference instead of owned: these hosts are another's, who has "
                 "sent them here, or a slice of more. Shut down the whole mesh of hosts, where it was started."
             )
+        if self._has_ended:
+            raise HostsEndedError("HostMesh has already been shut down: start other hosts.")
+        self._await_actors(timeout_s)
+        self.end(timeout_s)
+        return Future.completed(None)
+
+    @property
+    def _has_ended(self) -> bool:
+        return all(host.is_dismissed for host in self._present())
+
+    def _await_actors(self, timeout_s: float) -> None:
+        """Wait for actors that are being made there: else who waits for them would be told that they are lost."""
+        until = time.monotonic() + timeout_s
+        for mesh in self._meshes():
+            if mesh.arrival is None or mesh.arrival.is_over:
+                for actors in groups_on(self._controller.folder.id, mesh.id):
+                    if actors.initialized is not None:
+                        actors.initialized.wait(max(0.0, until - time.monotonic()))
+
+    def end(self, timeout_s: float = 5.0) -> None:
+        """As `shutdown`, for whoever has started them: without waiting for actors, and as often as is liked."""
         hosts = self._present()
         for host in hosts:
             host.retire()
         self._controller.stop_hosts(hosts, timeout_s)
-        return Future.completed(None)
 
     def sync_workspace(
         self, workspace: str | Path | Workspace = ".", conda: bool = False, auto_reload: bool = False
@@ -232,9 +180,7 @@ class HostMesh(MeshView):
         workspace: or folders, of which hosts get copies below their WORKSPACE_DIR, where these processes import from
         them. auto_reload: of folders, modules in use that have changed are reloaded.
         """
-        hosts = {host.id for host in self._present()}
-        there = [mesh for mesh in self._controller.known_meshes() if hosts & {host.id for host in mesh.hosts}]
-        procs = [ProcMesh(self._controller, mesh) for mesh in there]
+        procs = [ProcMesh(self._controller, mesh) for mesh in self._meshes()]
         if isinstance(workspace, Workspace):
             refuse_conda(conda)
             return in_background(lambda: copy_folders(self, workspace, procs, auto_reload))
@@ -265,7 +211,7 @@ class HostMesh(MeshView):
         return self.__enter__()
 
     async def __aexit__(self, *error: object) -> None:
-        self.shutdown()
+        self.__exit__()
 
     def __enter__(self) -> HostMesh:
         """Raises: SpawnError for hosts that were shut down, or lost."""
@@ -273,19 +219,17 @@ class HostMesh(MeshView):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shutdown()
+        """Shut them down, unless the block has done so."""
+        if not self._has_ended:
+            self.shutdown()
 
     def replace_lost(self) -> None:
         """Start another host in the place of each that was lost. Raises: SpawnError."""
         replace_hosts(self._hosts, {}, self._controller, None)
 
-    def _present(self) -> list[HostState]:
-        """The hosts, or those that have taken the places of lost ones."""
-        return [self._hosts[rank].present() for rank in self.ranks]
-
     def await_ready(self) -> list[HostState]:
         """Wait until all hosts are there. Raises: SpawnError."""
-        hosts = self._present()
+        hosts = self._undismissed()
         progress = HostProgress(hosts)
         for host in hosts:
             host.wait_ready(setting_s("host_spawn_ready_timeout"), progress.look)
@@ -293,10 +237,15 @@ class HostMesh(MeshView):
 
     def _living(self) -> list[HostState]:
         """The hosts, there or on their way. Raises: SpawnError for one that is known to have ended."""
-        hosts = self._present()
+        hosts = self._undismissed()
         for host in hosts:
-            if host.is_dismissed:
-                raise HostsEndedError(f"HostMesh has already been shut down, {host.name} with it: start other hosts.")
             if host.lost:
                 raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
+        return hosts
+
+    def _undismissed(self) -> list[HostState]:
+        """The hosts. Raises: HostsEndedError for one that was shut down."""
+        hosts = self._present()
+        if (ended := next((host for host in hosts if host.is_dismissed), None)) is not None:
+            raise HostsEndedError(f"HostMesh has already been shut down, {ended.name} with it: start other hosts.")
         return hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import uuid
 from abc import ABC, abstractmethod
@@ -16,6 +17,9 @@ from meshbook.system.user_folders import write_private
 
 DEFAULT_JOB_PATH = ".monarch/job_state.pkl"
 """Where Monarch keeps a job unless it is told otherwise; here a job is kept where it is asked for."""
+
+BATCH_JOB = "MESHBOOK_BATCH_JOB"
+"""In the environment of a script that a job runs: the file of that job."""
 
 
 class TelemetryConfig(NamedTuple):
@@ -91,7 +95,7 @@ class JobTrait(ABC):
     def apply(self, client_script: str | None = None) -> None:
         """Start the hosts, unless they are there. Raises: SpawnError; then none of them is left.
 
-        client_script: there is no batch mode in the jobs here, so None.
+        client_script: runs where the job's hosts are, and drives them (`LocalJob.apply`); other jobs refuse it.
         """
         if self._running is None:
             self._create(client_script)
@@ -101,8 +105,12 @@ class JobTrait(ABC):
         """The hosts, started where they are not there; a lost one is started again in its place. Raises: SpawnError.
 
         cached_path: a file for the job. A job that is kept there and can run this one is taken in its place, another
-        one is ended. Raises: UsageError for a file that holds no job.
+        one is ended. In a script that a job runs (`LocalJob.apply`) the hosts are those of that job, whatever this one
+        asks for. Raises: UsageError for a file that holds no job.
         """
+        if (batch := os.environ.get(BATCH_JOB)) and self._running is None:
+            self._in_file = job_load(batch)
+            self._in_file.apply()
         if self._running is None and cached_path is not None:
             self._in_file = self._found_in(Path(cached_path))
         if self._running is None:

@@ -12,8 +12,13 @@ program, or in one that has left it by `meshbook.detach`.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from meshbook.errors import UsageError
@@ -21,7 +26,7 @@ from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.mesh.driven import start_hosts, this_host
 from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.job_trait import JobState, JobTrait
+from meshbook.mesh.job_trait import BATCH_JOB, JobState, JobTrait
 from meshbook.mesh.kept_hosts import KeptHosts, keep
 
 HOSTS = "hosts"
@@ -46,8 +51,13 @@ class HostsJob(JobTrait):
 
     def _create(self, client_script: str | None) -> None:
         if client_script is not None:
-            raise UsageError("there is no batch mode: start the script by itself, and have it apply the job.")
+            self._run_script(client_script)
+            return
         self._hosts = {name: hosts.without_waiting() for name, hosts in self._start().items()}
+
+    def _run_script(self, client_script: str) -> None:
+        """Run a script that drives the hosts. Raises: UsageError for jobs that have no batch mode."""
+        raise UsageError("only a LocalJob has a batch mode: start the script by itself, and have it apply the job.")
 
     def _state(self) -> JobState:
         hosts = self._hosts
@@ -55,7 +65,7 @@ class HostsJob(JobTrait):
             hosts = self._hosts = {name: kept.find().without_waiting() for name, kept in self._kept.items()}
         for each in hosts.values():
             each.replace_lost()
-        return JobState(hosts)
+        return JobState({name: each.apart() for name, each in hosts.items()})
 
     def _kill(self) -> None:
         if self._hosts is None:
@@ -74,7 +84,7 @@ class HostsJob(JobTrait):
         """Start the hosts. Raises: SpawnError; then none is left."""
 
     def _end(self, hosts: HostMesh) -> None:
-        hosts.shutdown()
+        hosts.end()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = self._kept if self._hosts is None else {name: keep(hosts) for name, hosts in self._hosts.items()}
@@ -82,11 +92,17 @@ class HostsJob(JobTrait):
 
 
 class LocalJob(HostsJob):
-    """This machine under one or several names: a stand-in for a job on others."""
+    """This machine under one or several names: a stand-in for a job on others.
+
+    ``apply(client_script="train.py")`` is its batch mode: the script runs in a process of its own, and ``state()`` of
+    any job there gives the hosts of this one. `process` is that process; what it prints is in `log_dir`.
+    """
 
     def __init__(self, hosts: Sequence[str] = ("hosts",)) -> None:
         super().__init__()
         self._names = checked_names(hosts)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_dir = ""
 
     def can_run(self, spec: JobTrait) -> bool:
         return isinstance(spec, LocalJob) and spec._names == self._names
@@ -94,16 +110,53 @@ class LocalJob(HostsJob):
     def _start(self) -> dict[str, HostMesh]:
         return {name: this_host() for name in self._names}
 
+    def _state(self) -> JobState:
+        if self._hosts is None:
+            self._create(None)
+        return super()._state()
+
     def _end(self, hosts: HostMesh) -> None:
         pass  # others have meshes there too
 
     @property
-    def process(self) -> object:
-        """Refused: there is no batch mode. Raises: UsageError."""
-        raise UsageError("there is no batch mode, so a local job has no process of its own.")
+    def process(self) -> subprocess.Popen[bytes]:
+        """The script that runs. Raises: UsageError outside of the batch mode."""
+        if self._process is None:
+            raise UsageError('the job runs no script: apply(client_script="train.py") does.')
+        return self._process
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of ``stdout.log``, ``stderr.log`` and the file of the job. Raises: as `process`."""
+        _ = self.process
+        return Path(self._log_dir)
+
+    def _run_script(self, client_script: str) -> None:
+        if not Path(client_script).is_file():
+            raise UsageError(f"there is no script {client_script}.")
+        folder = Path(tempfile.mkdtemp(prefix="meshbook-job-"))
+        kept = folder / "job.pkl"
+        self._log_dir = str(folder)
+        self.dump(kept)
+        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, client_script], stdout=out, stderr=err, env={**os.environ, BATCH_JOB: str(kept)}
+            )
+
+    def _kill(self) -> None:
+        """End the script, if one runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        super()._kill()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hosts": None, "_apply_id": None}  # this machine is another wherever it is loaded
+        elsewhere = {
+            "_hosts": None,
+            "_apply_id": None,
+            "_process": None,
+        }  # it is another machine, wherever it is loaded
+        return {**super().__getstate__(), **elsewhere}
 
 
 class ProcessJob(HostsJob):
@@ -132,7 +185,7 @@ def start_all(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]
             hosts.await_ready()
     except BaseException:
         for hosts in started.values():
-            hosts.shutdown()
+            hosts.end()
         raise
     return started
 

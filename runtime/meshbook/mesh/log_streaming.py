@@ -41,13 +41,19 @@ class LogStreaming:
     def __init__(self, procs: ProcMesh, stream: bool, window_s: float | None, level: int) -> None:
         self._procs, self._level = procs.base(), level
         listener = Quiet() if not stream else None if window_s is None else EqualLines(window_s)
+        self._listener = listener
         self._target = None if listener is None else OutputTarget(procs.new_output_id(), listener)
 
     def begin(self) -> Future[None]:
-        """Done when all ranks log at the level."""
+        """Done when all ranks log at the level. What waits for the end of a former window is shown now."""
         self._procs.show_calls_by(self)
         self._procs.call_after_repairs(self.set_levels)
         return self.set_levels()
+
+    def end(self) -> None:
+        """Another one takes its place: show what waits for the end of a window; what comes later waits no more."""
+        if isinstance(self._listener, EqualLines):
+            self._listener.end()
 
     def target(self) -> OutputTarget | None:
         """Where what a call prints goes; None: where it went without us."""
@@ -82,7 +88,7 @@ class EqualLines:
     """A listener that prints the lines of a window together, equal ones once, with the ranks that wrote them."""
 
     def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+        self._window_s, self._is_over = window_s, False
         self._console = ConsoleOutput()
         self._lock = threading.Lock()
         self._begun: dict[tuple[int, str], str] = {}
@@ -99,23 +105,29 @@ class EqualLines:
             *lines, self._begun[key] = (self._begun.get(key, "") + event.text).split("\n")
             for line in lines:
                 self._lines.setdefault((event.stream, line), []).append(event.rank)
-            if lines and self._timer is None:
+            if lines and self._timer is None and not self._is_over:
                 self._timer = threading.Timer(self._window_s, self.flush)
                 self._timer.daemon = True
                 self._timer.start()
                 atexit.register(self.flush)
+        if self._is_over:
+            self.flush()
+
+    def end(self) -> None:
+        """Print what has come so far, and from now on each line as it comes."""
+        self._is_over = True
+        self.flush()
 
     def flush(self) -> None:
         """Print what has come so far."""
         with self._lock:
             lines, self._lines = self._lines, {}
             timer, self._timer = self._timer, None
-        if timer is None:
-            return
-        timer.cancel()
-        atexit.unregister(self.flush)
+        if timer is not None:
+            timer.cancel()
+            atexit.unregister(self.flush)
         for (stream, line), ranks in lines.items():
-            times = f" ({len(ranks)} times)" if len(ranks) > len(set(ranks)) else ""
+            similar = f"[{len(ranks)} similar log lines] " if len(ranks) > 1 else ""
             file = sys.stderr if stream == "stderr" else sys.stdout
-            file.write(f"[{format_ranks(ranks)}] {line}{times}\n")
+            file.write(f"{similar}[{format_ranks(ranks)}] {line}\n")
             file.flush()

@@ -45,7 +45,7 @@ class ProcMesh(MonarchNames, CodeCalls, GroupCalls, ProcStates, Membership):
         if self._generation != self._mesh.generation:
             raise stale_view(self._mesh)
         if not (self.alive or self._mesh.detached):
-            raise self._mesh.not_started or ProcsStoppedError(self.name)
+            raise self._mesh.not_started or _stopped(self.name)
         router = router_for(self.session)
         return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
@@ -136,3 +136,10 @@ class ProcMesh(MonarchNames, CodeCalls, GroupCalls, ProcStates, Membership):
         elif isinstance(self._mesh.not_started, ProcsNotStartedError):
             state = ", not started"
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {self._device}{state})'
+
+
+def _stopped(name: str) -> ProcsStoppedError:
+    """What `ProcMesh.spawn` raises, with Monarch's words for it."""
+    error = ProcsStoppedError(name)
+    error.beside = "`ProcMesh` has already been stopped"
+    return error

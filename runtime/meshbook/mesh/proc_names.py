@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, cast
 
+from meshbook.actor.errors import ActorError
 from meshbook.concurrency.future import Future
 from meshbook.formatting import format_bytes
 from meshbook.mesh.log_streaming import set_logging
@@ -21,12 +22,25 @@ class MonarchNames(ProcView):
 
     @property
     def initialized(self) -> Future[bool]:
-        """True when all processes are there. Raises, when asked: ProcsNotStartedError."""
+        """True when all processes are there.
+
+        Raises, when asked: ActorError with what ``bootstrap`` has raised; ProcsNotStartedError for all else.
+        """
         arrival = self._mesh.arrival
         if arrival is None:
             return Future.completed(True)
         arrival.is_asked = True
-        return arrival.done
+        asked: Future[bool] = Future()
+
+        def settle(done: Future[bool]) -> None:
+            if (error := done.exception(0)) is None:
+                asked.set_result(True)
+            else:
+                why = error.__cause__.__cause__ if error.__cause__ is not None else None
+                asked.set_exception(why if isinstance(why, ActorError) else error)
+
+        arrival.done.add_done_callback(settle)
+        return asked
 
     @property
     def host_mesh(self) -> HostMesh:
@@ -39,7 +53,7 @@ class MonarchNames(ProcView):
         if Extent.of(sizes).nelements != len(hosts):
             sizes = {"hosts": len(hosts)} if len(hosts) > 1 else {}
         members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
-        return HostMesh(self._controller, hosts, members, waits=mesh.arrival is None)
+        return HostMesh(self._controller, hosts, members, waits=mesh.arrival is None).apart(mesh.siblings)
 
     def logging_option(
         self, stream_to_client: bool = False, aggregate_window_sec: float | None = None, level: int = logging.INFO

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable
 
+from meshbook.actor.identifiers import BindSpec
 from meshbook.errors import UsageError
 
 
@@ -46,8 +47,6 @@ _UNITS_NS = {spelling: size for size, spellings in _SPELLINGS for spelling in sp
 _TOLD = tuple((size, spellings[0]) for size, spellings in _SPELLINGS if spellings[0] != "week")
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
-_TRANSPORTS = frozenset({"tcp", "unix", "ipc", "inproc", "local", "metatls", "tls", "quic"})
-
 
 def duration_ns(name: str, value: object) -> int:
     """Read a duration, as in ``1h 30m``. Raises: SettingTypeError."""
@@ -85,12 +84,12 @@ def checked(name: str, value: object, default: object) -> object:
 
 
 def _transport(name: str, value: object) -> object:
-    if isinstance(value, str):
-        if value not in _TRANSPORTS and value.partition("://")[::2][0] not in _TRANSPORTS:
-            raise UsageError(f'{name} is a transport, as in "tcp" or "tcp://host:port", not {value!r}.')
-    elif type(value).__name__ != "ChannelTransport":
-        raise SettingTypeError(f"{name} is a ChannelTransport or a text, not {value!r}.")
-    return value
+    try:
+        return BindSpec(value)
+    except TypeError as error:
+        raise SettingTypeError(f"{name}: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 def _count(name: str, value: object) -> int:

@@ -10,17 +10,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+from meshbook.actor.identifiers import enabled_transport
+from meshbook.actor.identity import limit_messages
+from meshbook.actor.proc_ref import ask_controller
+from meshbook.actor.router import is_rank
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.mesh.setting_values import Encoding, SettingTypeError, checked, duration_ns
 
 DEFAULTS: dict[str, object] = {
+    "codec_max_frame_length": 10 * 2**30,
     "enable_log_forwarding": True,
     "host_spawn_ready_timeout": "1m",
     "mesh_proc_spawn_max_idle": "2m",
 }
-"""Whether meshes that are spawned from now on show what calls print; how long a host agent may take to dial in; how
-long workers may take to answer, with the imports of ``preload`` and the bootstrap."""
+"""How many bytes the arguments of a call to actors may have, once it was set: there is no limit by default.
+
+Whether meshes that are spawned from now on show what calls print; how long a host agent may take to dial in; how long
+workers may take to answer, with the imports of ``preload`` and the bootstrap.
+"""
 
 _DURATIONS = """
     actor_spawn_max_idle=30s channel_net_rx_buffer_full_check_interval=5s channel_reconnect_timeout=1m
@@ -35,7 +43,7 @@ _DURATIONS = """
     stop_grace_period=10s supervision_watchdog_timeout=2m
 """
 _COUNTS = """
-    codec_max_frame_length=10737418240 max_cast_dimension_size=16 max_cast_fanout=16
+    max_cast_dimension_size=16 max_cast_fanout=16
     mesh_admin_max_concurrent_resolves=2 mesh_terminate_concurrency=16 message_ack_every_n_messages=1000
     message_ttl_default=64 rdma_max_chunk_size_mb=64 rdma_min_stripe_size_kb=512 rdma_qps_per_cq=64 rdma_qps_per_peer=4
     rdma_runtime_worker_threads=4 rdma_tcp_fallback_parallelism=1 read_log_buffer=100
@@ -67,7 +75,6 @@ _WITHOUT_MEANING: dict[str, object] = {
     **dict.fromkeys(_SWITCHES_OFF.split(), False),
     **dict.fromkeys(_TEXTS.split(), ""),
     "default_encoding": Encoding.Multipart,
-    "default_transport": "unix",
     "mesh_admin_addr": "[::]:1729",
     "message_latency_sampling_rate": 0.01,
     "rdma_max_nics_per_buffer": None,
@@ -88,7 +95,7 @@ def configure(**settings: object) -> None:
     Raises: UsageError for a name that Monarch has not either, SettingTypeError, a TypeError too, for a value that does
     not fit; then nothing is set.
     """
-    known = {**_WITHOUT_MEANING, **_FORMER, **DEFAULTS}
+    known = {**_WITHOUT_MEANING, **_FORMER, **DEFAULTS, "default_transport": enabled_transport()}
     kept: dict[str, object] = {}
     for name, value in settings.items():
         if name not in known:
@@ -99,6 +106,13 @@ def configure(**settings: object) -> None:
     if idle := sorted(settings.keys() - DEFAULTS):
         warnings.warn(f"{', '.join(idle)}: set, as in Monarch, but of no meaning here", stacklevel=2)
     _set.update(kept)
+    _hold()
+
+
+def _hold() -> None:
+    """Have what is set hold where it is not asked for."""
+    limit = _set.get("codec_max_frame_length")
+    limit_messages(limit if isinstance(limit, int) else None)
 
 
 def get_runtime_config() -> dict[str, object]:
@@ -107,19 +121,23 @@ def get_runtime_config() -> dict[str, object]:
 
 
 def get_global_config() -> dict[str, object]:
-    """The same, with the defaults of what was not set."""
-    return {**_WITHOUT_MEANING, **DEFAULTS, **_set}
+    """The same, with the defaults of what was not set; on a rank those are what the program has set, where it has."""
+    defaults = {**_WITHOUT_MEANING, **DEFAULTS, "default_transport": enabled_transport()}
+    if is_rank():
+        defaults |= ask_controller("settings", (), {}, "config").get()
+    return {**defaults, **_set}
 
 
 def clear_runtime_config() -> None:
     """Go back to the defaults."""
-    _set.clear()
+    restore({})
 
 
 def restore(settings: Mapping[str, object]) -> None:
     """Have exactly these set, which were checked as they were set first."""
     _set.clear()
     _set.update(settings)
+    _hold()
 
 
 def setting_s(name: str) -> float:

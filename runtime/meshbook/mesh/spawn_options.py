@@ -58,16 +58,16 @@ def default_bootstrap_cmd() -> BootstrapCommand:
 
 
 def commands_of(
-    asked: BootstrapCommand | Callable[[Point], BootstrapCommand] | None, extent: Extent, python: str
+    asked: BootstrapCommand | Callable[[Point], BootstrapCommand] | None, extent: Extent, python: str, anew: bool
 ) -> tuple[StartCommand, ...]:
     """One for all ranks, or one for each; none where nothing was asked for. Raises: UsageError.
 
-    python: the interpreter of the hosts, where the command has the default one.
+    python: the interpreter of the hosts, where the command has the default one. anew: as `StartCommand` has it.
     """
     if asked is None:
-        return (StartCommand(python),) if python else ()
+        return (StartCommand(python, anew=anew),) if python else ()
     if isinstance(asked, BootstrapCommand):
-        return (_command(asked, python),)
+        return (_command(asked, python, anew),)
     if not callable(asked):
         raise UsageError(
             f"bootstrap_command is a BootstrapCommand, or a function of a Point that gives one; got {asked!r}."
@@ -76,14 +76,14 @@ def commands_of(
     for point in extent.points():
         if not isinstance(command := asked(point), BootstrapCommand):
             raise UsageError(f"bootstrap_command({dict(point)}) gave {command!r}, which is no BootstrapCommand.")
-        each.append(_command(command, python))
+        each.append(_command(command, python, anew))
     return tuple(each) if len(set(map(repr, each))) > 1 else tuple(each[:1])
 
 
-def _command(asked: BootstrapCommand, python: str) -> StartCommand:
+def _command(asked: BootstrapCommand, python: str, anew: bool) -> StartCommand:
     program = checked_python(asked.program)
     environment = checked_changes(asked.env)
-    return StartCommand(python if program == sys.executable else program, environment, bool(asked.inherit_env))
+    return StartCommand(python if program == sys.executable else program, environment, bool(asked.inherit_env), anew)
 
 
 def checked_bindings(proc_bind: Sequence[Mapping[str, str]] | None, per_host: int) -> tuple[dict[str, str], ...]:
@@ -93,7 +93,8 @@ def checked_bindings(proc_bind: Sequence[Mapping[str, str]] | None, per_host: in
     if isinstance(proc_bind, str | Mapping) or len(proc_bind) != per_host:
         raise UsageError(
             f"proc_bind has a mapping for each of the {per_host} processes of a host, as in "
-            f'[{{"cpus": "0-3"}}, {{"cpus": "4-7"}}]; got {reprlib.repr(proc_bind)}.'
+            f'[{{"cpus": "0-3"}}, {{"cpus": "4-7"}}]; got {reprlib.repr(proc_bind)}.\n'
+            f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per_host})"
         )
     return tuple(check_binding(binding) for binding in proc_bind)
 

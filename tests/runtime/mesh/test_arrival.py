@@ -163,10 +163,13 @@ def test_what_keeps_them_is_told_to_all(
     procs = spawn(bootstrap, bootstrap_command=numbered)
     counters = procs.spawn("counters", Counter)
     call = counters.add.call(1)
-    for ask in (call.get, procs.initialized.get, procs.status, lambda: procs.spawn("more", Counter)):
+    for ask in (call.get, procs.status, lambda: procs.spawn("more", Counter)):
         with pytest.raises(ProcsNotStartedError, match='the processes "late" did not start: ') as raised:
             ask()
         assert why in str(raised.value)
+    told = [procs.initialized.exception(10) for _ in range(2)]
+    assert {type(error) for error in told} == {ActorError if bootstrap is raise_on_one else ProcsNotStartedError}
+    assert str(told[0]) == str(told[1]) and why.removeprefix("their bootstrap failed: ") in str(told[0])
     with pytest.raises(ProcsNotStartedError):
         counters.add.call(1)
     failure = failures.get(timeout=60)

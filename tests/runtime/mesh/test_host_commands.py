@@ -96,5 +96,5 @@ def test_the_job_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_hosts_without_a_job_are_two_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = hosts_from_config("trainers")
-    assert hosts.sizes == {"hosts": 2} and hosts_from_config("trainers") is hosts
+    assert hosts.sizes == {"hosts": 2} and hosts_from_config("trainers") == hosts
     hosts.shutdown().get(20)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
+import pytest
 import torch
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.actor import Actor, SupervisionError
+from meshbook.errors import MeshError
+from meshbook.job import ProcessJob
 from meshbook.system.processes import start_time
 
 
@@ -68,3 +75,57 @@ def test_hosts_can_be_sliced_and_a_part_of_them_spawns_procs() -> None:
             assert procs.sizes == {"gpus": 1}
     finally:
         hosts.shutdown()
+
+
+def test_hosts_are_shut_down_once() -> None:
+    hosts = start_hosts({"hosts": 2}, LocalLauncher())
+    with hosts:
+        hosts.shutdown().get()
+    for again in (hosts.shutdown, lambda: hosts.spawn_procs(torch=False)):
+        with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+            again()
+    job = ProcessJob({"hosts": 1})
+    job.state().hosts.shutdown().get()
+    job.kill()
+
+
+def test_a_handle_of_hosts_stops_what_it_has_spawned_itself() -> None:
+    job = ProcessJob({"hosts": 2})
+    first, second = job.state().hosts, job.state().hosts
+    assert first == second
+    mine = [first.spawn_procs(torch=False), first.slice(hosts=1).spawn_procs(torch=False)]
+    other = second.spawn_procs(torch=False)
+    assert all(procs.initialized.get(60) for procs in (*mine, other))
+    first.slice(hosts=0).stop().get()
+    assert [procs.alive for procs in mine] == [False, True], "it has no member on that host"
+    mine[1].host_mesh.stop().get()
+    assert [procs.alive for procs in (*mine, other)] == [False, False, True]
+    assert other.run("rank").get(60).values() == [0, 1]
+    job.kill()
+
+
+class Slow(Actor):
+    def __init__(self, takes_s: float, path: str) -> None:
+        time.sleep(takes_s)
+        Path(path).touch()
+
+
+def test_actors_on_their_way_are_made_before_their_hosts_end(tmp_path: Path) -> None:
+    hosts = ProcessJob({"hosts": 1}).state().hosts
+    procs = hosts.spawn_procs(torch=False)
+    assert procs.initialized.get(60)
+    actors = procs.spawn("slow", Slow, 0.5, str(tmp_path / "made"))
+    hosts.shutdown(timeout_s=60).get()
+    assert actors.initialized.get(60) is None and (tmp_path / "made").exists()
+    with pytest.raises(MeshError):
+        procs.run("rank").get(60)
+
+
+def test_actors_that_are_never_made_do_not_hold_up_the_end_of_their_hosts(tmp_path: Path) -> None:
+    hosts = ProcessJob({"hosts": 1}).state().hosts
+    procs = hosts.spawn_procs(torch=False)
+    assert procs.initialized.get(60)
+    actors = procs.spawn("slow", Slow, 600, str(tmp_path / "made"))
+    hosts.shutdown(timeout_s=1).get()
+    with pytest.raises(SupervisionError):
+        actors.initialized.get(60)

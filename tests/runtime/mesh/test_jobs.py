@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import wait_until
 from ssh_hosts import SshHosts, ssh_hosts
 
 from meshbook import this_host
@@ -18,8 +20,10 @@ from meshbook.job import (
     JobState,
     JobTrait,
     LocalJob,
+    LoginJob,
     MeshAdminConfig,
     ProcessJob,
+    ProcessState,
     SlurmJob,
     SSHJob,
     TelemetryConfig,
@@ -62,7 +66,7 @@ def test_each_name_is_a_mesh_of_hosts(job: ProcessJob) -> None:
 def test_a_state_that_is_asked_for_again_is_the_same_and_a_lost_host_is_started_again(job: ProcessJob) -> None:
     hosts = job.state().judges
     with hosts.spawn_procs(torch=False) as procs:
-        assert job.state().judges is hosts and procs.initialized.get(60)
+        assert job.state().judges == hosts and procs.initialized.get(60)
         psutil.Process(procs._mesh.hosts[0].launched.pid).kill()
         with pytest.raises(WorkerLost):
             procs.run("import time; time.sleep(120)").get(60)
@@ -99,6 +103,84 @@ def test_a_local_job_is_this_host_by_other_names() -> None:
         assert procs.sizes == {"gpus": 1}
         job.kill()
         assert procs.run("rank").get(60).values() == [0], "others may use this host, so it stays"
+
+
+BATCH = """
+import sys
+from meshbook.job import LocalJob
+if __name__ == "__main__":
+    hosts = LocalJob(["asked"]).state().trainers
+    with hosts.spawn_procs({"gpus": 2}, torch=False) as procs:
+        print(procs.run("rank").get(60).values(), flush=True)
+    if "wait" in sys.argv[0]:
+        sys.stdin.read()
+"""
+
+
+def test_a_script_runs_with_the_hosts_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BATCH)
+    job = LocalJob(["trainers"])
+    job.apply(client_script=str(tmp_path / "train.py"))
+    log = job.log_dir / "stdout.log"
+    assert job.process.wait(120) == 0, (job.log_dir / "stderr.log").read_text()
+    assert log.read_text() == "[0, 1]\n"
+    assert job.active and list(job.state()._hosts) == ["trainers"]
+    job.kill()
+    (tmp_path / "fails.py").write_text("raise SystemExit('no data')")
+    job.apply(client_script=str(tmp_path / "fails.py"))
+    assert job.process.wait(120) == 1 and (job.log_dir / "stderr.log").read_text() == "no data\n"
+    job.kill()
+    (tmp_path / "waits.py").write_text("import time; print('begun', flush=True); time.sleep(600)")
+    job.apply(client_script=str(tmp_path / "waits.py"))
+    wait_until((job.log_dir / "stdout.log").read_text, 60)
+    job.kill()
+    assert job.process.poll() is not None and not job.active, "the script ends with its job"
+
+
+class OwnLogin(LoginJob):
+    """A login of one's own: here, to this machine, at sockets in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.begun: list[subprocess.Popen[bytes]] = []
+
+    def _start_host(self, host: str) -> ProcessState:
+        address = f"ipc://{self.folder}/{host}"
+        options = f"address={address!r}, ca='trust_all_connections'"
+        code = f"from meshbook.actor import run_worker_loop_forever; run_worker_loop_forever({options})"
+        self.begun.append(subprocess.Popen([sys.executable, "-c", code]))
+        return ProcessState(self.begun[-1].pid, address)
+
+
+def test_hosts_by_a_login_of_ones_own_end_with_the_job() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        job = OwnLogin(Path(folder))
+        with pytest.raises(UsageError, match="the job has no hosts"):
+            job.apply()
+        job.add_mesh("trainers", ["a", "b"])
+        with job.state().trainers.spawn_procs(torch=False) as procs:
+            assert procs.sizes == {"hosts": 2} and procs.run("rank").get(60).values() == [0, 1]
+        with pytest.raises(UsageError, match="kill"):
+            job.add_mesh("more", ["c"])
+        job.kill()
+        assert [worker.wait(60) for worker in job.begun] == [0, 0]
+
+
+def test_workers_of_a_login_end_where_another_cannot_be_started() -> None:
+    class Half(OwnLogin):
+        def _start_host(self, host: str) -> ProcessState:
+            if host == "b":
+                raise OSError("no way to b")
+            return super()._start_host(host)
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = Half(Path(folder))
+        job.add_mesh("trainers", ["a"])
+        job.add_mesh("judges", ["b"])
+        with pytest.raises(OSError, match="no way to b"):
+            job.apply()
+        assert job.begun[0].wait(60) != 0 and not job.active
 
 
 def test_hosts_by_ssh(there: SshHosts) -> None:
@@ -140,7 +222,8 @@ def test_what_makes_no_job(there: SshHosts) -> None:
         (lambda: ProcessJob({"a": 0}), "counted from 1"),
         (lambda: LocalJob([]), "name the hosts"),
         (lambda: SSHJob().apply(), "the job has no hosts"),
-        (lambda: LocalJob().apply("train.py"), "no batch mode"),
+        (lambda: LocalJob().apply("nowhere.py"), "there is no script nowhere.py"),
+        (lambda: ProcessJob({"a": 1}).apply("train.py"), "only a LocalJob has a batch mode"),
     ):
         with pytest.raises(UsageError, match=said):
             make()
@@ -270,7 +353,8 @@ def test_what_jobs_do_not_have_says_what_there_is() -> None:
         (job.profile, "torch.profiler"),
         (lambda: job.remote_mount("src"), "sync_workspace"),
         (lambda: job.gather_mount("there", "here"), "read files on the ranks"),
-        (lambda: job.process, "no batch mode"),
+        (lambda: job.process, "the job runs no script"),
+        (lambda: job.log_dir, "the job runs no script"),
     ):
         with pytest.raises(UsageError, match=said):
             ask()

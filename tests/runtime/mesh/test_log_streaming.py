@@ -65,8 +65,37 @@ def test_lines_are_streamed_and_logged_from_the_level_on_also_of_ranks_that_are_
 
 def test_equal_lines_of_a_window_are_shown_once_and_none_is_lost_at_the_end(tmp_path: Path) -> None:
     done = _run("stream_to_client=True, aggregate_window_sec=600", tmp_path)
-    assert done.stdout.splitlines() == ["[0-2] first", "[0-2] twice (6 times)"]
-    assert done.stderr.splitlines() == ["[0-2] INFO:mine:[actor=<root>.<__main__.Speaker speakers>] logged first"]
+    assert done.stdout.splitlines() == ["[3 similar log lines] [0-2] first", "[6 similar log lines] [0-2] twice"]
+    logged = "[0-2] INFO:mine:[actor=<root>.<__main__.Speaker speakers>] logged first"
+    assert done.stderr.splitlines() == [f"[3 similar log lines] {logged}"]
+
+
+def test_another_option_shows_what_waits_for_the_end_of_a_window(tmp_path: Path) -> None:
+    code = """
+import sys
+from meshbook import this_host
+if __name__ == "__main__":
+    with this_host().spawn_procs({"gpus": 2}, torch=False) as procs:
+        procs.logging_option(True, 600).get()
+        procs.run("print('one')").get()
+        procs.logging_option(True, 600).get()
+        assert sys.stdin.readline() == "one came\\n"
+        procs.run("print('two')").get()
+        procs.logging_option(True).get()
+        assert sys.stdin.readline() == "two came\\n"
+        procs.run("print('three')").get()
+"""
+    (tmp_path / "program.py").write_text(code)
+    program = [sys.executable, "-u", "program.py"]
+    with subprocess.Popen(program, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text in ("one", "two"):
+            assert process.stdout.readline() == f"[2 similar log lines] [0,1] {text}\n"
+            process.stdin.write(f"{text} came\n")
+            process.stdin.flush()
+        assert sorted(process.stdout.read().splitlines()) == ["[0] three", "[1] three"]
+        assert process.wait(60) == 0
 
 
 def test_a_window_ends_and_the_next_one_begins(tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ def test_nothing_is_started_on_hosts_that_were_shut_down(hosts: HostMesh) -> Non
             pass
     with pytest.raises(HostsEndedError, match="were shut down"):
         pickle.loads(sent)
-    hosts.shutdown().get()
 
 
 def test_a_mesh_that_was_stopped_is_not_entered_again(clean_end: None) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshbook import this_host
+from meshbook import ProcMesh, this_host
+from meshbook.actor import Actor, ChannelTransport, SupervisionError, enable_transport, endpoint, identifiers
+from meshbook.actor.identifiers import BindSpec
 from meshbook.config import (
     Encoding,
     clear_runtime_config,
@@ -49,8 +51,8 @@ def test_settings_hold_in_the_block() -> None:
         ({"tail_log_lines": -1}, "a count from 0, not -1"),
         ({"message_latency_sampling_rate": "x"}, "is a number"),
         ({"default_encoding": "bincode"}, "is an Encoding"),
-        ({"default_transport": 42}, "is a ChannelTransport or a text"),
-        ({"default_transport": "pigeon://x"}, "is a transport"),
+        ({"default_transport": 42}, "a transport is a ChannelTransport or a text"),
+        ({"default_transport": "pigeon://x"}, "a transport is tcp, ipc"),
         ({"pyspy_bin": 3}, "is a text"),
         ({"tokio_worker_threads": "x"}, "is a count"),
     ],
@@ -148,3 +150,46 @@ def test_meshes_are_silent_until_they_are_told_otherwise(capfd: pytest.CaptureFi
     procs.run("print('shown')").get(60)
     procs.stop()
     assert capfd.readouterr().out == "[0] shown\n"
+
+
+class Asker(Actor):
+    @endpoint
+    def ask(self, own: str) -> tuple[object, object]:
+        with configured(**({"pyspy_bin": own} if own else {})) as settings:
+            return settings["rdma_ibverbs_target"], settings["pyspy_bin"]
+
+
+@pytest.mark.filterwarnings("ignore:.*of no meaning")
+def test_ranks_are_told_what_the_program_has_set(mesh4: ProcMesh) -> None:
+    asker = mesh4.slice(gpus=0).spawn("asker", Asker)
+    assert asker.ask.call_one("").get(60) == ("", "")
+    with configured(rdma_ibverbs_target="nic:a", pyspy_bin="/bin/a"):
+        assert asker.ask.call_one("").get(60) == ("nic:a", "/bin/a")
+        assert asker.ask.call_one("/bin/b").get(60) == ("nic:a", "/bin/b"), "its own comes first"
+    assert asker.ask.call_one("").get(60) == ("", "")
+
+
+class Sizes(Actor):
+    @endpoint
+    def of(self, parts: list[bytes]) -> int:
+        return sum(map(len, parts))
+
+
+def test_calls_may_be_limited_in_size(mesh4: ProcMesh) -> None:
+    sizes = mesh4.spawn("sizes", Sizes)
+    parts = [bytes(1 << 18)] * 4
+    with configured(codec_max_frame_length=1 << 20):
+        with pytest.raises(SupervisionError, match=r"arguments of sizes\.of have 1\.05 MB, .* codec_max_frame_length"):
+            sizes.of.call([bytes(part) + b"x" for part in parts])
+        assert sizes.of.call(parts[:3]).get(60).values() == [3 << 18] * 4, "the actors live on"
+    assert sizes.of.call([*parts, b"x"]).get(60).values() == [(1 << 20) + 1] * 4
+
+
+def test_transports_read_back_as_what_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="of no meaning"), configured(default_transport="tcp") as settings:
+        assert settings["default_transport"] == BindSpec(ChannelTransport.TcpWithHostname) != BindSpec("tcp://a:1")
+    assert get_global_config()["default_transport"] == BindSpec("unix") == BindSpec(BindSpec("ipc"))
+    monkeypatch.setattr(identifiers, "_enabled", None)
+    monkeypatch.setattr(identifiers, "has_sessions", lambda: False)
+    enable_transport("tcp://127.0.0.1:4444")
+    assert str(get_global_config()["default_transport"]) == "tcp://127.0.0.1:4444"

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from patience import wait_until
 
 from meshbook import attach, detach, this_host
 from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
@@ -54,6 +56,24 @@ def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other
         assert _executables(procs) == [str(other_python)] * 2
     with this_host().spawn_procs({"gpus": 1}, torch=False) as procs:
         assert _executables(procs) == [sys.executable]
+
+
+def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=$$\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o700)
+    host, read = this_host().with_python_executable(wrapper), "import os; os.environ['WRAPPED']"
+    with host.spawn_procs({"gpus": 2}, torch=False) as procs, host.spawn_procs(name="beside", torch=False) as beside:
+        (outer,) = {*procs.run(read).get(60).values(), *beside.run(read).get(60).values()}
+        started = "inner = this_host().spawn_procs({'x': 2}, name='inner', torch=False); inner.initialized.get()"
+        assert procs.slice(gpus=0).run(f"from meshbook.actor import this_host; {started}").get(60).values() == [True]
+        (inner,) = (mesh for mesh in own_meshes() if mesh.name == "inner")
+        (anew,) = set(inner.run(read).get(60).values())
+        assert anew != outer and psutil.pid_exists(int(anew))
+        inner.stop()
+        wait_until(lambda: not psutil.pid_exists(int(anew)), 60)
+        procs.respawn(1)
+        assert procs.run(read).get(60).values() == [outer] * 2
 
 
 def _executables(procs: Any) -> list[str]:

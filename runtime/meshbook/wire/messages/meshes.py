@@ -38,6 +38,8 @@ class StartCommand(NamedTuple):
     """More of an environment; None removes a variable."""
     inherits: bool = True
     """Whether the environment starts as that of the host and of the controller, rather than empty."""
+    anew: bool = False
+    """Whether ``python`` is run for this mesh alone, rather than once for all on the host that name it."""
 
 
 class Spawn(Header, frozen=True, tag="spawn"):
