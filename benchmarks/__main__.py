@@ -14,7 +14,7 @@ from benchmarks.figures import Benchmark, Figure, Settings
 
 NAMES = (
     "spawn", "calls", "mail", "actors", "buffers", "payloads", "collectives", "output", "errors", "recoveries",
-    "completion", "notebook", "tensors", "clusters", "engines",
+    "completion", "notebook", "tensors", "clusters", "engines", "kubernetes",
 )  # fmt: skip
 
 

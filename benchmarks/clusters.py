@@ -1,17 +1,13 @@
-"""Hosts by ssh, Slurm, Ray and Kubernetes, here, beside others by TCP: spawn, a call, a host that is lost."""
+"""Hosts by ssh, Slurm and Ray, on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
@@ -23,7 +19,6 @@ from benchmarks.subject import TIMEOUT_S, no_op
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts
 from meshbook.controller.host_state import HostState
 from meshbook.launchers.base import Launcher
-from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.launchers.ray import RayLauncher
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.launchers.ssh import SSHLauncher
@@ -32,8 +27,7 @@ QUESTION = (
     "Two hosts with two ranks each by a real sshd on loopback, beside two agents of this machine that act as two hosts "
     "(TCP): spawn until all have answered, process group formed (floor: `ssh HOST true`); a call; the ssh client of a "
     "host is killed: until its loss is known, and healed. The same on two nodes of a real Slurm (floor: "
-    "`srun -N2 true`), on two nodes of a real Ray, and in two pods of Kubernetes (its own programs where they are on "
-    "the path, else a stand-in of its API server), where the agent is killed."
+    "`srun -N2 true`), and on two nodes of a real Ray, where the agent is killed."
 )
 NAMES = ("nodeA", "nodeB")
 SPAWN_GOAL_S = 5.0
@@ -54,7 +48,6 @@ def run(settings: Settings) -> Iterator[Figure]:
     count = settings.count(5)
     yield from in_slurm(lambda: (_spawn_by_slurm(count), lose_agents("clusters", SlurmLauncher(), "Slurm", count)))
     yield from by_ray(count)
-    yield from by_k8s(count)
 
 
 def in_slurm(benchmarks: Callable[[], Iterable[Iterator[Figure]]]) -> Iterator[Figure]:
@@ -78,28 +71,6 @@ def by_ray(count: int) -> Iterator[Figure]:
     try:
         with ray_nodes(3) as nodes:
             yield from spawn_and_lose("clusters", RayLauncher(nodes.address), "Ray", count)
-    except NoDaemonError as error:
-        print(f"left out: {error}")
-    finally:
-        meshbook.shutdown()
-
-
-def by_k8s(count: int) -> Iterator[Figure]:
-    """In pods on three nodes that are this machine; nothing where there is no client, or there can be no containers."""
-    if importlib.util.find_spec("kubernetes") is None:
-        print("left out: there is no client of Kubernetes: pip install 'meshbook[k8s]'")
-        return
-    from benchmarks.k8s.cluster import PROGRAMS, cluster
-
-    kind = "real" if all(map(shutil.which, PROGRAMS)) else "stand-in"
-    engine = "Kubernetes" if kind == "real" else "Kubernetes' stand-in"
-    try:
-        with tempfile.TemporaryDirectory(prefix="mb-k8s-") as folder, cluster(kind, Path(folder)) as here:
-            launcher = KubernetesLauncher(python=here.python, options=here.options())
-            yield from spawn_and_lose(
-                "clusters", launcher, engine, count, lambda host: here.nodes.of(host.launched.job).agent().pid
-            )  # an agent knows its pid in its pod only
-            meshbook.shutdown()
     except NoDaemonError as error:
         print(f"left out: {error}")
     finally:

@@ -24,7 +24,7 @@ pytest.importorskip("kubernetes")
 from k8s_cluster import await_quiet, drivers, kubernetes_here
 
 from benchmarks.k8s.cluster import KubernetesHere
-from benchmarks.k8s.nodes import IMAGE
+from benchmarks.k8s.nodes import CONTAINER, IMAGE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -82,6 +82,20 @@ def test_collectives_run_across_pods(here: KubernetesHere) -> None:
         seen = [drivers()[0], *here.nodes.of(job_of(procs, 0)).first().children(recursive=True)]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen)
         assert "host_agent" in words and "k8s_driver" in words and not [key for key in keys if key in words]
+    await_quiet(here)
+
+
+def test_a_pod_without_a_way_to_the_notebook_says_where_it_has_dialled(
+    here: KubernetesHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not here.has_logs:
+        pytest.skip("nobody reads what a container has said")
+    monkeypatch.setattr("benchmarks.k8s.nodes.CONTAINER", (CONTAINER[0], "--net", *CONTAINER[1:]))
+    words = r"reached nobody at tcp://\S+ within \d+ s: the notebook's machine must be reachable there"
+    began = time.monotonic()
+    with pytest.raises(SpawnError, match=words), spawned(here, 1):
+        pass
+    assert time.monotonic() - began < 50, "a host that says nothing has a minute"
     await_quiet(here)
 
 
