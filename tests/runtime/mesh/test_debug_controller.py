@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from patience import wait_until
@@ -15,6 +20,8 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, current_rank, debug_controller, endpoint
 from meshbook.errors import UsageError
 from meshbook.mesh.debug_commands import parsed_ranks, table
+from meshbook.mesh.debug_controller import SOCKET
+from meshbook.mesh.driven import own_sessions
 
 COMMAND = [sys.executable, "-m", "meshbook.debugger"]
 
@@ -38,10 +45,15 @@ def procs(clean_end: None) -> Iterator[ProcMesh]:
     meshbook.shutdown()
 
 
-def typed(*lines: str, arguments: tuple[str, ...] = ()) -> str:
+def command() -> list[str]:
+    """For the debugger of this program: other tests may have theirs now."""
+    return [*COMMAND, own_sessions()[0].id]
+
+
+def typed(*lines: str) -> str:
     """What a person sees who types these lines."""
     text = "".join(f"{line}\n" for line in lines)
-    done = subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(), input=text, capture_output=True, text=True, timeout=120)
     return done.stdout.replace("monarch_dbg> ", "\n")  # a terminal shows what is typed, and so an end of line, here
 
 
@@ -104,7 +116,7 @@ def test_cells_are_debugged_by_the_name_of_their_mesh_and_ranks_ask_too(procs: P
 def test_who_comes_last_has_the_command_line(procs: ProcMesh) -> None:
     debug_controller()
     pipe = subprocess.PIPE
-    with subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as first:
+    with subprocess.Popen(command(), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline().startswith("Debugger of this program's meshes")
         assert "nothing waits at a breakpoint" in typed("list", "quit")
@@ -130,14 +142,27 @@ def test_commands_that_cannot_be(procs: ProcMesh) -> None:
     assert call.get(120) == 0
 
 
-def test_without_a_debugger_the_command_says_so(clean_end: None) -> None:
-    meshbook.shutdown()
-    for arguments in ((), ("no-session",)):
-        done = subprocess.run(
-            [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
-        )
-        assert done.returncode == 69 and "has called debug_controller()" in done.stderr
-    assert subprocess.run([*COMMAND, "a", "b"], capture_output=True, timeout=120).returncode == 2
+def test_without_a_debugger_or_with_several_the_command_says_so() -> None:
+    folder = tempfile.mkdtemp(prefix="debuggers")  # short, as paths of sockets are
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
+        done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+        return done.returncode, done.stderr + done.stdout
+
+    assert ask() == (69, "no program here has called debug_controller()\n")
+    assert ask("gone") == (69, "no program here drives session gone, which has called debug_controller()\n")
+    assert ask("a", "b")[0] == 2 and "usage:" in ask("--help")[1]
+    doors = []
+    for session in ("first", "other"):
+        path = Path(folder, f"meshbook-{os.getuid()}", session, SOCKET)
+        path.parent.mkdir(mode=0o700)
+        doors.append(socket.create_server(str(path), family=socket.AF_UNIX))
+    assert ask() == (2, "several programs wait: first, other. Name one of them.\n")
+    for door in doors:
+        door.close()
+    assert ask()[0] == 69
+    shutil.rmtree(folder)
 
 
 def test_ranks_are_named_as_monarchs_debugger_names_them() -> None:
