@@ -67,8 +67,8 @@ def a_fit_on_parts_of_the_data(procs: Any) -> Any:
                 weights.sub_(x.t() @ errors, alpha=0.05)
             losses.append(fetch_shard((errors * errors).mean(), gpus=3))
             found = [fetch_shard(weights, gpus=rank) for rank in range(4)]
-            mean = sum(each.get() for each in found) / 4
-            weights = torch.zeros(2) + remote(as_tensor, propagate=empty_pair)(mean.tolist())
+            mean = [sum(values) / 4 for values in zip(*(each.get().tolist() for each in found), strict=True)]
+            weights = torch.zeros(2) + remote(as_tensor, propagate=empty_pair)(mean)
         last = inspect(weights, gpus=2)
     return losses[-1].get().item() < losses[0].get().item() / 100, [round(each, 1) for each in last.tolist()]
 
@@ -141,7 +141,9 @@ def grpo_with_tensors_of_learners(procs: Any) -> Any:
             chances = (states @ policy).softmax(dim=-1)
             policy = policy + 0.5 * (states.t() @ ((actions - chances) * advantages)) / GROUP
             both = [fetch_shard(policy, learners=rank) for rank in range(2)]
-            samplers.learn.call(((both[0].get() + both[1].get()) / 2).tolist()).get()
-        best = inspect(policy, learners=0).argmax(dim=1).tolist()
+            one, other = (each.get().tolist() for each in both)
+            means = [[(a + b) / 2 for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
+            samplers.learn.call(means).get()
+        best = inspect(policy.argmax(dim=1), learners=0).tolist()
         sure = inspect(policy.softmax(dim=1).max(dim=1).values.min(), learners=1).item()
     return best, sure > 0.8
