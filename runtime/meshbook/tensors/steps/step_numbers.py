@@ -136,8 +136,9 @@ class _Reading:
             now = self._counters.memory.tolist()
             for at, index in self._counted:
                 found[at] = now[index]
-        for at, number in zip(self._places, _values(self._tensors), strict=True):
-            found[at] = number
+        if self._places:
+            for at, number in zip(self._places, _values(self._tensors), strict=True):
+                found[at] = number
         for at, source in self._others:
             found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
         return found
