@@ -43,6 +43,9 @@ OPEN_AFTER = 8
 MAX_BYTES = 2 * wire.INLINE_MAX_BYTES
 """Of a datagram: a pickle's head, and what goes with it."""
 
+GROUPS_MAX_BYTES = wire.INLINE_MAX_BYTES // 2
+"""Of what an answer that goes past the agent tells of process groups."""
+
 _GONE = b"its value had gone to its controller before that told the agent of the call"
 
 
@@ -202,9 +205,9 @@ class RankShortcut:
         with self._lock:
             if self._call is not call:
                 return False
-            if may_pass:
+            if may_pass and len(reply.groups) <= GROUPS_MAX_BYTES:
                 answer = wire.RankReply(
-                    rank, reply.status, 0, reply.duration_s, None, None, reply.inline, reply.waited_s
+                    rank, reply.status, 0, reply.duration_s, None, None, reply.inline, reply.waited_s, reply.groups
                 )
                 if self._send(wire.Replies(call.id, (answer,))):
                     self._answer = reply

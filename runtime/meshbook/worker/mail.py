@@ -318,7 +318,7 @@ class WorkerMail:
             call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed, is_direct=lane is not None
         )
         if call.shortcut:
-            is_value = status == wire.OK and not (payload or segment or freed or groups)
+            is_value = status == wire.OK and not (payload or segment or freed)
             with self._channel.shield:
                 if self._shortcut.answer(call, reply, self._identity().rank, may_pass=is_value and said == self._said):
                     return

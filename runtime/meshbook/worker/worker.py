@@ -254,7 +254,7 @@ class Worker:
         freed, groups = self.payloads.take_freed(), self.groups.tell()
         message = wire.Reply(call.id, status, duration_s, segment, inline, waited_s, None, groups, freed)
         if call.shortcut:
-            is_value = status == wire.OK and not (payload or segment or freed or groups)
+            is_value = status == wire.OK and not (payload or segment or freed)
             may_pass = is_value and said == self.calls.sent
             if self.shortcut.answer(call, message, self.identity.rank, may_pass=may_pass):
                 return

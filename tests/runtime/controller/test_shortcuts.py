@@ -25,7 +25,7 @@ from meshbook.actor import Actor, endpoint
 from meshbook.errors import CallFailed, CallTimeout, WorkerLost
 from meshbook.shape.members import Piece
 from meshbook.wire import messages as wire
-from meshbook.wire.shortcuts import OPEN_AFTER, RankShortcut, ShortcutServer, shortcut_path
+from meshbook.wire.shortcuts import GROUPS_MAX_BYTES, OPEN_AFTER, RankShortcut, ShortcutServer, shortcut_path
 
 LARGE = np.zeros(1 << 17, np.uint8)
 """It travels in shared memory, and so by the agent."""
@@ -399,6 +399,21 @@ def test_a_rank_answers_once_and_tells_the_agent_when_it_must(ends: Ends) -> Non
     assert told == [_reply(50)]
     assert not rank.is_news(_call(50, 50), HERE)
     assert told.pop().status == wire.GONE
+
+
+def test_what_a_rank_tells_of_its_groups_goes_with_its_answer_past_the_agent_unless_it_is_long(ends: Ends) -> None:
+    server, rank, told = ends
+    address = _open(server, rank)
+    for id, groups in ((50, b"told"), (51, bytes(GROUPS_MAX_BYTES)), (52, bytes(1 + GROUPS_MAX_BYTES))):
+        assert server.send(wire.encode(_call(id, id)), address)
+        call = rank.take(HERE)
+        assert call is not None
+        reply = msgspec.structs.replace(_reply(id), inline=bytes(wire.INLINE_MAX_BYTES), groups=groups)
+        may_pass = len(groups) <= GROUPS_MAX_BYTES
+        assert rank.answer(call, reply, 1, may_pass=True) is may_pass
+        came = [wire.decode_past_agent(data) for data, _ in server.receive()]
+        assert [each.replies[0].groups for each in came if isinstance(each, wire.Replies)] == [groups] * may_pass
+    assert told == [wire.CameEarly(_call(52, 52))]
 
 
 def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends) -> None:
