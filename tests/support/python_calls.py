@@ -25,12 +25,12 @@ class Counter:
         self.count += event == "call"
 
 
-def usual(call: Callable[[], object], between: Callable[[], object] = lambda: None) -> int:
+def usual(call: Callable[[], object], between: Callable[[], object] = lambda: None, *, batches: int = BATCHES) -> int:
     """How many calls of Python a ``call`` costs this thread, in the batch that was least disturbed.
 
     between: called before each, and not counted.
     """
-    return min(_usual_of_batch(call, between) for _ in range(BATCHES))
+    return min(_usual_of_batch(call, between) for _ in range(batches))
 
 
 def _usual_of_batch(call: Callable[[], object], between: Callable[[], object]) -> int:
