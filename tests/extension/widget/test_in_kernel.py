@@ -296,18 +296,19 @@ def test_a_bar_of_tqdm_on_all_ranks_is_one_bar(front: FrontEnd, model: str, modu
 
 def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "h", "visible": True})
+    front.until(lambda: front.updates(model), timeout_s=60)
     request = front.client.execute("%%mesh rank=1\nimport os; os._exit(3)", allow_stdin=False)
     front.wait_for(request, status="error")
 
     def ends() -> list[dict[str, Any]]:
         return [error for error in front.updates(model)[-1]["errors"] if error["text"].startswith("ended: ")]
 
-    front.until(lambda: front.updates(model)[-1]["states"] == "IDII" and bool(ends()), timeout_s=60)
+    front.until(lambda: front.updates(model)[-1]["states"] == "IDII" and ends(), timeout_s=60)
     (error,) = ends()
     assert error["ranks"] == "1" and "exit" in error["text"]
-    front.send(model, {"kind": "act", "action": "heal", "ranks": []})
-    front.until(lambda: front.answers(model)[-1]["action"] == "heal", timeout_s=60)
-    assert front.answers(model)[-1]["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
+    answer = press(front, model, "heal", [])
+    assert answer["action"] == "heal"
+    assert answer["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
     front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=60)
     front.send(model, {"kind": "look", "view": "h", "visible": False})
 
