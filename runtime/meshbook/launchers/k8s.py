@@ -133,14 +133,18 @@ class KubernetesLauncher:
             "group": group,
             "hosts": hosts,
         }
-        with open_log(log) as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", DRIVER],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it takes that when it can remove its Jobs
+        try:
+            with open_log(log) as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", DRIVER],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         client = KubernetesClient(log, process.pid, start_time(process.pid) or 0, process)
         client.write(json.dumps(wanted).encode() + b"\n")
         return client

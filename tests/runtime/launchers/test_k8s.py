@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from controllers import Zygote, alone
@@ -17,11 +19,13 @@ import meshbook
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.job import ImageSpec, KubernetesJob
+from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job
 from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.mesh.driven import own_sessions
 
 pytest.importorskip("kubernetes")
 from k8s_cluster import await_quiet, drivers, kubernetes_here
+from kubernetes import client
 
 from benchmarks.k8s.cluster import KubernetesHere
 from benchmarks.k8s.nodes import CONTAINER, IMAGE
@@ -36,6 +40,13 @@ def here(
     with kubernetes_here(request.param, tmp_path_factory.mktemp("k8s")) as found:
         yield found
         meshbook.shutdown()
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder with a path that is short enough for a socket's."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def launcher(here: KubernetesHere, *more: str, python: str = "") -> KubernetesLauncher:
@@ -147,6 +158,16 @@ def test_pods_outlive_their_driver(here: KubernetesHere) -> None:
         loss(procs, here.nodes.of(job_of(procs, 1)).first().kill)
         procs.heal()
         assert procs.run("rank").get(60).values() == [0, 1]
+    await_quiet(here)
+
+
+def test_a_driver_that_is_told_to_end_while_it_starts_removes_its_jobs(here: KubernetesHere, short_tmp: Path) -> None:
+    wants = HostOptions().read(here.options("--gpus", "3"))  # which waits for ever
+    job = make_job("left", "left", wants, here.python, {})
+    client.BatchV1Api(here.api).create_namespaced_job("ml", job)
+    driver = launcher(here).start_driver(short_tmp / "log", f"{short_tmp}/s", [{"id": "h", "name": "left"}], "left")
+    os.kill(driver.pid, signal.SIGTERM)
+    driver.end(60)
     await_quiet(here)
 
 

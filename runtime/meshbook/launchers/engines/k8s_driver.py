@@ -107,6 +107,7 @@ class JobDriver:
         """Have the pods, and serve until there is nothing left to be served."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which was held while we started
         for host in self._hosts.values():
             self._pool.submit(self._make, host)
         threading.Thread(target=self._look, daemon=True).start()
