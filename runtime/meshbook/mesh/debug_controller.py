@@ -26,6 +26,7 @@ from meshbook.concurrency.background import hidden_thread
 from meshbook.mesh import driven
 from meshbook.mesh.console import ConsoleTerminal
 from meshbook.mesh.debug_commands import DebugSessionInfo, serve, stopped_sessions, table
+from meshbook.wire.spliced import end_connection
 
 SOCKET = "debugger"
 COMMAND = "python3 -m meshbook.debugger"
@@ -125,7 +126,7 @@ class _Door:
     def close(self) -> None:
         if self._owner == os.getpid():
             self._path.unlink(missing_ok=True)
-            _end(self._listener)
+            end_connection(self._listener)
             self._let_in(None)
 
     def _accept(self) -> None:
@@ -141,7 +142,7 @@ class _Door:
         if before is not None:
             with contextlib.suppress(OSError):
                 before.sendall(b"another debugger has come\n")
-            _end(before)
+            end_connection(before)
 
     def _attend(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -149,10 +150,4 @@ class _Door:
         with self._lock:
             if self._inside is sock:
                 self._inside = None
-        _end(sock)
-
-
-def _end(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+        end_connection(sock)

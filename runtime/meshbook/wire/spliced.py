@@ -84,7 +84,7 @@ class Splices:
                     self._begin(*self._new.popleft())
         finally:
             for sock in [*self._ways, *(each for pair in self._new for each in pair)]:
-                _end(sock)
+                end_connection(sock)
             self._selector.close()
             os.close(self._wake)
 
@@ -127,10 +127,10 @@ class Splices:
             del self._ways[sock]
             with contextlib.suppress(KeyError):
                 self._selector.unregister(sock)
-            _end(sock)
+            end_connection(sock)
 
 
-def _end(sock: socket.socket) -> None:
+def end_connection(sock: socket.socket) -> None:
     """Close it, also where a fork of this process has it still."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

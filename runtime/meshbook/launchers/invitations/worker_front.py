@@ -11,7 +11,6 @@ One port for all of it: the way into a cluster is often a single one that somebo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -43,7 +42,7 @@ from meshbook.launchers.invitations.server_messages import (
 from meshbook.launchers.invitations.worker_ticket import connect_to_worker, is_loopback, read_address, unix_connection
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import address_towards, family_of, in_endpoint, loopback_address
-from meshbook.wire.spliced import Splices
+from meshbook.wire.spliced import Splices, end_connection
 
 STRANGERS_MAX = 64
 """So many connections may be at their first words."""
@@ -82,13 +81,13 @@ class WorkerFront:
         """Listen no more, and break what goes through us. Idempotent; in a fork it does nothing."""
         if self._owner != os.getpid():
             return
-        _end(self._listener)
+        end_connection(self._listener)
         with self._lock:
             ends = [*self._controls, *(come.sock for come in self._come.values())]
             self._controls.clear()
             self._come.clear()
         for sock in ends:
-            _end(sock)
+            end_connection(sock)
         self._splices.close()
 
     def _accept(self) -> None:
@@ -118,7 +117,7 @@ class WorkerFront:
                 self._strangers.release()
             self._serve(sock, question)
         except (OSError, EOFError, MeshError, msgspec.MsgspecError):  # it learns nothing
-            _end(sock)
+            end_connection(sock)
 
     def _serve(self, sock: socket.socket, question: ServerQuestion) -> None:
         """Do what a program asks for, which has shown the ticket. Raises: OSError."""
@@ -129,14 +128,14 @@ class WorkerFront:
             other = self._find(question)
         except OSError as error:
             answer_question(sock, TurnedAway(explain(error)))
-            _end(sock)
+            end_connection(sock)
             return
         if isinstance(other, socket.socket):
             answer_question(sock, Reached())
             self._splices.join(sock, other)
         else:
             answer_question(sock, other)
-            _end(sock)
+            end_connection(sock)
 
     def _find(self, question: SeesServer | Reaches | Takes) -> socket.socket | ServerAnswer:
         """The other end of a connection, or what to answer. Raises: OSError."""
@@ -159,7 +158,7 @@ class WorkerFront:
             listener = socket.create_server((host, int(port or 0)), family=family_of(host), backlog=BACKLOG)
         except OSError as error:
             answer_question(control, TurnedAway(f"it cannot listen for the program: {explain(error)}"))
-            _end(control)
+            end_connection(control)
             return
         with self._lock:
             self._controls.add(control)
@@ -171,7 +170,7 @@ class WorkerFront:
             with self._lock:
                 self._controls.discard(control)
             self._drop(lambda come: come.control is control)
-            _end(control)
+            end_connection(control)
 
     def _tell_of_each(self, listener: socket.socket, control: socket.socket) -> None:
         """Tell the program of each connection that comes; returns when the program has gone. Raises: OSError."""
@@ -195,16 +194,10 @@ class WorkerFront:
         with self._lock:
             gone = [self._come.pop(number) for number, come in list(self._come.items()) if is_meant(come)]
         for come in gone:
-            _end(come.sock)
+            end_connection(come.sock)
 
 
 def _address_for(machines: tuple[str, ...]) -> str:
     """By which they reach this one. Raises: OSError."""
     far = next((each for each in machines if each and not is_loopback(each)), "")
     return address_towards(far) if far else loopback_address()
-
-
-def _end(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
