@@ -61,9 +61,9 @@ def bring_up_aside(
 def _tell(controller: Controller, procs: ProcMesh, arrival: MeshArrival, error: BaseException) -> None:
     told = ProcsNotStartedError(procs.name, str(error))
     told.__cause__ = error
-    controller.end_arrival(arrival, told)
-    router = router_for(controller.folder.id)
+    router = router_for(controller.folder.id)  # first: who is told may shut down at once
     assert isinstance(router, ControllerRouter)
+    controller.end_arrival(arrival, told)
     router.on_not_started(procs, told, error.__cause__)
 
 
