@@ -51,7 +51,7 @@ class Workspace:
         named = dirs if isinstance(dirs, Mapping) else {each: Path(each).name for each in dirs or ()}
         if not all(map(str, named)):
             raise UsageError('a folder is named by its path; "" would be the one in which the program was started.')
-        self.dirs = {Path(source): name for source, name in named.items()}
+        self.dirs = {Path(source).expanduser(): name for source, name in named.items()}
         """By where they lie here."""
         self.env = env
 

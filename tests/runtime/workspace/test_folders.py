@@ -95,6 +95,7 @@ def test_a_workspace_names_folders_as_monarchs_does(here: Path, tmp_path: Path) 
     assert SameWorkspace is Workspace
     assert Workspace(dirs=[here]).dirs == {here: "here"}
     assert Workspace(dirs={str(here): "github/project"}).dirs == {here: "github/project"}
+    assert Workspace(dirs=["~/project"]).dirs == {Path.home() / "project": "project"}
     assert Workspace() == Workspace.null() and Workspace(dirs=[here]) != Workspace()
     Workspace(dirs={here: ""}).merge(tmp_path / "merged")
     assert (tmp_path / "merged" / "one.txt").read_text() == "one"
