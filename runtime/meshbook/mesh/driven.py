@@ -19,6 +19,7 @@ from meshbook.controller.controller import Controller, OutputSource
 from meshbook.errors import HostsEndedError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
+from meshbook.lifecycle import MeshPhase
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
@@ -233,12 +234,16 @@ def recall(key: str) -> bytes | None:
 
 
 def own_meshes() -> list[ProcMesh]:
-    """The meshes that this process drives and has not stopped, whole, in the order in which they were made."""
+    """The meshes that this process drives and has not stopped, whole, in the order in which they were made.
+
+    One whose maker waits for its processes is not among them before these are there: nobody would hold calls for it.
+    """
     return [
         procs
         for controller in _driven.controllers
         for known in controller.known_meshes()
         if (procs := ProcMesh(controller, known)).alive
+        and (known.arrival is not None or known.phase is not MeshPhase.STARTING)
     ]
 
 

@@ -76,6 +76,18 @@ def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> Non
         assert procs.run(read).get(60).values() == [outer] * 2
 
 
+def test_a_mesh_of_a_rank_is_named_once_its_processes_can_be_called(tmp_path: Path) -> None:
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o700)
+    started = f"this_host().with_python_executable({str(slow)!r}).spawn_procs({{'x': 2}}, name='inner', torch=False)"
+    with this_host().spawn_procs({"gpus": 1}, torch=False) as procs:
+        procs.run(f"from meshbook.actor import this_host; inner = {started}").get(60)
+        wait_until(lambda: any(mesh.name == "inner" for mesh in own_meshes()), 60)
+        (inner,) = (mesh for mesh in own_meshes() if mesh.name == "inner")
+        assert inner.execute(abs, -3).get(60).values() == [3, 3]
+
+
 def _executables(procs: Any) -> list[str]:
     return list(procs.run("import sys; sys.executable").get(60).values())
 
