@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from meshbook.actor import Actor, Channel, Point, Port, PortReceiver, current_rank, endpoint
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import UsageError
+from meshbook.wire.spliced import send_at_once
 
 PIECE_BYTES = 64 << 10
 WINDOW = 16
@@ -114,6 +115,7 @@ class PortEnd(Actor):
         self._connections: list[ForwardedConnection] = []
 
     def _add(self, connection: socket.socket) -> tuple[ForwardedConnection, Port[ForwardedPart]]:
+        send_at_once(connection)
         port, receiver = Channel[ForwardedPart].open()
         made = ForwardedConnection(connection, receiver)
         self._connections.append(made)

@@ -48,6 +48,19 @@ def test_bytes_go_both_ways_and_ends_are_told(splices: Splices) -> None:
     left.close()
 
 
+def test_no_piece_waits_until_the_one_before_was_acknowledged(splices: Splices) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left, right = (socket.create_connection(listener.getsockname()) for _ in range(2))
+        near, far = listener.accept()[0], listener.accept()[0]
+    splices.join(near, far)
+    left.sendall(b"a word")
+    right.settimeout(60)
+    assert right.recv(100) == b"a word"
+    assert all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in (near, far))
+    left.close()
+    right.close()
+
+
 def test_a_slow_reader_slows_the_writer_down_and_no_other_pair(splices: Splices) -> None:
     left, right = joined(splices)
     left.setblocking(False)
