@@ -118,6 +118,7 @@ def test_monarchs_debugger_is_there_in_a_notebook_too(kernel: Kernel) -> None:
     assert kernel.run("%mesh wait").ok
     cell = run_typing(kernel, "%%mesh rank=1\nbreakpoint()", ["c"])  # a cell that waits still asks by itself
     assert cell.ok and cell.prompts == ["[1] (Pdb) "]
+    assert kernel.run("debugger.stop('the test is over').get()").ok  # from here on nobody can look again
 
 
 def test_a_running_rank_is_stopped_at_its_next_line(kernel: Kernel) -> None:

@@ -88,14 +88,14 @@ def fail_on(failing: int, seconds: float) -> None:
 def came_past() -> tuple[int, int]:
     """The number of the last call that came past the agent to the main thread, and to mailboxes; 0: none is kept."""
     worker = mail_ranks.worker()
-    lanes = worker._shortcut, worker.mail._shortcut
+    lanes = worker.shortcut, worker.mail._shortcut
     numbers = [0 if lane._call is None else lane._call.shortcut for lane in lanes]
     return numbers[0], numbers[1]
 
 
 def break_shortcut() -> None:
     """As user code does that closes what it has not opened."""
-    os.close(mail_ranks.worker()._shortcut.fd)
+    os.close(mail_ranks.worker().shortcut.fd)
 
 
 def die_at(path: str) -> None:
