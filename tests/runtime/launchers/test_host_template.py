@@ -32,7 +32,7 @@ def hosts(clean_end: None) -> Iterator[HostMesh]:
 def _hosts(count: int) -> Iterator[HostMesh]:
     hosts = start_hosts({"hosts": count}, LocalLauncher())
     yield hosts
-    hosts.shutdown()
+    hosts.end()
 
 
 @pytest.fixture
