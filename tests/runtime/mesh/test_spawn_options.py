@@ -86,6 +86,7 @@ def test_a_mesh_of_a_rank_is_named_once_its_processes_can_be_called(tmp_path: Pa
         wait_until(lambda: any(mesh.name == "inner" for mesh in own_meshes()), 60)
         (inner,) = (mesh for mesh in own_meshes() if mesh.name == "inner")
         assert inner.execute(abs, -3).get(60).values() == [3, 3]
+        inner.stop()
 
 
 def _executables(procs: Any) -> list[str]:
