@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 from meshbook.mesh.debug_controller import SOCKET
+from meshbook.system.connections import unix_connection
 from meshbook.system.user_folders import runtime_base
 
 EXIT_USAGE, EXIT_UNREACHABLE = 2, 69
@@ -50,21 +51,18 @@ def main() -> int:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.connect(str(path))
-    except OSError:  # what one left that was killed
-        sock.close()
-        return None
-    return sock
+    with contextlib.suppress(OSError):  # what one left that was killed
+        return unix_connection(str(path), None)
+    return None
 
 
 def _talk(sock: socket.socket) -> None:
     """Show what comes, and send what is typed."""
 
     def show() -> None:
-        while piece := sock.recv(1 << 16):
-            os.write(1, piece)
+        with contextlib.suppress(OSError):  # it has broken off, or nobody reads what we write
+            while piece := sock.recv(1 << 16):
+                os.write(1, piece)
         os._exit(0)  # who types is in a read that nothing else ends
 
     threading.Thread(target=show, daemon=True).start()

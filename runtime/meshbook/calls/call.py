@@ -305,8 +305,8 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
 class RequestFuture(Future[T], Generic[T]):
     """The future of a call in any process: an interrupt while waiting cancels the call, a timeout names silent ranks.
 
-    cancel: asks for the end of the call of that id, unless a subclass has a `_cancel` of its own. open_call: makes the
-    call of which this is the future.
+    cancel: asks for the end of the call of that id; None where nobody need be asked, and for a subclass with a
+    `_cancel` of its own. open_call: makes the call of which this is the future.
     """
 
     name_in_chain = 0
@@ -361,7 +361,7 @@ class RequestFuture(Future[T], Generic[T]):
         return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)
 
 
-SENT: RequestFuture[Any] = RequestFuture(lambda id: None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
+SENT: RequestFuture[Any] = RequestFuture(None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
 """The future of every message that a worker sends and nobody answers: it is complete."""
 SENT.set_result(None)
 

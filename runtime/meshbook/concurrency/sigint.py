@@ -55,7 +55,7 @@ class SigintScope:
         """
         if threading.get_ident() != forks.main_thread:
             return False
-        signals = self._signals = _plain_signals if signal.signal.__module__ == "signal" else signal
+        signals = self._signals = _signals()
         handler = signals.getsignal(_SIGINT)
         if not callable(handler):
             return False
@@ -70,7 +70,7 @@ class SigintScope:
             signals.signal(_SIGINT, self.before)
 
 
-class held_back(SigintScope):  # by its use a word in small letters, as `contextlib.suppress` is
+class held_back(SigintScope):  # used as a function is, like `contextlib.suppress`
     """A press inside of the block is raised after it: what the block makes has an owner by then.
 
     Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
@@ -82,7 +82,7 @@ class held_back(SigintScope):  # by its use a word in small letters, as `context
         self._pressed, self._is_open = pressed, False
 
     def __enter__(self) -> None:
-        self._is_open = signal.signal.__module__ == "signal" and self.open()
+        self._is_open = _signals() is _plain_signals and self.open()
 
     def __exit__(self, *error: object) -> None:
         if self._is_open:

@@ -1,4 +1,4 @@
-"""Hosts that were started elsewhere: workers, which listen at addresses of their own (`launchers.worker_loop`)."""
+"""Hosts that were started elsewhere: workers, which listen at addresses of their own (`invitations.worker_loop`)."""
 
 from __future__ import annotations
 

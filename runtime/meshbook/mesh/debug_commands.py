@@ -20,7 +20,7 @@ from meshbook.mesh.driven import own_meshes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.prompt import DebugPrompt, Terminal
 
-PROMPT = "monarch_dbg> "
+PROMPT = "debugger> "
 HELP = """\
 list                          what waits at a breakpoint
 attach NAME RANK              open its prompt: pdb's commands; detach leaves it

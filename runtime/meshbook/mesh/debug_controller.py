@@ -26,7 +26,7 @@ from meshbook.concurrency.background import hidden_thread
 from meshbook.mesh import driven
 from meshbook.mesh.console import ConsoleTerminal
 from meshbook.mesh.debug_commands import DebugSessionInfo, serve, stopped_sessions, table
-from meshbook.wire.spliced import end_connection
+from meshbook.system.connections import end_connection
 
 SOCKET = "debugger"
 COMMAND = "python3 -m meshbook.debugger"

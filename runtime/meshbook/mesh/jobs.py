@@ -29,6 +29,8 @@ from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.job_trait import BATCH_JOB, JobState, JobTrait
 from meshbook.mesh.kept_hosts import KeptHosts, keep
 
+SCRIPT_GRACE_S = 5.0
+"""How long a script that was told to end may take; then it is killed."""
 HOSTS = "hosts"
 
 
@@ -147,16 +149,16 @@ class LocalJob(HostsJob):
         """End the script, if one runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.wait()
+            try:
+                self._process.wait(SCRIPT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         super()._kill()
 
     def __getstate__(self) -> dict[str, Any]:
-        elsewhere = {
-            "_hosts": None,
-            "_apply_id": None,
-            "_process": None,
-        }  # it is another machine, wherever it is loaded
-        return {**super().__getstate__(), **elsewhere}
+        # where it is loaded this machine is another, and the script nobody's child
+        return {**super().__getstate__(), **dict.fromkeys(("_hosts", "_apply_id", "_process"))}
 
 
 class ProcessJob(HostsJob):

@@ -14,6 +14,7 @@ from meshbook.launchers.workers import WorkersLauncher
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.job_trait import JobTrait
 from meshbook.mesh.jobs import HostsJob, checked_names, start_all
+from meshbook.system.processes import is_same_process, start_time
 
 
 class StartedWorker(NamedTuple):
@@ -71,16 +72,17 @@ class LoginJob(NamedHostsJob):
         """Have a worker (`meshbook.actor.run_worker_loop_forever`) run on a host; it may come up later."""
 
     def _start(self) -> dict[str, HostMesh]:
-        begun: list[StartedWorker] = []
+        begun: list[tuple[int, int]] = []
         wanted = {}
         try:
             for name, hosts in self._named().items():
                 states = [self._start_host(host) for host in hosts]
-                begun += states
+                begun += [(state.pid, start_time(state.pid) or 0) for state in states]
                 wanted[name] = (len(hosts), WorkersLauncher([state.channel for state in states]))
             return start_all(wanted)
         except BaseException:
-            for state in begun:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                    os.kill(state.pid, signal.SIGTERM)
+            for pid, started in begun:
+                if is_same_process(pid, started):
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                        os.kill(pid, signal.SIGTERM)
             raise

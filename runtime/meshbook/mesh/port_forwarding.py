@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from meshbook.actor import Actor, Channel, Point, Port, PortReceiver, current_rank, endpoint
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import UsageError
-from meshbook.wire.spliced import send_at_once
+from meshbook.system.connections import send_at_once
 
 PIECE_BYTES = 64 << 10
 WINDOW = 16

@@ -95,7 +95,7 @@ class PreparedArguments:
     def dumps(self, last: object) -> Pickled:
         """``((*same, last), {})`` as `dumps` pickles it. last: plain values."""
         head = self._same + pickle.dumps(last, _UNFRAMED)[2:-1] + b"t}\x86."  # the tuple, no names, both, the end
-        pickled = Pickled(head, [])
+        pickled = Pickled(head, ())
         return pickled if len(head) <= HEAD_MAX_BYTES else _without_head(pickled)
 
 

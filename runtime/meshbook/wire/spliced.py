@@ -15,6 +15,7 @@ import socket
 from collections import deque
 
 from meshbook.concurrency.background import hidden_thread
+from meshbook.system.connections import end_connection, send_at_once
 
 PIECE_BYTES = 256 << 10
 
@@ -129,16 +130,3 @@ class Splices:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(sock)
             end_connection(sock)
-
-
-def send_at_once(sock: socket.socket) -> None:
-    """Have each piece go at once, not when the one before was acknowledged: what carries for others adds no wait."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def end_connection(sock: socket.socket) -> None:
-    """Close it, also where a fork of this process has it still."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()

@@ -54,7 +54,7 @@ def typed(*lines: str) -> str:
     """What a person sees who types these lines."""
     text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(command(), input=text, capture_output=True, text=True, timeout=120)
-    return done.stdout.replace("monarch_dbg> ", "\n")  # a terminal shows what is typed, and so an end of line, here
+    return done.stdout.replace("debugger> ", "\n")  # a terminal shows what is typed, and so an end of line, here
 
 
 def await_stops(count: int) -> None:

@@ -43,6 +43,25 @@ def _run(options: str, folder: Path, again: bool = False) -> subprocess.Complete
     )
 
 
+def _answer(code: str, folder: Path, prefix: str) -> str:
+    """Run a program that prints "one" and then "two", each shown behind ``prefix`` and told to have come.
+
+    Returns: what it prints after that.
+    """
+    (folder / "program.py").write_text(code)
+    program = [sys.executable, "-u", "program.py"]
+    with subprocess.Popen(program, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for text in ("one", "two"):
+            assert process.stdout.readline() == f"{prefix}{text}\n"
+            process.stdin.write(f"{text} came\n")
+            process.stdin.flush()
+        left = process.stdout.read()
+        assert process.wait(60) == 0
+    return left
+
+
 def test_nothing_is_streamed_by_default_of_the_option(tmp_path: Path) -> None:
     done = _run("", tmp_path)
     assert (done.stdout, done.stderr) == ("", "")
@@ -85,17 +104,8 @@ if __name__ == "__main__":
         assert sys.stdin.readline() == "two came\\n"
         procs.run("print('three')").get()
 """
-    (tmp_path / "program.py").write_text(code)
-    program = [sys.executable, "-u", "program.py"]
-    with subprocess.Popen(program, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for text in ("one", "two"):
-            assert process.stdout.readline() == f"[2 similar log lines] [0,1] {text}\n"
-            process.stdin.write(f"{text} came\n")
-            process.stdin.flush()
-        assert sorted(process.stdout.read().splitlines()) == ["[0] three", "[1] three"]
-        assert process.wait(60) == 0
+    left = _answer(code, tmp_path, "[2 similar log lines] [0,1] ")
+    assert sorted(left.splitlines()) == ["[0] three", "[1] three"]
 
 
 def test_a_window_ends_and_the_next_one_begins(tmp_path: Path) -> None:
@@ -109,16 +119,7 @@ if __name__ == "__main__":
         procs.run(f"print({text!r})").get()
         assert sys.stdin.readline() == f"{text} came\\n"
 """
-    (tmp_path / "program.py").write_text(code)
-    program = [sys.executable, "-u", "program.py"]
-    with subprocess.Popen(program, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for text in ("one", "two"):
-            assert process.stdout.readline() == f"[0] {text}\n"
-            process.stdin.write(f"{text} came\n")
-            process.stdin.flush()
-        assert process.wait(60) == 0
+    assert not _answer(code, tmp_path, "[0] ")
 
 
 @pytest.mark.parametrize(

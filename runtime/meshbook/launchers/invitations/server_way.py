@@ -3,7 +3,7 @@
     attach("tcp://gateway:4444")
     hosts = attach_to_workers(workers=["tcp://nodeA:4444", ...], ca="trust_all_connections")    # as the gateway has it
 
-         program ── connections to one address ──> worker (`launchers.worker_front`) ──> other workers
+         program ── connections to one address ──> worker (`invitations.worker_front`) ──> other workers
                  <─ each agent that has come ────         a port of its own  <── their agents
 
 Where the connection to the server breaks the program makes it again, at the same port over there, and agents, which

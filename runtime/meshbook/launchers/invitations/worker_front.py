@@ -1,7 +1,7 @@
 """Where a worker listens: who asks it for an agent goes on to its gate, and programs have it as a way to others.
 
     program ══> its address ──┬─ ZeroMQ ───────> the gate (`meshbook.wire.gate`)
-                              └─ "meshbook" ──> one question (`launchers.server_messages`), then
+                              └─ "meshbook" ──> one question (`invitations.server_messages`), then
                                    Reaches      bytes to another worker's address, or its agent's
                                    Listens      a port here at which agents find the program
                                    Takes        bytes of an agent that has come to that port
@@ -39,10 +39,11 @@ from meshbook.launchers.invitations.server_messages import (
     hear_question,
     tell_number,
 )
-from meshbook.launchers.invitations.worker_ticket import connect_to_worker, is_loopback, read_address, unix_connection
+from meshbook.launchers.invitations.worker_ticket import connect_to_worker, is_loopback, read_address
+from meshbook.system.connections import end_connection, unix_connection
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import address_towards, family_of, in_endpoint, loopback_address
-from meshbook.wire.spliced import Splices, end_connection
+from meshbook.wire.spliced import Splices
 
 STRANGERS_MAX = 64
 """So many connections may be at their first words."""

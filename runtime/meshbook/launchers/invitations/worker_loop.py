@@ -137,7 +137,7 @@ def start_worker_loop_forever(*, private_key: object = None, ca: object, address
     """Listen at ``address`` from now on; the future is done when a program has shut its hosts down.
 
     address: ``tcp://HOST:PORT``, with ``*`` for every address of this machine, or ``ipc://NAME``; ``DIAL@BIND`` listens
-    at the second. ca: "trust_all_connections": who is trusted is who has the ticket (`launchers.worker_ticket`).
+    at the second. ca: "trust_all_connections": who is trusted is who has the ticket (`invitations.worker_ticket`).
     Raises: UsageError, SpawnError.
     """
     return _start(private_key, ca, address).ended

@@ -23,6 +23,7 @@ import msgspec
 from meshbook.errors import SpawnError, UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.launchers.invitations.invitation import TurnedAway
+from meshbook.system.connections import unix_connection
 from meshbook.system.user_folders import create_private, read_private, runtime_base, state_base
 from meshbook.wire.ticket import Ticket
 
@@ -153,18 +154,6 @@ def connect_to_worker(address: WorkerAddress, timeout_s: float) -> socket.socket
         return unix_connection(address.dial.removeprefix("ipc://"), timeout_s)
     host = "127.0.0.1" if address.host == "*" else address.host
     return socket.create_connection((host, int(address.dial.rpartition(":")[2])), timeout_s)
-
-
-def unix_connection(path: str, timeout_s: float) -> socket.socket:
-    """Raises: OSError."""
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,6 @@ with the next batch.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -164,9 +163,8 @@ class OpStream(SentOperations):
         self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]]
     ) -> Sequence[TensorId]:
         """Have the ranks do a recorded step again, for which `check_step` has found nothing; returns its results."""
-        recording = step.recording
-        results = list(map(next, itertools.repeat(self._numbers, len(recording.results))))
-        turn = Turn(step, next(self._numbers), inputs, results)
+        number, *results = self.new_numbers(1 + len(step.recording.results))
+        turn = Turn(step, number, inputs, results)
         if self._issued:
             self.flush()
         with self._lock, held_back():
