@@ -160,8 +160,8 @@ class MeshState:
         self.axes: dict[str, int] = dict(extent)
         """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
         self.stopped_ranks = StoppedRanks()
-        self.sources: set[str] = set()
-        """Names of the files of functions that were sent; those that only this process has were made known to ranks."""
+        self.sources: dict[str, set[int]] = {}
+        """By the names of files of functions, the ranks that were sent their text, where only this process has it."""
         self.siblings: set[int] = {id}
         """The meshes that were spawned by the same handle of hosts, which can end them together, by their ids."""
         self.shown_by: CallOutputSource | None = None
@@ -261,6 +261,7 @@ class MeshState:
         """End a repair, whether it went well or not."""
         if self._repairer is who:
             self._repairer = None
+            self.sources.clear()  # some ranks are other processes now
             self.advance(MeshEvent.REPAIRED)
 
     def replace_host(self, lost: HostState, host: HostState) -> None:

@@ -13,7 +13,6 @@ from meshbook.calls.cell_run import CellRun
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
-from meshbook.controller.queries import ask_rank
 from meshbook.errors import (
     LayoutError,
     SerializationError,
@@ -31,6 +30,8 @@ from meshbook.workspace.local_modules import find_modules
 from meshbook.workspace.synced_modules import Synced, take_modules
 
 T = TypeVar("T")
+
+_NO_RANKS: frozenset[int] = frozenset()
 
 
 class CodeCalls(ProcView):
@@ -78,21 +79,30 @@ class CodeCalls(ProcView):
         Functions and classes of the notebook travel by value, as they are now. Raises: SerializationError.
         """
         name = getattr(function, "__name__", "a function")
-        code = getattr(function, "__code__", None)
-        if code is not None and code.co_filename not in self._mesh.sources:
-            self._tell_source(code.co_filename)
+        file: str | None = getattr(getattr(function, "__code__", None), "co_filename", None)
+        ranks, sources = self._members.rank_set, self._mesh.sources
+        if file is None or ranks <= sources.get(file, _NO_RANKS):
+            return self._invoke("invoke", name, (), function, args, kwargs)
+        # It brings its text itself: a call goes past whatever is on its way by the agent.
+        future = self._invoke("invoke_with_source", name, (file, text_only_here(file)), function, args, kwargs)
+        sources.setdefault(file, set()).update(ranks)
+        return future
+
+    def _invoke(
+        self,
+        endpoint: str,
+        name: str,
+        about: tuple[object, ...],
+        function: Callable[..., T],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> Future[ValueMesh[T]]:
+        """about: what the endpoint takes before the function. Raises: SerializationError that names the argument."""
         try:
-            return self._call("invoke", (function, *args), kwargs, what=name)
+            return self._call(endpoint, (*about, function, *args), kwargs, what=name)
         except SerializationError:  # once more, to say which argument it was
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
-            return self._call("invoke", (function, *args), kwargs, what=name, roots=roots)
-
-    def _tell_source(self, file_name: str) -> None:
-        """Have all ranks know the text of a file, once, if only this process has it."""
-        self._mesh.sources.add(file_name)
-        if text := text_only_here(file_name):
-            everyone = range(self._mesh.extent.nelements)
-            self._controller.questions.tell(self._mesh, everyone, ask_rank("learn_source", file_name, text))
+            return self._call(endpoint, (*about, function, *args), kwargs, what=name, roots=roots)
 
     def execute_as(self, what: str, function: Callable[..., T], *args: object) -> Future[ValueMesh[T]]:
         """As `execute`, of a function that ranks can import, with all failures in the error, not the first alone.

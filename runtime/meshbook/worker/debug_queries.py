@@ -15,7 +15,6 @@ from meshbook.debug.pydevd import END_TIMEOUT_S, hidden_folders, load_pydevd
 from meshbook.errors import GroupAborted
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.shell.failures import text_of
-from meshbook.source import cells
 from meshbook.source.location import describe_frame, users_place
 from meshbook.source.thread_frames import frame_of
 
@@ -58,11 +57,6 @@ def pdb_break_in(worker: Worker) -> str:
 def hold_deadlines(worker: Worker, held: bool) -> None:
     """Some rank is stopped at a prompt, or none is any more: the deadlines of collectives stand still meanwhile."""
     worker.groups.hold_deadlines(held)
-
-
-def learn_source(worker: Worker, name: str, text: str) -> None:
-    """See `meshbook.source.cells`."""
-    cells.learn_source(name, text)
 
 
 def learn_advice(worker: Worker, *words: str) -> None:

@@ -27,6 +27,7 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
+from meshbook.source.cells import learn_source
 from meshbook.source.frames import Frame
 from meshbook.source.location import Activity, describe_frame, frame_activity, users_place
 from meshbook.source.tasks import cell_frames
@@ -49,7 +50,6 @@ from meshbook.worker.debug_queries import (
     hold_deadlines,
     last_error,
     learn_advice,
-    learn_source,
     pdb_break_in,
     pdb_command,
     pdb_prompt,
@@ -115,6 +115,22 @@ def invoke(
         value = worker.shell.run_coroutine(value)
     what = f"the result of {getattr(function, '__name__', 'the function')}"
     return Outcome(wire.OK, value, has_value=True, what=what)
+
+
+def invoke_with_source(
+    worker: Worker,
+    call: wire.Call,
+    file_name: str,
+    text: str,
+    function: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> Outcome:
+    """`invoke` a function of a file that this rank has not heard of. text: what stands there; empty for a file of
+    the machine."""
+    if text:
+        learn_source(file_name, text)
+    return invoke(worker, call, function, *args, **kwargs)
 
 
 def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:
@@ -198,7 +214,12 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
     return _ok()
 
 
-_CALLS = (run_cell, invoke, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free)
+INVOKING = (invoke, invoke_with_source)
+"""Calls of functions, whose exceptions are kept for a post-mortem."""
+
+_CALLS = (
+    *INVOKING, run_cell, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free,
+)  # fmt: skip
 
 CALLS: dict[str, Callable[..., Outcome]] = {function.__name__: function for function in _CALLS}
 
@@ -327,7 +348,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 _QUICK = (
     *(where, reaction, status, collectives, clock, actors, versions, way),
-    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_source, learn_advice),
+    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_advice),
 )
 _SLOW = (
     *(complete, inspect, user_names, progress, stacks, source_lines),

@@ -40,7 +40,7 @@ from meshbook.worker.actors import ActorRegistry
 from meshbook.worker.channel import AgentChannel, RankPayloads
 from meshbook.worker.claims import Claims
 from meshbook.worker.control_thread import ControlThread
-from meshbook.worker.endpoints import CALLS
+from meshbook.worker.endpoints import CALLS, INVOKING
 from meshbook.worker.environment import ask_for_module, enter_environment, seed
 from meshbook.worker.interrupt_gate import InterruptGate
 from meshbook.worker.mail import WorkerMail
@@ -240,7 +240,7 @@ class Worker:
             self.gate.close()  # the interrupt may have come just before it was
             status = wire.INTERRUPTED if isinstance(error, KeyboardInterrupt) else wire.RAISED
             failure = self.shell.describe(error)
-            if call.endpoint == "invoke":
+            if CALLS.get(call.endpoint) in INVOKING:
                 with contextlib.suppress(Exception):  # the exception's own code may raise
                     self.shell.keep_error(error, call.id)
             return Outcome(status, failure=failure)
