@@ -15,7 +15,7 @@ import numpy as np
 from meshbook import ProcMesh
 from meshbook.actor.router import current_router
 from meshbook.calls.answer import Outcome
-from meshbook.calls.call import RequestFuture
+from meshbook.calls.call_future import RequestFuture
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from meshbook.calls.call import CallFuture
+    from meshbook.calls.call_future import CallFuture
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from meshbook.calls.call import RequestFuture
+from meshbook.calls.call_future import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
-from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
 from meshbook.calls.request import OnReply
-from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.errors import (
     CallError,
     CallFailed,
-    CallInterrupted,
-    CallTimeout,
     Failure,
     GroupAborted,
     WorkerLost,
     disagreeing,
 )
 from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase
-from meshbook.shape.members import Members, Region
+from meshbook.shape.members import Members
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import loads
 from meshbook.wire import messages as wire
 
-T = TypeVar("T")
-
-WAIT_NOTE_S = 1.5
-"""A wait that takes longer says what it waits for, when that is a rank that did not stop at an interrupt."""
-
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str, bool]).decode
 _NOTHING = object()
-_NO_OUTCOME = None, TimeoutError(), None
 
 
 class Results(Mapping[int, Any]):
@@ -300,182 +287,3 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
         return Failure(rank, host, ename, evalue, lines, where, exception, unmade)
     except (*wire.MALFORMED, IndexError) as error:  # the rank's own doing, which is no lie of its host
         return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")
-
-
-class RequestFuture(Future[T], Generic[T]):
-    """The future of a call in any process: an interrupt while waiting cancels the call, a timeout names silent ranks.
-
-    cancel: asks for the end of the call of that id; None where nobody need be asked, and for a subclass with a
-    `_cancel` of its own. open_call: makes the call of which this is the future.
-    """
-
-    name_in_chain = 0
-    """As in `wire.Call.chain`."""
-
-    def __init__(self, cancel: Callable[[int], object] | None, open_call: Callable[[Future[T]], OpenCall]) -> None:
-        super().__init__()
-        self._cancel_call, self.call = cancel, open_call(self)
-        self._timeout_s: float | None = None
-        """What the caller of `get` asked for; a part of it is waited elsewhere."""
-
-    def get(self, timeout: float | None = None) -> T:
-        """Wait for all ranks and return their values.
-
-        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once.
-        """
-        self._timeout_s = timeout
-        try:
-            if not self._final:
-                timeout = self._serve(timeout)
-            value, error, _ = self._final.get(0, _NO_OUTCOME)
-            return value if error is None else super().get(timeout)
-        except CallInterrupted:
-            raise
-        except KeyboardInterrupt as pressed:
-            raise self.on_interrupt(pressed) from None
-
-    def _serve(self, timeout: float | None) -> float | None:
-        """Do what only a thread that waits can do; returns what is left of the timeout."""
-        return timeout
-
-    def serve(self, done: Callable[[], bool], timeout: float | None) -> None:
-        """Until ``done()``, at most ``timeout`` seconds, do what brings answers, if that is for this thread to do."""
-
-    def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Pass an interrupt of a wait on to the ranks; returns what the wait raises."""
-        self.cancel()
-        return pressed
-
-    def cancel(self) -> bool:
-        if self._final:
-            return False
-        self._cancel()
-        return True
-
-    def _cancel(self) -> None:
-        if self._cancel_call is not None:
-            self._cancel_call(self.call.id)
-
-    def _timeout_error(self, timeout_s: float) -> BaseException:
-        asked_s = timeout_s if self._timeout_s is None else self._timeout_s
-        return CallTimeout(self.call.what, asked_s, self.call.waiting, partial=self.call.results)
-
-
-SENT: RequestFuture[Any] = RequestFuture(None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
-"""The future of every message that a worker sends and nobody answers: it is complete."""
-SENT.set_result(None)
-
-
-class CallControl(Interrupter, Protocol):
-    """What the future of a controller's call needs of it."""
-
-    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
-
-    def wants_person(self, call: OpenCall) -> bool:
-        """Whether a rank of the call is stopped at a prompt that this thread could open."""
-
-    def attend(self, call: OpenCall) -> None:
-        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
-
-
-class CallFuture(RequestFuture[T], Generic[T]):
-    """The future of a controller's call: who waits for it serves the sockets, and interrupts its ranks in stages.
-
-    Waiting raises CallInterrupted if the person interrupts.
-    """
-
-    def __init__(self, control: CallControl, open_call: Callable[[Future[T]], OpenCall]) -> None:
-        super().__init__(None, open_call)
-        self._control = control
-
-    def _cancel(self) -> None:
-        self._control.cancel(self.call.id)
-
-    def __await__(self) -> Generator[object, None, T]:
-        """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.
-
-        Other cancellations of the task end the wait, not the work. Raises: as `get`; CancelledError in place of
-        CallInterrupted in a task that is not a notebook's cell.
-        """
-        try:
-            return (yield from super().__await__())
-        except BaseException as error:
-            from meshbook.concurrency.asyncio_interrupts import in_a_cell, is_interrupt  # who awaits has asyncio
-
-            if not is_interrupt(error):
-                raise
-            interrupted = self.interrupt()
-            if not in_a_cell():
-                raise
-            raise interrupted from None
-
-    def interrupt(self) -> CallInterrupted:
-        """Interrupt the call on its ranks, more insistently each time (`meshbook.calls.interrupt`).
-
-        Returns: who obeyed within the grace time, and where the others are and why; in less than a second.
-        """
-        while True:
-            try:
-                return interrupt(self._control, [self.call])
-            except KeyboardInterrupt:  # pressed again just before or after presses are noticed
-                continue
-
-    def describe_wait(self) -> str:
-        """Whom the call waits behind, ``rank 3 is still in cell 7: ...``; empty when it runs everywhere."""
-        return describe_wait(self._control, self.call)
-
-    def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
-        return self.interrupt()
-
-    def wait(self, timeout: float | None = None, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Wait, on the main thread also until ``wanted()``; whether there is an outcome.
-
-        Raises: KeyboardInterrupt, which does not reach the ranks.
-        """
-        forks.refuse_inherited(self._generation)
-        until = None if timeout is None else time.monotonic() + timeout
-        self._control.drive(lambda: self.done() or wanted(), timeout)
-        if self.done() or wanted():
-            return self.done()
-        return super().wait(None if until is None else max(0.0, until - time.monotonic()))
-
-    def serve(self, done: Callable[[], bool], timeout: float | None) -> None:
-        self._control.drive(done, timeout)
-
-    def _serve(self, timeout: float | None) -> float | None:
-        """Serve the sockets while waiting."""
-        if self._generation != forks.generation:
-            forks.refuse_inherited(self._generation)
-        started = time.monotonic()
-        if timeout is None or timeout > WAIT_NOTE_S:
-            started += self._drive(WAIT_NOTE_S)
-            if not self._final and (note := describe_wait(self._control, self.call, only_stuck=True)):
-                print(f"{note}\n  {self.call.what} waits for that; an interrupt drops it", file=sys.stderr)
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-        if not self._final:
-            started += self._drive(left)
-        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-
-    def _drive(self, timeout_s: float | None) -> float:
-        """Serve the sockets, and the prompts of ranks that stop; returns the seconds at those, which do not count."""
-        at_prompts_s = 0.0
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = None if until is None else max(0.0, until + at_prompts_s - time.monotonic())
-            self._control.drive(self._done_or_stopped, left)
-            if self._final or not self._control.wants_person(self.call):
-                return at_prompts_s
-            opened = time.monotonic()
-            self._control.attend(self.call)
-            at_prompts_s += time.monotonic() - opened
-
-    def _done_or_stopped(self) -> bool:
-        return bool(self._final) or self._control.wants_person(self.call)
-
-    def end_on_ranks(self, timeout_s: float) -> None:
-        """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""
-        ended = threading.Event()
-        self.call.when_ended(ended.set)
-        self._control.cancel(self.call.id)
-        ended.wait(timeout_s)

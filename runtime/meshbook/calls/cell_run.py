@@ -7,7 +7,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from meshbook.calls.call import CallControl, CallFuture, OpenCall
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import CallControl, CallFuture
 from meshbook.calls.output import OutputEvent, OutputListener, RankDone
 from meshbook.shape.value_mesh import ValueMesh
 

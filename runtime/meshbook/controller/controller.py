@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from meshbook.calls.answer import Outcome
-from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.mailboxes import Mailboxes
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions

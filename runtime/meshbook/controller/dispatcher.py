@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import msgspec
 from typing_extensions import assert_never
 
-from meshbook.calls.call import CallControl, OpenCall
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import CallControl
 from meshbook.calls.output import OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future

@@ -22,7 +22,8 @@ from typing import Any
 from meshbook.actor.context import context
 from meshbook.actor.router import Answers
 from meshbook.calls.answer import Outcome, pack
-from meshbook.calls.call import SENT, OpenCall, RequestFuture
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import SENT, RequestFuture
 from meshbook.calls.incoming import IncomingCall, refusal
 from meshbook.calls.mailboxes import CallArguments, Mailboxes
 from meshbook.calls.request import CallRequest

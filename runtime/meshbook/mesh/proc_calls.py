@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshbook.actor.router import Values
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.cell_run import CellRun
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.request import CallRequest

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.request import CallRequest
 from meshbook.controller.controller import Controller

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.request import CallRequest
 from meshbook.controller.mesh_state import stale_view
 from meshbook.mesh.proc_view import Methods, ProcView, call_living

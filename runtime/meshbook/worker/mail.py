@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from meshbook.calls.answer import Outcome, Unavailable, pack
-from meshbook.calls.call import SENT, OpenCall, RequestFuture
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import SENT, RequestFuture
 from meshbook.calls.incoming import IncomingCall, IncomingCalls
 from meshbook.calls.request import CallRequest
 from meshbook.calls.table import CallTable

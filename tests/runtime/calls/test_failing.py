@@ -14,7 +14,8 @@ import pytest
 from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host
-from meshbook.calls.call import CallFuture, OpenCall
+from meshbook.calls.call import OpenCall
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.failing import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
 from meshbook.concurrency.future import Future
 from meshbook.controller import controller

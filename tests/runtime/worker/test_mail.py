@@ -12,7 +12,7 @@ import pytest
 from patience import wait_until
 
 from meshbook import ProcMesh
-from meshbook.calls.call import CallFuture
+from meshbook.calls.call_future import CallFuture
 from meshbook.calls.request import CallRequest
 from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
 from meshbook.values.pickling import dumps
