@@ -2,7 +2,7 @@
 
 Ranks tell of each prompt unasked (`meshbook.wire.messages.Prompted`); what they told to a former controller is asked
 for (`meshbook.mesh.proc_states.ProcStates.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
-`clock`, and on the ranks `meshbook.groups.work.GroupState.clock`.
+`clock`, and on the ranks `meshbook.groups.group_state.GroupState.clock`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch.autograd
 
 from meshbook.concurrency.patches import patch
 from meshbook.errors import GroupAborted
-from meshbook.groups.work import EXPLAIN_S, GroupState
+from meshbook.groups.group_state import LOST_CONNECTION, GroupState
 
 _torch_run_backward: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -44,9 +44,8 @@ def install(guard: GroupState) -> None:
             return _torch_run_backward(*args, **kwargs)
         except RuntimeError as error:
             text = str(error)
-            if "onnection" in text:  # lost to a peer that ended: the controller tells why, a moment later
-                guard.told.wait(EXPLAIN_S)
-            if GroupAborted.__name__ in text or ("onnection" in text and guard.reason):
+            guard.await_reason(text)
+            if GroupAborted.__name__ in text or (LOST_CONNECTION in text and guard.reason):
                 raise GroupAborted(guard.reason or "the backward pass was interrupted") from None
             raise
         finally:

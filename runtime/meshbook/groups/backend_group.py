@@ -1,4 +1,4 @@
-"""One incarnation of a process group: the C++ group that a `GuardedGroup` speaks through until groups are formed again.
+"""One incarnation of a process group: the C++ group behind an `AbortableGroup`, until groups are formed again.
 
 Each gloo group has a device of its own, that is a listening socket and a thread: groups that share one confuse their
 connections when these are made lazily. The device's address is what finds the sockets of a group that was given up.
@@ -36,9 +36,10 @@ from meshbook.groups.gloo import (
     listening_at,
     park_threads,
 )
+from meshbook.groups.group_state import GroupState
 from meshbook.groups.torn import Operands, Torn, settle
 from meshbook.groups.use import Failures, Users
-from meshbook.groups.work import GroupState, PeerWork
+from meshbook.groups.work import PeerWork
 from meshbook.system.descriptors import above_standard
 
 NcclOptions: TypeAlias = "dist.ProcessGroupNCCL.Options"
@@ -54,7 +55,7 @@ _GRACE_S = 2.0
 """A group that was given up listens so much longer: who connects late to a closed port tries again for half an hour."""
 
 HELD_MAX_S = 24 * 3600.0
-"""C++ cannot be told that a deadline stands still (`meshbook.groups.work.GroupState.hold`): it gets one so
+"""C++ cannot be told that a deadline stands still (`meshbook.groups.group_state.GroupState.hold`): it gets one so
 much later."""
 
 _TOO_MUCH = "a rank has sent more than this one has room for: they disagree on a size"

@@ -23,7 +23,7 @@ from meshbook.concurrency.patches import patch
 from meshbook.groups.backend_group import GroupSpec, NcclOptions
 from meshbook.groups.gloo import connects_at_once
 from meshbook.groups.group import AbortableGroup
-from meshbook.groups.work import GroupState
+from meshbook.groups.group_state import GroupState
 
 _torch_helper: Any = c10d._new_process_group_helper
 

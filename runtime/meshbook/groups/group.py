@@ -1,11 +1,11 @@
 """The process groups that ranks hold: permanent, while the C++ groups behind them are replaced.
 
-    all_reduce(t, group) ──> GuardedGroup ──> InnerGroup ──> torch's ProcessGroup ──> gloo, NCCL
+    all_reduce(t, group) ──> AbortableGroup ──> BackendGroup ──> torch's ProcessGroup ──> gloo, NCCL
          DTensor, DDP ──────────┘  │ numbers operations, returns interruptible works
-                                   └ after an abort: a new InnerGroup over the new epoch's store
+                                   └ after an abort: a new BackendGroup over the new epoch's store
 
-torch's registries hold the GuardedGroup, so names, DeviceMeshes, DTensors and handles stay valid when groups are formed
-again. A group's inner one is made at its first operation: a mesh may have many that nobody uses.
+torch's registries hold the AbortableGroup, so names, DeviceMeshes, DTensors and handles stay valid when groups are
+formed again. A group's inner one is made at its first operation: a mesh may have many that nobody uses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups import collectives_off
 from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
 from meshbook.groups.collectives_off import public_name, refuse_if_off
+from meshbook.groups.group_state import BEING_FORMED, GroupState
 from meshbook.groups.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
 from meshbook.groups.torn import COPIED_BYTES, copy_small
 from meshbook.groups.use import Counts, Users
-from meshbook.groups.work import BEING_FORMED, AsideWork, CollectiveWork, GroupState, PeerWork
+from meshbook.groups.work import AsideWork, CollectiveWork, PeerWork
 
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter",

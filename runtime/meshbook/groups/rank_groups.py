@@ -38,13 +38,13 @@ from meshbook.groups.device_meshes import DeviceMeshes
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, join, meet, rebuild, set_environment
 from meshbook.groups.group import AbortableGroup
+from meshbook.groups.group_state import GroupState
 from meshbook.groups.modules import repair_modules, watch_modules
 from meshbook.groups.operands import MessageRecord
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
 from meshbook.groups.reach import find_ways, open_door, other_hosts, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
-from meshbook.groups.work import GroupState, describe_waits
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.system.interfaces import Interface
@@ -384,7 +384,7 @@ class RankGroups:
         look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
         """
         groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
-        waiting = describe_waits(self._guard)
+        waiting = self._guard.describe_waits()
         epoch = self._epoch if groups else -1
         guard = self._guard
         waited_s = sum(list(guard.waited_s.values())) + sum(
