@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.patches import patch
 from meshbook.errors import UsageError
-from meshbook.groups.backend_group import dispose
+from meshbook.groups.disposal import dispose
 from meshbook.groups.factory import GroupFactory, forget_unfinished
 from meshbook.groups.forming import meet
 from meshbook.groups.store_client import LinkStore

@@ -27,7 +27,8 @@ from torch.distributed import DistStoreError
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.formatting import name_ranks
-from meshbook.groups.backend_group import GroupSpec, dispose
+from meshbook.groups.backend_group import GroupSpec
+from meshbook.groups.disposal import dispose
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.reach import LOOPBACK, Doorway

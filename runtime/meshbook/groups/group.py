@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
@@ -23,11 +23,13 @@ from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups import collectives_off
-from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
+from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions
 from meshbook.groups.collectives_off import public_name, refuse_if_off
+from meshbook.groups.disposal import dispose
 from meshbook.groups.group_state import BEING_FORMED, GroupState
-from meshbook.groups.operands import Description, MessageRecord, Record, describe, describe_message, parts_of
+from meshbook.groups.operands import Description, describe, describe_message, parts_of, payload_bytes
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
+from meshbook.groups.records import MessageRecord, Record
 from meshbook.groups.torn import COPIED_BYTES, copy_small
 from meshbook.groups.use import Counts, Users
 from meshbook.groups.work import AsideWork, CollectiveWork, PeerWork
@@ -406,17 +408,3 @@ def _on_cuda(value: object) -> bool:
 for _method in _COLLECTIVES:
     if hasattr(dist.ProcessGroup, _method):
         setattr(AbortableGroup, _method, _collective(_method))
-
-
-def payload_bytes(arguments: Iterable[object]) -> int:
-    """The size of an operation with these (nested) tensors: the larger of what goes in and what comes out.
-
-    As NCCL's tests count: gathering 1 MB from each of 8 ranks is 8 MB on every rank, summing 1 MB is 1 MB.
-    """
-    return max(map(_bytes_of, arguments), default=0)
-
-
-def _bytes_of(value: object) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0

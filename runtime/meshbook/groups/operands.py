@@ -19,12 +19,9 @@ operations, then found by what is quick to read: this runs for every operation.
 from __future__ import annotations
 
 import functools
-import sys
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,12 +30,7 @@ import torch
 import torch.distributed as dist
 
 from meshbook.groups.collectives_off import public_name
-from meshbook.groups.progress import Entered, Messages, Parts
-from meshbook.source.frames import USER
-from meshbook.source.location import kind_of_file, name_place
-
-REMEMBERED = 128
-"""Operations of each group."""
+from meshbook.groups.progress import Parts
 
 MAX_KNOWN = 4096
 """Descriptions that are kept; shapes may be new at each step."""
@@ -55,8 +47,9 @@ class _NoData:
 
 NO_DATA = _NoData()
 
-_MASK = (1 << 64) - 1
-_FACTOR = 1_000_003
+MASK = (1 << 64) - 1
+FACTOR = 1_000_003
+"""What digests of operations are multiplied by before each is added."""
 
 TorchArgs: TypeAlias = tuple[Any, ...]
 """What torch hands to an operation of a process group."""
@@ -79,70 +72,6 @@ class Description(NamedTuple):
     """Shape, dtype, reduction, root; in words, empty where it has none."""
     size_bytes: int
     """Of the tensors that are described."""
-
-
-class Record:
-    """The operations of one group since it was formed: a digest of all of them, and the last ones."""
-
-    __slots__ = ("_recent", "epoch", "splits", "told")
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.told = (0, 0)
-        """How many there are, with the digest of these; one tuple, since other threads read it."""
-        self.splits = (0, 0)
-        """Of those how many have parts, with the weight of these; likewise."""
-        self._recent: deque[tuple[int, Description, CodeType, int, Parts | None]] = deque(maxlen=REMEMBERED)
-
-    def add(self, number: int, what: Description, parts: Parts | None = None, rank: int = 0) -> None:
-        """An operation begins on this thread. rank: in its group, for parts."""
-        if parts is not None:
-            count, weight = self.splits
-            self.splits = (count + 1, (weight * _FACTOR + _weigh(parts, rank)) & _MASK)
-        self.told = (number, (self.told[1] * _FACTOR + what.code) & _MASK)
-        frame = sys._getframe(2)
-        while not (users := _is_users.get(frame.f_code.co_filename)):  # as `users_frame`, for files that are known
-            if users is None or (outer := frame.f_back) is None:
-                frame = users_frame(frame)
-                break
-            frame = outer
-        self._recent.append((number, what, frame.f_code, frame.f_lasti, parts))
-
-    def take_back(self, told: tuple[int, int], splits: tuple[int, int]) -> None:
-        """The operation that was added last has not begun. told, splits: as they were."""
-        self.told, self.splits = told, splits
-        self._recent.pop()
-
-    def recent(self, count: int) -> tuple[Entered, ...]:
-        """The last ``count``; from any thread."""
-        return tuple(
-            Entered(number, what.code, what.operation, what.values, place_in(code, instruction), parts)
-            for number, what, code, instruction, parts in list(self._recent)[-count:]
-        )
-
-
-class MessageRecord(Record):
-    """The messages from one member of a group to another, as one of the two has begun them.
-
-    Messages match in order per tag, so both must have begun theirs with the same tags for the order to be the same. The
-    number of a message therefore tells of its tag and of all before it: it is no count.
-    """
-
-    __slots__ = ("name", "receiver", "sender")
-
-    def __init__(self, epoch: int, group: str, sender: int, receiver: int) -> None:
-        """Begin the record of one direction; sender, receiver: base ranks."""
-        super().__init__(epoch)
-        self.name = f"{group} {sender}>{receiver}"
-        self.sender, self.receiver = sender, receiver
-
-    def number_after(self, lane: int) -> int:
-        """The number of the next message. lane: messages of each of these match in order, > 0."""
-        return (self.told[0] * _FACTOR + lane) & _MASK
-
-    def messages(self, count: int) -> Messages:
-        """With the last ``count``; from any thread."""
-        return Messages(self.sender, self.receiver, *self.told, self.recent(count))
 
 
 def describe_message(operation: str, tensor: torch.Tensor) -> Description:
@@ -177,6 +106,20 @@ def parts_of(args: TorchArgs, members: int) -> Parts | None:
     return parts if len(parts.given) == len(parts.taken) == members else None
 
 
+def payload_bytes(arguments: Iterable[object]) -> int:
+    """The size of an operation with these (nested) tensors: the larger of what goes in and what comes out.
+
+    As NCCL's tests count: gathering 1 MB from each of 8 ranks is 8 MB on every rank, summing 1 MB is 1 MB.
+    """
+    return max(map(_bytes_of, arguments), default=0)
+
+
+def _bytes_of(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+
+
 def _split(tensor: torch.Tensor, sizes: Sequence[int], members: int) -> tuple[int, ...]:
     if not sizes:
         return (tensor.numel() // members,) * members
@@ -184,7 +127,8 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], members: int) -> tuple[in
     return tuple(array("q", sizes if row == 1 else [size * row for size in sizes]))
 
 
-def _weigh(parts: Parts, rank: int) -> int:
+def weigh(parts: Parts, rank: int) -> int:
+    """The weight of the parts of ``rank``, its number in the group; see above."""
     to, by = _factors(rank, len(parts.given))
     return int(to @ np.array(parts.given, np.int64)) - int(by @ np.array(parts.taken, np.int64))  # modulo 2 ** 64
 
@@ -335,35 +279,3 @@ _KEYS: dict[str, Callable[..., _OperationKey]] = {
     "monitored_barrier": _bare,
     "_end_coalescing": _bare,
 }
-
-
-# ---- where it was begun --------------------------------------------------------------------------------------------
-
-
-_is_users: dict[str, bool] = {}
-
-
-def users_frame(frame: FrameType) -> FrameType:
-    """The innermost frame of the user's own code at or outside ``frame``; the outermost of all where none is."""
-    while True:
-        file = frame.f_code.co_filename
-        users = _is_users.get(file)
-        if users is None:
-            users = _is_users[file] = kind_of_file(file) == USER
-        outer = frame.f_back
-        if users or outer is None:
-            return frame
-        frame = outer
-
-
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's own code."""
-    return users_frame(frame) is frame and bool(_is_users.get(frame.f_code.co_filename))
-
-
-def place_in(code: CodeType, instruction: int) -> str:
-    """``cell 7, line 5`` of an instruction of user code; nothing for other code."""
-    if not _is_users.get(code.co_filename):
-        return ""
-    line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
-    return name_place(code.co_filename, line or code.co_firstlineno)

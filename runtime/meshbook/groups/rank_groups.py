@@ -40,9 +40,9 @@ from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, j
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
 from meshbook.groups.modules import repair_modules, watch_modules
-from meshbook.groups.operands import MessageRecord
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
 from meshbook.groups.reach import find_ways, open_door, other_hosts, use_way
+from meshbook.groups.records import MessageRecord
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.groups.use import Handled
 from meshbook.source.location import users_place

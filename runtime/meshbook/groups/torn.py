@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from meshbook.groups.operands import is_users, users_frame
+from meshbook.groups.records import is_users, users_frame
 
 COPIED_BYTES = 4096
 """Tensors of up to this size are copied when an operation that writes them begins: it takes half a microsecond."""

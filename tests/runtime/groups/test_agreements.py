@@ -13,8 +13,9 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.calls.output import Notice
 from meshbook.groups.agreements import Agreements, Progress, Splits, Told, find_disagreements
-from meshbook.groups.operands import Record, describe
+from meshbook.groups.operands import describe
 from meshbook.groups.progress import Collectives, Entered, GroupProgress, Parts
+from meshbook.groups.records import Record
 
 WORKS = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
 

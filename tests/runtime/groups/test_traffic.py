@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshbook import ProcMesh
-from meshbook.groups.group import payload_bytes
+from meshbook.groups.operands import payload_bytes
 
 
 def test_the_larger_of_what_goes_in_and_what_comes_out_counts() -> None:
