@@ -290,12 +290,13 @@ class PeerWork(AbortableWork):
 
     def run(self) -> None:
         """Begin the operation and wait for it, on the side thread."""
+        begin, self._begin = self._begin, None
         try:
-            begin, self._begin = self._begin, None
-            if begin is not None and not self.inner.dead:
-                self._begun = begin()
-                if self._begun is not None:
-                    self._begun.wait()
+            if self.inner.dead:
+                self._error = GroupAborted(self.inner.dead)  # never begun: whoever waits must not take it for done
+            elif begin is not None and (raw := begin()) is not None:
+                self._begun = raw
+                raw.wait()
         except BaseException as error:
             self._error = error
             self._note_failed(error)
@@ -340,7 +341,7 @@ class PeerWork(AbortableWork):
         return LOOK_S if self.inner.guard.roads.hosts else threading.TIMEOUT_MAX
 
     def _finish(self) -> None:
-        if not self.ended:
+        if not self.ended or isinstance(self._error, GroupAborted):
             self.give_up()
             raise GroupAborted(self.inner.dead)
         if self._error is not None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups.rank_groups import RankGroups
+from meshbook.groups.work import PeerWork
 
 REASON = "rank 0 raised ValueError"
 
@@ -192,6 +193,23 @@ def aborted(me: Rank) -> Any:
         assert (told.epoch, told.aborted, told.waiting) == (epoch, "", ()), told
         assert not any(group.broken for group in told.groups), told
     return took
+
+
+def kept_receives(me: Rank) -> Any:
+    """Two receives that an abort has overtaken, the second still behind the first, are waited for much later."""
+    me.form()
+    if me.rank == 0:
+        me.form(epoch=1)
+        return count(), []
+    receives = [dist.irecv(torch.zeros(2), 0) for _ in range(2)]
+    works = [receive for receive in receives if isinstance(receive, PeerWork)]
+    me.groups.abort(0, REASON)
+    me.form(epoch=1)
+    until = time.monotonic() + 10
+    while not all(work.ended for work in works) and time.monotonic() < until:
+        time.sleep(0.01)
+    told = [(work.is_success(), REASON in raised(work.wait, GroupAborted)) for work in works]
+    return count(), told
 
 
 def told_while_waiting(me: Rank) -> Any:

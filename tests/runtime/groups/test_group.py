@@ -33,6 +33,12 @@ def test_an_interrupt_ends_every_kind_of_wait(ranks: Ranks) -> None:
         assert len(took) == 5 and max(took.values()) < 3, took
 
 
+def test_a_receive_that_was_never_begun_is_no_success(ranks: Ranks) -> None:
+    for rank, (counted, told) in enumerate(ranks.run("kept_receives")):
+        assert counted == 4
+        assert told == [(False, True)] * (2 if rank else 0)
+
+
 def test_ranks_tell_how_far_they_are_and_what_they_wait_in(ranks: Ranks) -> None:
     results = ranks.run("told_while_waiting")
     idle = results[0]
