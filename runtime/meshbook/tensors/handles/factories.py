@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Placement
 from typing_extensions import Required, TypedDict, Unpack
 
+from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, make, new_seed
@@ -31,6 +32,8 @@ def distribute(
     Raises: UnknownAxisError; UsageError if what is given does not fit the tensor.
     """
     mesh = mesh_of(mesh)
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"a tensor is laid out over a mesh, not a {type(tensor).__name__}: use torch.as_tensor")
     made = lay_out(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
     return made.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
@@ -42,15 +45,24 @@ class Layout(TypedDict, total=False):
     dtype: torch.dtype | None
     sharding_spec: ShardingSpec | None
     placements: Sequence[Placement] | None
+    requires_grad: bool
 
 
 def _make(
     function: str, shape: Sequence[int], args: tuple[Any, ...], layout: Layout, *, draws: bool = False
 ) -> MeshTensor:
+    """Raises: UsageError for sizes below zero, or without a mesh; TypeError for an argument that is not known."""
+    if unknown := set(layout) - Layout.__required_keys__ - Layout.__optional_keys__:
+        raise TypeError(f"{function}() on a mesh knows no argument {', '.join(map(repr, sorted(unknown)))}")
+    if "mesh" not in layout:
+        raise UsageError(f"{function} makes a tensor on a mesh: say on which, by {function}(..., mesh=mesh)")
+    if any(size < 0 for size in shape):
+        raise UsageError(f"{function} with a size below zero: {tuple(shape)}")
     mesh = mesh_of(layout["mesh"])
     placements = to_placements(mesh, shape, layout.get("sharding_spec"), layout.get("placements"))
     dtype = layout.get("dtype") or torch.get_default_dtype()
-    return make(Factory(function, args, dtype, new_seed() if draws else 0), shape, mesh, placements)
+    made = make(Factory(function, args, dtype, new_seed() if draws else 0), shape, mesh, placements)
+    return made.requires_grad_(layout.get("requires_grad", False))  # type: ignore[return-value]
 
 
 def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:

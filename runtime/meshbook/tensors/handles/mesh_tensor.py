@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshbook.concurrency.patches import patch
 from meshbook.errors import UsageError
 from meshbook.formatting import format_bytes
+from meshbook.tensors.handles.early_operators import meet_early_operators
 from meshbook.tensors.handles.loss_scaling import check_and_unscale
 from meshbook.tensors.handles.metadata import (
     DependsOnValues,
@@ -31,7 +32,6 @@ from meshbook.tensors.handles.metadata import (
 )
 from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
 from meshbook.tensors.messages.operations import (
-    ONE_HOT,
     Adopted,
     Factory,
     NewOutput,
@@ -224,6 +224,7 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_await_gradients)
+meet_early_operators()
 
 
 # ---- operations ---------------------------------------------------------------------------------------------------
@@ -268,35 +269,6 @@ def dispatch(
     if known.draws:
         numbers.append(float(new_seed()))
     return _issue(mesh, known, tensors, numbers)
-
-
-_OVERRIDES = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-
-
-def _one_hot(keys: Any, indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Of a mesh tensor an operation of our own; tensors that are not on a mesh pass as if nothing stood here."""
-    if not isinstance(indices, MeshTensor):
-        before: torch.Tensor = aten.one_hot.default.redispatch(
-            keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), indices, num_classes
-        )
-        return before
-    if num_classes == -1 and indices.numel():
-        num_classes = max(int(indices.max().item()) + 1, 1)  # of negative ones the ranks tell
-    made: torch.Tensor = ONE_HOT(indices, num_classes)
-    return made
-
-
-def _tensor_split(keys: Any, tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
-    """Where it is split depends on values, if a mesh tensor tells."""
-    if isinstance(indices, MeshTensor):
-        return tensor.tensor_split(indices.tolist(), dim)
-    split = aten.tensor_split.tensor_indices_or_sections
-    return split.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), tensor, indices, dim)
-
-
-# the one key at which a subclass can be met before torch takes an operator apart, and at which other tensors are not
-for _operator, _function in (("one_hot", _one_hot), ("tensor_split.tensor_indices_or_sections", _tensor_split)):
-    _OVERRIDES.impl(_operator, _function, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def _all_on_mesh(

@@ -210,7 +210,8 @@ class Operations:
             return self._do_on_whole(template, use, args, kwargs)
         try:
             if template.operator is aten.view.default and not args[0].to_local().is_contiguous():
-                args[0] = args[0].contiguous()  # the controller's order of memory is another one
+                # the controller's order of memory is another one, and so may be what DTensor takes for its own
+                args[0] = args[0].clone(memory_format=torch.contiguous_format)
             made = with_nan(template.operator(*args, **kwargs))
         except Exception as error:
             template.is_on_whole = has_no_way(error)

@@ -102,6 +102,7 @@ def test_factories(grid: Mesh) -> None:
     assert equal(meshbook.full((4,), 7, **layout), torch.full((4,), 7))
     assert equal(meshbook.arange(2, 9, 2, **layout), torch.arange(2, 9, 2))
     assert meshbook.randint(3, 5, (100,), **layout).unique().tolist() == [3, 4]
+    assert meshbook.randn(3, requires_grad=True, **layout).requires_grad
     assert 0 <= meshbook.rand(100, **layout).min().item() < meshbook.rand(100, **layout).max().item() < 1
 
 
@@ -285,6 +286,14 @@ def test_what_cannot_be_is_refused(grid: Mesh, lone: Mesh) -> None:
         meshbook.distribute(torch.ones(4, 4), grid, ["dp", "dp"])
     with pytest.raises(errors.UsageError, match="1 placements for a mesh of 2 axes"):
         meshbook.distribute(torch.ones(4), grid, placements=[Shard(0)])
+    with pytest.raises(errors.UsageError, match=r"not a list: use torch.as_tensor"):
+        meshbook.distribute([1.0, 2.0], grid, ["dp"])  # type: ignore[arg-type]
+    with pytest.raises(errors.UsageError, match=r"zeros\(\.\.\., mesh=mesh\)"):
+        meshbook.zeros(3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="knows no argument 'generator'"):
+        meshbook.randn(3, mesh=grid, generator=None)  # type: ignore[call-arg]
+    with pytest.raises(errors.UsageError, match="zeros with a size below zero"):
+        meshbook.zeros(-1, mesh=grid)
     with pytest.raises(errors.UsageError, match=r"two meshes.*square.*lone"):
         x + meshbook.ones(4, mesh=lone)
     with pytest.raises(errors.UsageError, match=r"pickle tensor\.full_tensor"):
@@ -319,6 +328,17 @@ def test_views_and_what_they_are_of_see_each_others_writes(grid: Mesh, spec: lis
     assert equal(x, a)
     for got, wanted in ((flat, a.view(24)), (row, a[1]), (column, a[:, 2]), (block, a[2:5].T)):
         assert equal(got, wanted)
+
+
+@pytest.mark.parametrize("spec", [*LAYOUTS, [None, None, "tp"], ["dp", None, "tp"]], ids=str)
+def test_parts_in_another_order_of_memory_than_the_whole_are_flattened(grid: Mesh, spec: list[object]) -> None:
+    """As gradients of transposed tensors are, that begin with the ones of a sum."""
+    a = torch.randn(6, 5, 8)
+    x = meshbook.distribute(a, grid, spec)
+    made = [torch.ones(()).expand(5, 6, 8) * each.transpose(0, 1) for each in (a, x)]
+    made[1] = meshbook.ones((), mesh=grid).expand(5, 6, 8) * x.transpose(0, 1)
+    flat = [each.transpose(0, 1).contiguous().view(30, 8) for each in made]
+    assert equal(flat[1], flat[0])
 
 
 def test_small_tensors_of_this_process_take_part(grid: Mesh) -> None:

@@ -324,6 +324,63 @@ def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> 
         assert weight.tolist() == [[0.5] * 4] * 4
 
 
+MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "nothing": dict,
+    "padding": lambda: {"src_key_padding_mask": torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 6])},
+    "padding within": lambda: {"src_key_padding_mask": torch.tensor([[False, True, *[False] * 4]] * 3)},
+    "places": lambda: {"mask": torch.ones(6, 6, dtype=torch.bool).triu(1)},
+    "both": lambda: {**MASKS["padding"](), **MASKS["places"]()},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("masked", MASKS)
+def test_an_encoder_is_evaluated_as_in_one_process(grid: Mesh, masked: str, norm_first: bool) -> None:
+    torch.manual_seed(4)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first)
+    plain, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval(), torch.randn(3, 6, 8)
+    model = meshbook.module_to_mesh(copy.deepcopy(plain), grid, {"*": "shard"})
+    masks = MASKS[masked]()
+    with torch.no_grad():
+        wanted = plain(x, **masks)
+        given = {name: meshbook.distribute(mask, grid) for name, mask in masks.items()}
+        assert torch.allclose(model(meshbook.distribute(x, grid, ["dp"]), **given).full_tensor(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention_of_torch_is_evaluated_as_in_one_process(grid: Mesh, need_weights: bool) -> None:
+    plain, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 6, 8)
+    model = meshbook.module_to_mesh(copy.deepcopy(plain), grid, {"*": "shard"})
+    y = meshbook.distribute(x, grid, ["dp"])
+    with torch.no_grad():
+        wanted, got = plain(x, x, x, need_weights=need_weights), model(y, y, y, need_weights=need_weights)
+    for each, other in zip(got, wanted, strict=True):
+        assert (other is None and each is None) or torch.allclose(each.full_tensor(), other, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_sequences_of_unequal_lengths_are_packed_and_padded(grid: Mesh, batch_first: bool) -> None:
+    plain, x = nn.GRU(5, 6, batch_first=batch_first), torch.randn(4, 4, 5)
+    model = meshbook.module_to_mesh(copy.deepcopy(plain), grid)
+    found: list[list[torch.Tensor]] = []
+    for module, batch in ((plain, x.clone()), (model, meshbook.distribute(x, grid, ["dp"]))):
+        batch.requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(
+            batch, torch.tensor([2, 4, 1, 3]), batch_first=batch_first, enforce_sorted=False
+        )
+        made, last = module(packed)
+        padded, lengths = nn.utils.rnn.pad_packed_sequence(
+            made, batch_first=batch_first, padding_value=-1.0, total_length=5
+        )
+        padded.square().sum().backward()
+        assert batch.grad is not None
+        found.append([padded, last, lengths, batch.grad, *(each.grad for each in module.parameters())])
+    for wanted, got in zip(*found, strict=True):
+        got = got.full_tensor() if isinstance(got, meshbook.MeshTensor) else got
+        assert torch.allclose(got, wanted, atol=1e-5)
+
+
 def test_statistics_that_a_module_keeps_are_kept(grid: Mesh) -> None:
     torch.manual_seed(3)
     plain, batch = nn.BatchNorm1d(4), torch.randn(6, 4)
