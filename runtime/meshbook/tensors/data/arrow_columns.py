@@ -168,7 +168,7 @@ _ADVICE = {
     "z": "bytes: decode them to numbers", "Z": "bytes: decode them to numbers", "vz": "bytes: decode them to numbers",
     "w": "bytes: decode them to numbers", "t": "dates or times: cast them to integers",
     "d": "decimals: cast them to float64", "n": "nothing but nulls: fill it", "+s": "structs: take their fields apart",
-    "+": "lists of different lengths: pad them to arrays of one length",
+    "+": "lists of any length: pad them to arrays of one length, which their type states",
 }  # fmt: skip
 """By how Arrow's format begins, the longest first that fits: what a column holds, and what to do about it."""
 
@@ -204,6 +204,8 @@ def _values_of(field: _Field, array: Any, owner: object) -> ArrowValues:
     if field.format != "+s":
         return _column(field, array, 0, array.length, owner)
     _refuse_nulls(field, array, array.offset, array.length, owner)
+    if len(field.children) > len({child.name for child in field.children}):
+        raise UsageError(f"two columns have one name, among {[child.name for child in field.children]}: rename one")
     return {
         child.name: _column(child, array.children[index].contents, array.offset, array.length, owner)
         for index, child in enumerate(field.children)

@@ -299,6 +299,8 @@ def _items_of(source: Any) -> Iterator[Any]:
         from meshbook.tensors.data.arrow_columns import read_batches
 
         return read_batches(source)
+    if not hasattr(source, "__iter__") and hasattr(source, "collect"):  # what is lazy fails once it is asked
+        raise UsageError(f"{type(source).__name__} has no rows yet: give what its collect() makes")
     try:
         return iter(source)
     except TypeError as error:

@@ -330,6 +330,12 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
     """Raises: UsageError unless all tensors are of one mesh."""
     mesh = tensors[0].mesh
     for tensor in tensors:
+        if type(tensor.mesh) is not type(mesh):
+            raise UsageError(
+                "a tensor that each rank has of its own (procs.activate()) and one in parts cannot take part in one "
+                'operation: name the first, procs.push({"x": tensor}), and take Mesh(procs).from_ranks("x", '
+                "placements=...)"
+            )
         if tensor.mesh is not mesh:
             raise UsageError(
                 f"tensors of two meshes cannot take part in one operation: {mesh} and {tensor.mesh}. "

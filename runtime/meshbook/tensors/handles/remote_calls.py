@@ -42,16 +42,17 @@ def remote(
         on_meta = tree_map_only(MeshTensor, _without_memory, (args, kwargs))
         with without_mesh():
             foreseen = foresee(*on_meta[0], **on_meta[1])
-        numbers: list[int] = []
+        outputs: dict[int, NewOutput] = {}
 
         def know(meta: torch.Tensor) -> MeshTensor:
-            numbers.append(mesh.stream.new_number())
-            return MeshTensor._of(mesh, NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype), numbers[-1])
+            number, output = mesh.stream.new_number(), NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype)
+            outputs[number] = output
+            return MeshTensor._of(mesh, output, number)
 
         made = tree_map_only(torch.Tensor, know, foreseen)
         settle(mesh)
-        asked = mesh.procs.execute(local_ranks.call_foreseen, mesh.stream.name, numbers, called, args, kwargs)
-        mesh.stream.follow(getattr(called, "__name__", "remote"), numbers, asked)
+        asked = mesh.procs.execute(local_ranks.call_foreseen, mesh.stream.name, outputs, called, args, kwargs)
+        mesh.stream.follow(getattr(called, "__name__", "remote"), list(outputs), asked)
         return made
 
     return call

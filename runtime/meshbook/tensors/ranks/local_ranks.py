@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
-from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, TensorId, Use
+from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, NewOutput, TensorId, Use
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.ranks.exchanges import send_pieces
 from meshbook.tensors.ranks.named_operations import NotMade
@@ -195,13 +195,23 @@ def own_of(name: str, number: TensorId) -> torch.Tensor:
 
 
 def call_foreseen(
-    name: str, numbers: Sequence[TensorId], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    name: str,
+    foreseen: Mapping[TensorId, NewOutput],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Call a function of which is known how many tensors it returns."""
+    """Call a function of which is known what tensors it returns. Raises: UsageError if it returns others."""
     made = [each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, torch.Tensor)]
-    if len(made) != len(numbers):
-        raise UsageError(f"{len(made)} tensors were returned, and propagate= has foreseen {len(numbers)}")
-    for number, tensor in zip(numbers, made, strict=True):
+    if len(made) != len(foreseen):
+        raise UsageError(f"{len(made)} tensors were returned, and propagate= has foreseen {len(foreseen)}")
+    for tensor, output in zip(made, foreseen.values(), strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (output.shape, output.dtype):
+            raise UsageError(
+                f"a tensor of {tuple(tensor.shape)}, {tensor.dtype} was returned, and propagate= has foreseen one of "
+                f"{output.shape}, {output.dtype}"
+            )
+    for number, tensor in zip(foreseen, made, strict=True):
         _local(name).know(number, tensor)
 
 

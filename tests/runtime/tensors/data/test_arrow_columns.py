@@ -96,12 +96,14 @@ def test_pyarrow_in_all_its_forms() -> None:
     assert read_values(nested).tolist() == [[[1, 2], [3, 4]]]  # type: ignore[union-attr]
     words = {
         "dates or times": arrow.array([1], arrow.timestamp("us")), "categories": arrow.array(["x"]).dictionary_encode(),
-        "decimals": arrow.array([1], arrow.decimal128(5, 2)), "lists of different": arrow.array([[1]]),
+        "decimals": arrow.array([1], arrow.decimal128(5, 2)), "lists of any length": arrow.array([[1]]),
         "nothing but nulls": arrow.nulls(3), "structs": arrow.array([{"x": 1}]), "bytes": arrow.array([b"x"]),
     }  # fmt: skip
     for held, column in words.items():
         with pytest.raises(UsageError, match=f'the column "odd" holds {held}'):
             read_values(arrow.table({"odd": column}))
+    with pytest.raises(UsageError, match=r"two columns have one name, among \['a', 'b', 'a'\]"):
+        read_values(arrow.table([[1], [2], [3]], names=["a", "b", "a"]))
     with pytest.raises(UsageError, match="1 nulls"):
         read_values(arrow.table({"v": arrow.array([[1, 2], None], arrow.list_(arrow.int16(), 2))}))
 
@@ -115,3 +117,9 @@ def test_streams_take_them_as_batches_and_as_sources(mesh4: ProcMesh, make: Call
         assert first["b"].dtype == torch.float64
         assert first["c"].tolist() == COLUMNS["c"]
         assert ("Shard" in repr(first["b"].placements)) is (source is not data)
+
+
+def test_a_frame_that_is_lazy_is_refused(mesh4: ProcMesh) -> None:
+    polars = pytest.importorskip("polars")
+    with pytest.raises(UsageError, match=r"LazyFrame has no rows yet: give what its collect\(\) makes"):
+        meshbook.stream(polars.DataFrame({"a": [1]}).lazy(), mesh4)
