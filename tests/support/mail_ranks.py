@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,7 +103,10 @@ class Desk:
             raise TimeoutError
         raise KeyboardInterrupt
 
-    def nap(self, seconds: float) -> None:
+    def nap(self, seconds: float, begun: Path | None = None) -> None:
+        """begun: a file that is there from then on."""
+        if begun is not None:
+            begun.touch()
         time.sleep(seconds)
 
 
@@ -191,6 +195,11 @@ def death_of_a_callee(there: There, victim_pid: int, signal_number: int) -> tupl
     except Exception as error:
         return time.monotonic() - started, f"{type(error).__name__}: {error}"
     raise AssertionError("it did not fail")
+
+
+def call_again(there: There, begun: Path) -> tuple[str, float, str]:
+    """Call somebody who naps, and once more when that has failed: the first error, and `ask_for_seconds`."""
+    return (str(there.call("nap", 60, begun).exception(20)), *ask_for_seconds(there, "nap", 60))
 
 
 SIZES = (1, 1, 1, 100, 30_000, 400_000)

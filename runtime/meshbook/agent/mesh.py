@@ -416,10 +416,11 @@ class AgentMesh:
             self.memory.on_lost(exited, worker.device, str(worker.output.log.path))
             self._uplink.send(exited)
             death = wire.DeathCause(self.worker_pool.host, cause, tail, alone)
-            self._mail.lanes.lose(worker, death)
-            self._forget_rank(worker.rank, death)
         else:
-            self._mail.lanes.lose(worker, self.death(worker.rank))
+            death = self.death(worker.rank)
+        self._mail.lanes.lose(worker, death)
+        if not told:  # else nothing has reached it since, also where its rank is another's by now
+            self._forget_rank(worker.rank, death)
         self.tell_if_stopped()
 
     def tell_if_stopped(self) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import mail_ranks
 import numpy as np
@@ -66,6 +67,19 @@ def test_who_waits_for_a_rank_that_dies_is_told_at_once(mesh4: ProcMesh) -> None
         assert seconds < 1.0
     seconds, text = mesh4.slice(gpus=0).execute(mail_ranks.ask_for_seconds, there, "echo", 1).get(30).get(0)
     assert "its mesh was stopped" in text
+
+
+def test_who_calls_a_mesh_while_it_is_being_stopped_is_told_too(mesh4: ProcMesh, tmp_path: Path) -> None:
+    with this_host().spawn_procs({"gpus": 1}, name="ending", group=False) as mesh:
+        there = open_desks(mesh)
+        mesh.run("import time; time.sleep(60)")  # so that its process lives on for a moment after the stop
+        asked = mesh4.slice(gpus=0).execute(mail_ranks.call_again, there, tmp_path / "begun")
+        wait_until((tmp_path / "begun").exists)
+        mesh.stop()
+    first, seconds, second = asked.get(40).get(0)
+    assert "its mesh was stopped" in first
+    assert "its mesh was stopped" in second
+    assert seconds < 10.0
 
 
 def test_a_timeout_names_the_ranks_that_are_silent(mesh4: ProcMesh) -> None:
