@@ -509,14 +509,16 @@ class Dispatcher:
         self.calls.lose_host(host.id)
         host.ready.set_exception(HostLost(host.name, reason))
         self.peer_directory.lose(host)
-        for mesh in [mesh for mesh in self.meshes.values() if host in mesh.hosts]:
+        for mesh in list(self.meshes.values()):
+            is_its_host, pending_workers = host in mesh.hosts, mesh.pending_workers
             for rank in mesh.ranks_on(host):
                 if rank not in mesh.lost and mesh.phase is not MeshPhase.STARTING:
                     self.lose_worker(mesh, WorkerLost(rank, host.name, f"its host is lost: {reason}"))
             if host is mesh.store_host:
                 mesh.tell(wire.StoreLost(mesh.id, f"host {host.name} is lost"))
-            mesh.fail_recruits(SpawnError(f"host {host.name} was lost meanwhile: {reason}"))
-            if mesh.phase is MeshPhase.STOPPING:
+            if is_its_host or (pending_workers is not None and host in pending_workers.seats):  # it may be to be one
+                mesh.fail_recruits(SpawnError(f"host {host.name} was lost meanwhile: {reason}"))
+            if is_its_host and mesh.phase is MeshPhase.STOPPING:
                 mesh.on_stopped(host, functools.partial(self.forget, mesh))
 
     def forget(self, mesh: MeshState) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.mesh.resize_plan import NewHost, counts_hosts, describe_moves, plan_growth, plan_shrinkage
@@ -169,6 +171,28 @@ def test_a_recruit_that_fails_leaves_the_mesh_as_it_was(tmp_path: object, monkey
         with pytest.raises(errors.SpawnError, match="No module named 'no_such_module'"):
             mesh.grow(gpus=1)
         assert mesh.run(SUM).get(30).values() == [2, 2]
+
+
+def test_growth_onto_a_host_that_is_lost_meanwhile_fails_at_once() -> None:
+    hosts = start_hosts({"hosts": 1}, LocalLauncher(separate_hosts=True))
+    with hosts.spawn_procs({"gpus": 1}, name="wide", owns_hosts=True) as mesh:
+        known = mesh._controller.hosts
+        lost: list[float] = []
+
+        def lose_the_new_host() -> None:
+            wait_until(lambda: mesh._mesh.pending_workers)
+            (new,) = (host for host in mesh._controller.hosts if host not in known)
+            assert new.hello is not None
+            lost.append(time.monotonic())
+            os.kill(new.hello.pid, signal.SIGKILL)
+
+        loses = threading.Thread(target=lose_the_new_host)
+        loses.start()
+        with pytest.raises(errors.SpawnError, match="was lost meanwhile: the host agent ended"):
+            mesh.grow(hosts=1)
+        loses.join()
+        assert time.monotonic() - lost[0] < 10.0
+        assert mesh.run(SUM).get(30).values() == [1]
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
