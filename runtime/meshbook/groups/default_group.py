@@ -25,7 +25,7 @@ from meshbook.concurrency.patches import patch
 from meshbook.errors import UsageError
 from meshbook.groups.disposal import dispose
 from meshbook.groups.factory import GroupFactory, forget_unfinished
-from meshbook.groups.forming import meet
+from meshbook.groups.meeting import meet
 from meshbook.groups.store_client import LinkStore
 
 DESTROYED = "this process group was destroyed: make it again on all its ranks."

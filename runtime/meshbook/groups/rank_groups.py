@@ -1,13 +1,9 @@
 """The torch.distributed groups of one rank: formed, proved, used by cells, taken down, formed again.
 
-    store    epoch<E>/want/<rank>, epoch<E>/go/<nonce>     the ranks meet (`LinkStore`,
-    `meshbook.groups.forming.meet`)
-             epoch<E>/<id>/...                             one default group and all groups made from it
-
 Each forming has its own *epoch*, a number that the controller raises, so keys of a former group are never read again
-and can be dropped by prefix. Ranks meet in the store before torch is asked for a group: that wait can be interrupted,
-torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on 2 cores take 0.45 s, not 1.9,
-and a group that nobody uses costs two threads and no socket pair.
+and can be dropped by prefix. Ranks meet in the store (`meshbook.groups.meeting`) before torch is asked for a group:
+that wait can be interrupted, torch's own cannot. gloo connects lazily, two ranks at their first operation: 64 ranks on
+2 cores take 0.45 s, not 1.9, and a group that nobody uses costs two threads and no socket pair.
 
 Importing this module starts no thread, opens no socket and makes no group: workers are forked with it imported.
 """
@@ -17,12 +13,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -31,23 +24,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import SpawnError, UsageError
 from meshbook.groups import autograd
-from meshbook.groups.agreements import Progress, Splits, Told, encode_told
 from meshbook.groups.broadcast import broadcast_value
 from meshbook.groups.default_group import DESTROYED, DefaultGroup, MeetingPoint
 from meshbook.groups.device_meshes import DeviceMeshes
 from meshbook.groups.factory import GroupFactory
-from meshbook.groups.forming import Agreement, Greeting, agree, choose_master, join, meet, rebuild, set_environment
+from meshbook.groups.forming import join, rebuild
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
+from meshbook.groups.meeting import Agreement, RankMeeting, set_environment
 from meshbook.groups.modules import repair_modules, watch_modules
-from meshbook.groups.progress import Collectives, OperationLog, Waiting
-from meshbook.groups.reach import find_ways, open_door, other_hosts, use_way
-from meshbook.groups.records import MessageRecord
-from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
+from meshbook.groups.progress import Collectives, OperationLog
+from meshbook.groups.reports import GroupReports
+from meshbook.groups.store_client import LinkStore, Rpc
 from meshbook.groups.use import Handled
-from meshbook.source.location import users_place
-from meshbook.source.thread_frames import frame_of
-from meshbook.system.interfaces import Interface
 from meshbook.wire.messages import Identity
 
 __all__ = [
@@ -60,9 +49,6 @@ __all__ = [
 
 FORM_TIMEOUT_S = 120.0
 """How long ranks wait for each other when a group is formed."""
-
-LATE_S = 1.0
-"""Operations that are under way for longer are told of."""
 
 _OUTGROWN = (
     "this process group was made for {} ranks, and the mesh has {} now. Make again, on all ranks, what uses it: groups "
@@ -97,14 +83,14 @@ class RankGroups:
 
     def __init__(self) -> None:
         self._place: Identity | None = None
-        self._epoch = -1
-        self._link: LinkStore | None = None
-        self._scope = ""
-        self._ways: dict[int, Interface] = {}
-        """By which of its addresses each host is known to the others; by its number."""
         self._guard = GroupState()
+        self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)
         self._default = DefaultGroup(self._factory)
+        reports = GroupReports(self._guard, self._factory)
+        self._report = reports.collectives
+        self.tell: Callable[[], bytes] = reports.tell
+        """What of the groups is news to the controller; from any thread."""
         self._device_meshes = DeviceMeshes(self._factory)
         global _own
         _own = self
@@ -202,40 +188,16 @@ class RankGroups:
         keep_link: bool = False,
         reaches: bool = False,
     ) -> Agreement:
-        """keep_link: there are groups that go on over it. reaches: the hosts are to reach each other."""
-        if epoch <= self._epoch:
-            raise ValueError(f"epoch {epoch} is not newer than epoch {self._epoch}")
+        """As `RankMeeting.meet`; from then on cells may make groups too."""
+        if epoch <= self._guard.epoch:
+            raise ValueError(f"epoch {epoch} is not newer than epoch {self._guard.epoch}")
         self._guard.renew(epoch)
-        self._place, self._epoch, self._scope = place, epoch, f"epoch{epoch}"
-        former = self._link if not keep_link else None
-        link = self._link if keep_link and self._link is not None else LinkStore(rpc, timeout_s)
-        link.set_timeout(timedelta(seconds=timeout_s))
-        self._link = link
-
-        def decide(greetings: list[str]) -> str:
-            told = [msgspec.json.decode(text, type=Greeting) for text in greetings]
-            prefix = f"{self._scope}/{uuid.uuid4().hex[:12]}"
-            return msgspec.json.encode(agree(told, prefix, choose_master(place.hosts == 1))).decode()
-
+        self._place, meeting = place, self._meeting
         lineage = self._lineage_for(place)
-        is_first = reaches and place.hosts > 1 and place.local_rank == 0
-        with open_door(place.host_rank, place.host) if is_first else contextlib.nullcontext() as door:
-            greeting = msgspec.json.encode(Greeting(lineage, door)).decode()
-            try:
-                agreed = meet(link, self._scope, place.rank, place.world_size, decide, greeting)
-                agreement = msgspec.json.decode(agreed, type=Agreement)
-                if place.hosts == 1 or reaches:  # each time: a road may have gone since
-                    self._ways = find_ways(link, self._scope, agreement.doors, door)
-                    use_way(self._ways.get(place.host_rank))
-                    self._guard.roads.hosts = other_hosts(agreement.doors, self._ways, place.host_rank)
-            except dist.DistStoreError as error:
-                raise SpawnError(f"the process group did not form: {error}") from error
-        if former is not None:
-            former.abort("the process groups were formed again")
-        link.set_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
-        master = (self._ways[0].address if self._ways else agreement.address, agreement.port)
+        agreement = meeting.meet(rpc, place, epoch, timeout_s, lineage, keep_link=keep_link, reaches=reaches)
+        master = meeting.master(agreement)
         set_environment(place, master)
-        self._default.meeting_point, self._default.master = MeetingPoint(link, self._scope), master
+        self._default.meeting_point, self._default.master = MeetingPoint(self._our_link, meeting.scope), master
         self._default.wrap_init()
         self._factory.install()
         watch_modules()
@@ -263,8 +225,8 @@ class RankGroups:
 
     @property
     def _our_link(self) -> LinkStore:
-        assert self._link is not None
-        return self._link
+        assert self._meeting.link is not None
+        return self._meeting.link
 
     def close(self, reason: str = "", *, keep_link: bool = False) -> None:
         """Destroy the default group and all that is built on it, if there is one.
@@ -277,9 +239,9 @@ class RankGroups:
             dist.destroy_process_group()
         self._device_meshes.forget()
         self._default.lineage = ""
-        if self._link is not None and not keep_link:
-            self._link.close()
-            self._link = self._default.meeting_point = None
+        if not keep_link:
+            self._meeting.close()
+            self._default.meeting_point = None
 
     def forget(self) -> None:
         """Destroy groups that have no peers, at once and on this thread; this process has none, and is no rank."""
@@ -289,9 +251,8 @@ class RankGroups:
         if self.formed:
             dist.destroy_process_group()
         self._device_meshes.forget()
-        if self._link is not None:
-            self._link.close()
-        self._link = self._default.meeting_point = _own = None
+        self._meeting.close()
+        self._default.meeting_point = _own = None
 
     def _create(self, backend: str, store: Store) -> None:
         assert self._place is not None
@@ -331,11 +292,11 @@ class RankGroups:
 
         names: only in these groups.
         """
-        if epoch < max(self._epoch, self._guard.epoch):  # of the past: they are being formed again already
+        if epoch < self._guard.epoch:  # of the past: they are being formed again already
             return
         if not names:
             self._guard.abort(epoch, reason)
-            if (link := self._link) is not None:
+            if (link := self._meeting.link) is not None:
                 link.abort(reason)
         for name, group in list(self._factory.groups.items()):
             if names and name not in names:
@@ -356,55 +317,13 @@ class RankGroups:
             for work in list(self._guard.futures):
                 work.fail_future()
 
-    def tell(self) -> bytes:
-        """What of the groups is news to the controller (`meshbook.groups.agreements.Told`); from any thread."""
-        guard = self._guard
-        if not (guard.used or guard.broken or guard.torn or guard.copied or guard.restored):
-            return b""
-        used, guard.used = guard.used, set()
-        broken, guard.broken = guard.broken, False
-        torn, guard.torn = guard.torn, []
-        copied, guard.copied = guard.copied, []
-        restored, guard.restored = guard.restored, []
-        groups = [group for group in used if isinstance(group, AbortableGroup) and not group.retired]
-        told = [Progress(group.recipe.name, *group.record.told) for group in groups]
-        told += [Progress(each.name, *each.told) for each in used if isinstance(each, MessageRecord)]
-        splits = [
-            Splits(group.recipe.name, *group.record.splits, len(group.recipe.ranks))
-            for group in groups
-            if group.record.splits[0]
-        ]
-        news = Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken, tuple(splits))
-        return encode_told(news)
-
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.
 
         recent: so many of the last operations of each group are told too.
         look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
         """
-        groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
-        waiting = self._guard.describe_waits()
-        epoch = self._epoch if groups else -1
-        guard = self._guard
-        waited_s = sum(list(guard.waited_s.values())) + sum(
-            time.monotonic() - w.since for w in list(guard.waits.values())
-        )
-        under_way = self._under_way() if look_deeper and not waiting else ()
-        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=self.destroyed)
-
-    def _under_way(self) -> tuple[Waiting, ...]:
-        inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
-        oldest = [(inner.name, begun) for inner in inners if (begun := inner.oldest()) is not None]
-        now = time.monotonic()
-        late = [(name, begun) for name, begun in oldest if now - begun[4] > LATE_S]
-        if not late:
-            return ()
-        place = users_place(frame_of(threading.main_thread().ident))
-        return tuple(
-            Waiting(name, operation, number, peer, place, now - since)
-            for name, (_, operation, number, peer, since, _) in late
-        )
+        return self._report(call, recent, look_deeper, self.destroyed)
 
     @property
     def moved_bytes(self) -> int:
