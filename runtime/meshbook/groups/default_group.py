@@ -70,17 +70,23 @@ class DefaultGroup:
     def create(self, backend: str, store: Store, rank: int, world_size: int) -> None:
         """Make the mesh's own."""
         hook = sys.excepthook
-        self._factory.base_store = store
         try:
-            self._init(backend=backend, store=store, rank=rank, world_size=world_size)
+            self._init_over(backend=backend, store=store, rank=rank, world_size=world_size)
         finally:
             sys.excepthook = hook  # torch wraps it once more for every group
-            self._factory.base_store = None
 
     def retire_all(self, reason: str) -> None:
         """Give up the groups that are left; their handles then say ``reason``."""
         groups = list(self._factory.groups.values())
         dispose([inner for group in groups if (inner := group.retire(reason)) is not None])
+
+    def _init_over(self, store: Store, **others: Any) -> None:
+        """Have torch make one, with its keys right in ``store``, which is the runtime's."""
+        self._factory.base_store = store
+        try:
+            self._init(store=store, **others)
+        finally:
+            self._factory.base_store = None  # where it was not made, the next one may be over another store
 
     def _init(self, **arguments: Any) -> None:
         """Have torch make one. What it leaves of one, interrupted, would give the next another name."""
@@ -137,8 +143,8 @@ class DefaultGroup:
         rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
         scope = f"{point.scope}/init{world_size}"
         prefix = meet(point.link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
-        self._factory.base_store = store = PrefixStore(prefix, point.link)
-        self._init(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
+        store = PrefixStore(prefix, point.link)
+        self._init_over(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
         self.lineage = prefix
 
 

@@ -343,7 +343,7 @@ def destroyed_and_made_again_in_a_cell(me: Rank) -> Any:
         dist.init_process_group("gloo", world_size=2, rank=me.rank)
         counts.append(count())
         dist.destroy_process_group()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=None, timeout=timedelta(seconds=20))
     counts.append(count())
     mesh = me.groups.device_mesh(["dp", "tp"], [2, 2])
     dist.barrier(mesh["tp"].get_group())
@@ -354,9 +354,12 @@ def own_rendezvous(me: Rank) -> Any:
     """A script that brings its own store, or its own port, gets what it asks for."""
     me.form()
     dist.destroy_process_group()
-    own = dist.PrefixStore("own", LinkStore(me.rpc))
+    raised(lambda: dist.init_process_group("nonsense"), Exception)
+    link = LinkStore(me.rpc)
+    own = dist.PrefixStore("own", link)
     dist.init_process_group("gloo", store=own, rank=me.rank, world_size=me.size)
     first = count()
+    assert any(key.startswith("own/") for key in link.list_keys())
     port = me.everyone(os.environ["MASTER_PORT"])[0]
     dist.destroy_process_group()
     os.environ["MASTER_ADDR"] = "localhost"
