@@ -113,6 +113,10 @@ class OpStream(SentOperations):
         with self._lock:
             if self._sending or self._are_ranks_new or not (self._issued or self._freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
+            if not self._issued and self.procs.is_renumbered:
+                self._unfreed = self._take_freed()
+                self._free_by_base()
+                return
             with held_back():  # what was sent is known to be under way
                 uses, window = self._as_window()
                 lines = for_ranks(each[1] for each in window.issued)

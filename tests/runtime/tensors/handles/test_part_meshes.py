@@ -131,6 +131,7 @@ def test_tensors_go_from_a_mesh_as_it_was_to_what_it_has_become() -> None:
         with pytest.raises(errors.LayoutError, match="grew to dp=2, tp=3"):
             meshbook.ones(4, mesh=grown).to_mesh(mesh)
         kept = x.to_mesh(grown, ["dp"])
+        grown.stream.settle()  # what is on its way when a rank ends is lost
         os.kill(grown.procs.status()[5].pid, signal.SIGKILL)
         grown.heal()  # though there is a mesh that cannot be: the one it has grown from
         assert torch.equal(whole.to_mesh(grown, ["dp"]).full_tensor(), a)
@@ -139,3 +140,15 @@ def test_tensors_go_from_a_mesh_as_it_was_to_what_it_has_become() -> None:
         with pytest.raises(errors.UsageError, match="have left with their parts since it shrank"):
             kept.to_mesh(small)
         assert meshbook.ones(6, mesh=small, sharding_spec=["tp"]).sum().item() == 6
+
+
+def test_one_tensor_after_the_other_is_taken_over_in_place_of_itself() -> None:
+    """The one that was freed on the mesh as it was is no reason not to take the next one."""
+    with this_host().spawn_procs({"dp": 2}, name="freed") as procs:
+        mesh, a = Mesh(procs), torch.arange(5.0)
+        tensors = [meshbook.distribute(a + each, mesh, ["dp"]) for each in range(3)]
+        mesh.stream.settle()
+        grown = Mesh(procs.grow(dp=1))
+        for at in range(3):
+            tensors[at] = tensors[at].to_mesh(grown, ["dp"])
+        assert [each.tolist() for each in tensors] == [(a + each).tolist() for each in range(3)]
