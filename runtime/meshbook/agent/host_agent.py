@@ -213,7 +213,7 @@ class HostAgent:
                 self._answer(message)
             case wire.Cancel():
                 if (mesh := self._meshes.get(message.mesh)) is not None and not self._drop_held(mesh, message):
-                    mesh.cancel(message)
+                    mesh.calls.cancel(message)
             case wire.AbortGroups():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.abort_groups(message)
@@ -393,7 +393,7 @@ class HostAgent:
         for mesh in self._meshes.values():
             self._spawns.give_up(mesh.id)
             mesh.worker_pool.give_up_starting()
-            mesh.flush_replies()
+            mesh.calls.flush()
         found = unacked_messages(*self._uplink.restart(epoch))
         self._quota.end()
         self._mail.controller.lose(_LEFT)

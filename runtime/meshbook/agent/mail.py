@@ -139,7 +139,7 @@ class AgentMail:
     def cancel_here(self, cancel: wire.Cancel) -> None:
         """The same for the members that live here."""
         if (mesh := self._meshes.get(cancel.mesh)) is not None:
-            mesh.cancel(cancel)
+            mesh.calls.cancel(cancel)
 
     def calls_by(self, uplink: Uplink) -> ForwardedCalls:
         """Make the table of the calls that go by an uplink."""

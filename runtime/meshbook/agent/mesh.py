@@ -1,7 +1,7 @@
 """The workers of one mesh on one host, as its agent sees them.
 
-Calls fan out to the workers, answers are combined on the way back (`_OpenCall`), payloads in shared memory are counted
-until the last worker has let go of them.
+Calls fan out to the workers, answers are combined on the way back (`meshbook.agent.calls`), payloads in shared memory
+are counted until the last worker has let go of them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import TypeAlias
 
-import msgspec
 from typing_extensions import assert_never
 
-from meshbook.agent.cancels import EarlyCancels, wake_stopped
-from meshbook.agent.journal import CallJournal, RememberedCall
+from meshbook.agent.calls import AgentCalls
+from meshbook.agent.journal import CallJournal
 from meshbook.agent.logs import read_on
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
@@ -27,58 +24,20 @@ from meshbook.agent.store import StoreHome, StoreRelay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
-from meshbook.formatting import format_bytes
 from meshbook.lifecycle import WorkerEvent
 from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state, processor_time, some_thread_runs
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, pack
-from meshbook.wire.replies import agents_answer, dropped_replies, explain_failure, failed_replies, lost_reply
+from meshbook.wire.replies import agents_answer, failed_replies
 from meshbook.wire.shortcuts import remove_ends
 
-COMBINE_S = 0.002
-"""Answers of one host wait this long for each other; failures do not wait."""
-
 LOG_TAIL_LINES = 5
-
-
-CallKey: TypeAlias = int | tuple[wire.Origin, int]
-"""The id of the controller's call, or whose call it is and its id."""
-
-
-_rank_of = attrgetter("rank")
 
 
 def _state_of(pid: int) -> wire.ProcessState:
     state = process_state(pid)
     return wire.ProcessState("R" if state == "S" and some_thread_runs(pid) else state, processor_time(pid))
-
-
-class _OpenCall(msgspec.Struct):
-    """A call whose answers are being collected on this host."""
-
-    waiting: set[int]
-    """The ranks, as they are called now."""
-    prints: bool
-    """Its output has a listener: everything printed goes before the answer."""
-    is_mail: bool = False
-    answer: MailAnswer | None = None
-    """None: they go to the controller."""
-    memory: RememberedCall | None = None
-    """Notes the answers that the next controller may want."""
-    names: dict[int, int] | None = None
-    """What the caller calls the ranks, where that is something else."""
-    replies: list[wire.RankReply] = []
-    frames: list[bytes] = []
-
-    def name_of(self, rank: int) -> int:
-        """What the caller calls a rank."""
-        return rank if self.names is None else self.names[rank]
-
-    def rename(self, now: Mapping[int, int]) -> None:
-        """Ranks get other numbers: those that wait stay known to the caller as they were."""
-        self.names = {now[rank]: self.name_of(rank) for rank in self.waiting}
-        self.waiting = set(self.names)
 
 
 class AgentMesh:
@@ -95,9 +54,7 @@ class AgentMesh:
         log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"
         self.worker_pool = WorkerPool(self, host, log_dir)
         self._output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
-        self._calls: dict[CallKey, _OpenCall] = {}
-        self._early_cancels = EarlyCancels()
-        self._combining = False
+        self.calls = AgentCalls(host, mail, self.memory, self.worker_pool, self._output)
         self._on_stopped = on_stopped
         self.store = self._make_store(spawn.arrangement.host_rank)
 
@@ -133,7 +90,7 @@ class AgentMesh:
         if call.shortcut and self.memory.knows(call.id):
             return found
         if call.reply and members:
-            members = self._expect_replies(call, members, answer)
+            members = self.calls.expect(call, members, answer)
         if call.segment is not None:
             self._lend((call.segment.pid, call.segment.segment), members)
         data = pack([wire.encode(call), *payload])
@@ -144,26 +101,9 @@ class AgentMesh:
                 worker.send_packed_mail(data)
             else:
                 worker.calls.send_packed(data)
-        if call.shortcut and self._early_cancels.take(call.id, [worker.rank for worker in found]):
-            self.cancel(wire.Cancel(self.id, call.id, call.target, insist=False))
+        if call.shortcut and self.calls.early_cancels.take(call.id, [worker.rank for worker in found]):
+            self.calls.cancel(wire.Cancel(self.id, call.id, call.target, insist=False))
         return found
-
-    def _expect_replies(
-        self, call: wire.Call, members: tuple[AgentWorker, ...], answer: MailAnswer | None
-    ) -> tuple[AgentWorker, ...]:
-        """Note an open call; returns the members on which it was not cancelled before it came."""
-        ranks = set(map(_rank_of, members))
-        opened = _OpenCall(ranks, prints=call.output != 0, is_mail=call.mailbox != 0, answer=answer)
-        self._calls[call.id if call.origin is None else (call.origin, call.id)] = opened
-        if answer is not None:
-            return members
-        opened.memory = self.memory.on_call(call, ranks)
-        if call.shortcut:  # it may have begun: only the rank can say whether it is dropped
-            return members
-        if self._early_cancels.targets and (dropped := self._early_cancels.take(call.id, ranks)):
-            members = tuple(worker for worker in members if worker.rank not in dropped)
-            self._answer_dropped(call.id, opened, dropped)
-        return members
 
     def refuse(self, call: wire.Call, error: MeshError) -> None:
         """Answer a call that cannot be passed on, for its members here."""
@@ -179,7 +119,7 @@ class AgentMesh:
         match query.asked:
             case wire.AskRank():
                 if members:
-                    self._calls[query.id] = _OpenCall({worker.rank for worker in members}, False)
+                    self.calls.expect_answers(query.id, {worker.rank for worker in members})
                 for worker in members:
                     worker.urgent.send([wire.encode(query)])
             case wire.AskProcesses(in_order):
@@ -207,41 +147,10 @@ class AgentMesh:
     def _answer_query(self, id: int, answers: Mapping[int, object]) -> None:
         self._uplink.send_urgent(agents_answer(id, answers))
 
-    def cancel(self, cancel: wire.Cancel) -> None:
-        """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
-        call = self._calls.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
-        if call is None:
-            if cancel.origin is None:  # else it came behind its call, which has ended
-                self._early_cancels.add(cancel)
-            return
-        members = [
-            worker
-            for worker in self.workers.values()
-            if worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
-        ]
-        for worker in members:
-            if call.is_mail:
-                worker.send_mail([wire.encode(cancel)])  # behind the call
-            else:
-                worker.urgent.send([wire.encode(cancel)])
-        if cancel.insist:
-            wake_stopped(members)
-
     def abort_groups(self, abort: wire.AbortGroups) -> None:
         """Pass it on to its members here."""
         for worker in self.worker_pool.members(abort.target):
             worker.urgent.send([wire.encode(abort)])
-
-    def _answer_dropped(self, id: int, call: _OpenCall, ranks: set[int]) -> None:
-        call.waiting -= ranks
-        replies = dropped_replies(id, ranks)
-        if call.memory is not None:
-            for reply in replies.replies:
-                call.memory.keep(reply, ())
-        self._uplink.send(replies)
-        if not call.waiting:
-            del self._calls[id]
-            self.memory.on_ended(id)
 
     def on_controller_gone(self) -> None:
         """The controller has ended, or leaves: what went past us is ours."""
@@ -266,7 +175,7 @@ class AgentMesh:
         """A worker said something; what it printed before goes first."""
         match message:
             case wire.Reply():
-                self._on_reply(worker, message, payload)
+                self.calls.on_reply(worker, message, payload)
             case wire.DisplayData():
                 worker.drain()  # all that was printed before
                 worker.output.show(ShownDisplay(message, payload))
@@ -306,97 +215,6 @@ class AgentMesh:
                     worker.urgent.send([wire.encode(wire.Moved(mesh, moves))])
                 self.worker_pool.report_ready()
 
-    def _on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
-        for each in reply.freed:  # before the answer goes on, so that the next payload finds its segment free
-            self._host.segment_refs.take_back(worker, each)
-        key = reply.id if reply.origin is None else (reply.origin, reply.id)
-        call = self._calls.get(key)
-        if reply.is_direct and worker not in self.worker_pool.leaving:
-            self._output.send(worker, final=True)
-            self._mail.answer_direct(worker, reply, payload)
-            return
-        if call is None or worker.rank not in call.waiting or worker in self.worker_pool.leaving:
-            if reply.segment is not None:
-                worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
-            return
-        if call.prints:
-            self._output.send(worker, final=True)
-            worker.output.renew()
-        if call.answer is None:
-            answer, payload = self._pass_on(worker, reply, payload)
-            if call.memory is not None:
-                call.memory.keep(answer, payload)
-                if reply.status == wire.GONE:
-                    call.memory.is_over = True
-        else:
-            answer = wire.RankReply(
-                call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,
-                reply.inline,
-            )  # fmt: skip
-        call.replies.append(answer)
-        call.frames += payload
-        call.waiting.discard(worker.rank)
-        if not call.waiting or answer.status != wire.OK:
-            self._flush_call(key)
-        elif not self._combining:
-            self._combining = True
-            self._loop.call_later(COMBINE_S, self._flush_partial)
-
-    def _pass_on(
-        self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
-    ) -> tuple[wire.RankReply, list[bytes]]:
-        """The worker's answer as the controller gets it, and its frames."""
-        quota = self._host.quota
-        if not quota.listening and not quota.result(
-            size := sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
-        ):
-            if reply.segment is not None:
-                self.to_worker(worker.rank, wire.SegmentFree(worker.pid, reply.segment.segment))
-            why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
-            gone = wire.RankReply(
-                worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode(), groups=reply.groups
-            )
-            return gone, []
-        status, inline, segment, bulk = reply.status, reply.inline, None, None
-        try:
-            if reply.segment is not None:
-                segment, bulk = self._host.segment_refs.export(reply.segment, self._uplink)
-        except MeshError as error:
-            status, inline, payload = wire.RAISED, b"", [explain_failure(worker.rank, self._host.name, error)]
-        if segment is not None:
-            worker.lent.add(segment.segment)
-        answer = wire.RankReply(
-            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s, reply.groups
-        )
-        return answer, payload
-
-    def flush_replies(self) -> None:
-        """Send the answers that wait for others, now."""
-        for key in [key for key, call in self._calls.items() if call.replies]:
-            self._flush_call(key)
-
-    def _flush_partial(self) -> None:
-        """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
-        self._combining = False
-        self.flush_replies()
-
-    def _flush_call(self, key: CallKey) -> None:
-        call = self._calls.get(key)
-        if call is None:
-            return
-        if not call.waiting:
-            del self._calls[key]
-        origin, id = (None, key) if isinstance(key, int) else key
-        if call.replies:
-            replies, frames = wire.Replies(id, tuple(call.replies), origin), call.frames
-            call.replies, call.frames = [], []
-            if call.answer is not None:
-                call.answer(replies, frames)
-            else:
-                self._uplink.send(replies, frames)
-        if not call.waiting and call.memory is not None:
-            self.memory.on_ended(id)
-
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
         """A worker ended: settle its calls and segments, say why."""
         worker.output.release()
@@ -420,7 +238,7 @@ class AgentMesh:
             death = self.death(worker.rank)
         self._mail.lanes.lose(worker, death)
         if not told:  # else nothing has reached it since, also where its rank is another's by now
-            self._forget_rank(worker.rank, death)
+            self.calls.forget_rank(worker.rank, death)
         self.tell_if_stopped()
 
     def tell_if_stopped(self) -> None:
@@ -437,15 +255,7 @@ class AgentMesh:
             self._output.send(worker, final=True)
             self.store.drop_client(worker.rank)
             self._mail.lanes.lose(worker, self.death(worker.rank))
-            self._forget_rank(worker.rank, self.death(worker.rank))
-
-    def _forget_rank(self, rank: int, death: wire.DeathCause) -> None:
-        for key, call in tuple(self._calls.items()):
-            if call.answer is not None and rank in call.waiting:
-                call.replies.append(lost_reply(call.name_of(rank), death))
-            call.waiting.discard(rank)
-            if not call.waiting or (call.answer is not None and call.replies):
-                self._flush_call(key)
+            self.calls.forget_rank(worker.rank, self.death(worker.rank))
 
     def death(self, rank: int) -> wire.DeathCause:
         """Why a rank that has no worker here does not answer."""
@@ -458,27 +268,15 @@ class AgentMesh:
         death = wire.DeathCause(self.worker_pool.host, cause, "")
         for worker in self.workers.values():
             self._mail.lanes.lose(worker, death)
-        for key, call in tuple(self._calls.items()):
-            if call.answer is not None:
-                call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]
-                call.waiting.clear()
-                self._flush_call(key)
+        self.calls.give_up_mail(death)
 
     def renumber(self, renumber: wire.Renumber) -> None:
         """The workers have other ranks from now on, or only the store another home; groups will be formed anew."""
         if self.memory.is_resized_by(renumber):
-            self._rename_calls({seat.known_as: seat.rank for seat in renumber.seats})
+            self.calls.rename({seat.known_as: seat.rank for seat in renumber.seats}, self.death)
         self.memory.on_renumber(renumber)
         self.worker_pool.renumber(renumber)
         self.store = self._make_store(renumber.arrangement.host_rank)
-
-    def _rename_calls(self, now: Mapping[int, int]) -> None:
-        """Calls of workers go on; of the controller's none is open. now: the ranks here, by what they were."""
-        self._calls = {key: call for key, call in self._calls.items() if call.answer is not None}
-        for rank in set().union(*(call.waiting for call in self._calls.values())) - now.keys():
-            self._forget_rank(rank, self.death(rank))
-        for call in self._calls.values():
-            call.rename(now)
 
     def _make_store(self, host_rank: int) -> StoreHome | StoreRelay:
         if host_rank:

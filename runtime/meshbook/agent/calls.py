@@ -1,0 +1,246 @@
+"""The calls that workers of a mesh on this host have to answer, and how their answers are combined on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TypeAlias
+
+import msgspec
+
+from meshbook.agent.cancels import EarlyCancels, wake_stopped
+from meshbook.agent.journal import CallJournal, RememberedCall
+from meshbook.agent.mail import AgentMail, MailAnswer
+from meshbook.agent.output_pump import OutputPump
+from meshbook.agent.resources import HostResources
+from meshbook.agent.worker import AgentWorker
+from meshbook.agent.worker_pool import WorkerPool
+from meshbook.errors import MeshError
+from meshbook.formatting import format_bytes
+from meshbook.wire import messages as wire
+from meshbook.wire.replies import dropped_replies, explain_failure, lost_reply
+
+COMBINE_S = 0.002
+"""Answers of one host wait this long for each other; failures do not wait."""
+
+CallKey: TypeAlias = int | tuple[wire.Origin, int]
+"""The id of the controller's call, or whose call it is and its id."""
+
+_rank_of = attrgetter("rank")
+
+
+class _OpenCall(msgspec.Struct):
+    """A call whose answers are being collected on this host."""
+
+    waiting: set[int]
+    """The ranks, as they are called now."""
+    prints: bool
+    """Its output has a listener: everything printed goes before the answer."""
+    is_mail: bool = False
+    answer: MailAnswer | None = None
+    """None: they go to the controller."""
+    memory: RememberedCall | None = None
+    """Notes the answers that the next controller may want."""
+    names: dict[int, int] | None = None
+    """What the caller calls the ranks, where that is something else."""
+    replies: list[wire.RankReply] = []
+    frames: list[bytes] = []
+
+    def name_of(self, rank: int) -> int:
+        """What the caller calls a rank."""
+        return rank if self.names is None else self.names[rank]
+
+    def rename(self, now: Mapping[int, int]) -> None:
+        """Ranks get other numbers: those that wait stay known to the caller as they were."""
+        self.names = {now[rank]: self.name_of(rank) for rank in self.waiting}
+        self.waiting = set(self.names)
+
+
+class AgentCalls:
+    """The open calls of one mesh on one host."""
+
+    def __init__(
+        self, host: HostResources, mail: AgentMail, memory: CallJournal, pool: WorkerPool, output: OutputPump
+    ) -> None:
+        """memory: notes calls of the controller, and their answers. output: what is printed goes before the answers."""
+        self._host, self._mail, self._memory, self._pool, self._output = host, mail, memory, pool, output
+        self._loop, self._uplink = host.loop, host.uplink
+        self._open: dict[CallKey, _OpenCall] = {}
+        self.early_cancels = EarlyCancels()
+        self._combining = False
+
+    def expect(
+        self, call: wire.Call, members: tuple[AgentWorker, ...], answer: MailAnswer | None
+    ) -> tuple[AgentWorker, ...]:
+        """Note a call that wants answers; return the members on which it was not cancelled before it came."""
+        ranks = set(map(_rank_of, members))
+        opened = _OpenCall(ranks, prints=call.output != 0, is_mail=call.mailbox != 0, answer=answer)
+        self._open[call.id if call.origin is None else (call.origin, call.id)] = opened
+        if answer is not None:
+            return members
+        opened.memory = self._memory.on_call(call, ranks)
+        if call.shortcut:  # it may have begun: only the rank can say whether it is dropped
+            return members
+        if self.early_cancels.targets and (dropped := self.early_cancels.take(call.id, ranks)):
+            members = tuple(worker for worker in members if worker.rank not in dropped)
+            self._answer_dropped(call.id, opened, dropped)
+        return members
+
+    def expect_answers(self, question: int, ranks: set[int]) -> None:
+        """Note what the control threads of ``ranks`` are asked."""
+        self._open[question] = _OpenCall(ranks, False)
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
+        call = self._open.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
+        if call is None:
+            if cancel.origin is None:  # else it came behind its call, which has ended
+                self.early_cancels.add(cancel)
+            return
+        members = [
+            worker
+            for worker in self._pool.workers.values()
+            if worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
+        ]
+        for worker in members:
+            if call.is_mail:
+                worker.send_mail([wire.encode(cancel)])  # behind the call
+            else:
+                worker.urgent.send([wire.encode(cancel)])
+        if cancel.insist:
+            wake_stopped(members)
+
+    def _answer_dropped(self, id: int, call: _OpenCall, ranks: set[int]) -> None:
+        call.waiting -= ranks
+        replies = dropped_replies(id, ranks)
+        if call.memory is not None:
+            for reply in replies.replies:
+                call.memory.keep(reply, ())
+        self._uplink.send(replies)
+        if not call.waiting:
+            del self._open[id]
+            self._memory.on_ended(id)
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    def on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
+        """A worker has answered."""
+        for each in reply.freed:  # before the answer goes on, so that the next payload finds its segment free
+            self._host.segment_refs.take_back(worker, each)
+        key = reply.id if reply.origin is None else (reply.origin, reply.id)
+        call = self._open.get(key)
+        if reply.is_direct and worker not in self._pool.leaving:
+            self._output.send(worker, final=True)
+            self._mail.answer_direct(worker, reply, payload)
+            return
+        if call is None or worker.rank not in call.waiting or worker in self._pool.leaving:
+            if reply.segment is not None:
+                worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
+            return
+        if call.prints:
+            self._output.send(worker, final=True)
+            worker.output.renew()
+        if call.answer is None:
+            answer, payload = self._pass_on(worker, reply, payload)
+            if call.memory is not None:
+                call.memory.keep(answer, payload)
+                if reply.status == wire.GONE:
+                    call.memory.is_over = True
+        else:
+            answer = wire.RankReply(
+                call.name_of(worker.rank), reply.status, len(payload), reply.duration_s, reply.segment, None,
+                reply.inline,
+            )  # fmt: skip
+        call.replies.append(answer)
+        call.frames += payload
+        call.waiting.discard(worker.rank)
+        if not call.waiting or answer.status != wire.OK:
+            self._flush_call(key)
+        elif not self._combining:
+            self._combining = True
+            self._loop.call_later(COMBINE_S, self._flush_partial)
+
+    def _pass_on(
+        self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
+    ) -> tuple[wire.RankReply, list[bytes]]:
+        """The worker's answer as the controller gets it, and its frames."""
+        quota = self._host.quota
+        if not quota.listening and not quota.result(
+            size := sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
+        ):
+            if reply.segment is not None:
+                worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])
+            why = f"its value ({format_bytes(size)}) was not kept: results made while nobody listened were too large"
+            gone = wire.RankReply(
+                worker.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode(), groups=reply.groups
+            )
+            return gone, []
+        status, inline, segment, bulk = reply.status, reply.inline, None, None
+        try:
+            if reply.segment is not None:
+                segment, bulk = self._host.segment_refs.export(reply.segment, self._uplink)
+        except MeshError as error:
+            status, inline, payload = wire.RAISED, b"", [explain_failure(worker.rank, self._host.name, error)]
+        if segment is not None:
+            worker.lent.add(segment.segment)
+        answer = wire.RankReply(
+            worker.rank, status, len(payload), reply.duration_s, segment, bulk, inline, reply.waited_s, reply.groups
+        )
+        return answer, payload
+
+    def flush(self) -> None:
+        """Send the answers that wait for others, now."""
+        for key in [key for key, call in self._open.items() if call.replies]:
+            self._flush_call(key)
+
+    def _flush_partial(self) -> None:
+        """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
+        self._combining = False
+        self.flush()
+
+    def _flush_call(self, key: CallKey) -> None:
+        call = self._open.get(key)
+        if call is None:
+            return
+        if not call.waiting:
+            del self._open[key]
+        origin, id = (None, key) if isinstance(key, int) else key
+        if call.replies:
+            replies, frames = wire.Replies(id, tuple(call.replies), origin), call.frames
+            call.replies, call.frames = [], []
+            if call.answer is not None:
+                call.answer(replies, frames)
+            else:
+                self._uplink.send(replies, frames)
+        if not call.waiting and call.memory is not None:
+            self._memory.on_ended(id)
+
+    # ---- answers that will not come -----------------------------------------------------------------------------
+
+    def forget_rank(self, rank: int, death: wire.DeathCause) -> None:
+        """A rank answers nothing any more: workers that wait for it are told, the controller knows."""
+        for key, call in tuple(self._open.items()):
+            if call.answer is not None and rank in call.waiting:
+                call.replies.append(lost_reply(call.name_of(rank), death))
+            call.waiting.discard(rank)
+            if not call.waiting or (call.answer is not None and call.replies):
+                self._flush_call(key)
+
+    def give_up_mail(self, death: wire.DeathCause) -> None:
+        """Workers that wait for ranks here will not get an answer."""
+        for key, call in tuple(self._open.items()):
+            if call.answer is not None:
+                call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]
+                call.waiting.clear()
+                self._flush_call(key)
+
+    def rename(self, now: Mapping[int, int], death_of: Callable[[int], wire.DeathCause]) -> None:
+        """Calls of workers go on; of the controller's none is open. now: the ranks here, by what they were.
+
+        death_of: why a rank that is not among them does not answer.
+        """
+        self._open = {key: call for key, call in self._open.items() if call.answer is not None}
+        for rank in set().union(*(call.waiting for call in self._open.values())) - now.keys():
+            self.forget_rank(rank, death_of(rank))
+        for call in self._open.values():
+            call.rename(now)
