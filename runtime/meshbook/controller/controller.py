@@ -429,7 +429,7 @@ class Controller:
 
     def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
         """Take in at which prompts ranks say that they wait."""
-        self.ask(lambda: self._dispatcher.merge_prompts(mesh, prompts))
+        self.ask(lambda: self._dispatcher.held_deadlines.merge(mesh, prompts))
 
     def stop_mesh(self, mesh: MeshState, grace_s: float) -> None:
         """Begin to end a mesh: its open calls fail at once; `MeshState.stopped` completes when no process is left."""

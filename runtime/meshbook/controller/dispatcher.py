@@ -5,14 +5,13 @@ Nothing here waits or locks: all of it runs under the turn of `meshbook.controll
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from typing_extensions import assert_never
@@ -24,6 +23,7 @@ from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.controller.group_recovery import GroupRecovery
+from meshbook.controller.held_deadlines import HeldDeadlines
 from meshbook.controller.host_checks import check, check_ranks, check_replies
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
 from meshbook.controller.io_turns import TurnQueue
@@ -33,7 +33,7 @@ from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.payloads import Payloads
 from meshbook.controller.peer_directory import PeerDirectory
 from meshbook.controller.pending_workers import PendingWorkers
-from meshbook.controller.queries import ask_rank, put
+from meshbook.controller.queries import put
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.shortcuts import Shortcuts
 from meshbook.errors import (
@@ -89,6 +89,7 @@ class Dispatcher:
         self.meshes: dict[int, MeshState] = {}
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)
+        self.held_deadlines = HeldDeadlines(self.calls, next_id)
         self.shortcuts = Shortcuts(self.calls, next_id, send_past)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
@@ -262,7 +263,7 @@ class Dispatcher:
                 self._on_display(message, only_frame(payload))
             case wire.Prompted(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
-                    self._on_prompted(mesh, message)
+                    self.held_deadlines.on_prompted(mesh, message)
             case wire.StoreRequest(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     self._to_store(mesh, message)
@@ -284,8 +285,7 @@ class Dispatcher:
             case wire.MeshReady():
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_ready(host, message)
-                    if mesh.stopped_ranks:
-                        self._hold_deadlines(mesh)  # on the new ranks too
+                    self.held_deadlines.on_ready(mesh)
             case wire.SpawnFailed():
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_spawn_failed(host.name, message)
@@ -400,33 +400,6 @@ class Dispatcher:
         """Delete what process groups have left in the mesh's store under ``prefix``."""
         self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
 
-    # ---- prompts ------------------------------------------------------------------------------------
-
-    def _on_prompted(self, mesh: MeshState, message: wire.Prompted) -> None:
-        with self._holding_deadlines(mesh):
-            stop = mesh.stopped_ranks.take(message.rank, message.at, message.output)
-        if stop is not None:
-            self.calls.tell(message.output, stop)
-
-    @contextlib.contextmanager
-    def _holding_deadlines(self, mesh: MeshState) -> Iterator[None]:
-        """If ranks are stopped after the block that were not before, or the other way round, tell all ranks."""
-        before = bool(mesh.stopped_ranks)
-        yield
-        if bool(mesh.stopped_ranks) != before:
-            self._hold_deadlines(mesh)
-
-    def _hold_deadlines(self, mesh: MeshState) -> None:
-        question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
-        everyone = mesh.by_host(range(mesh.extent.nelements))
-        put(self.calls, question, mesh, everyone, ask_rank("hold_deadlines", bool(mesh.stopped_ranks)))
-
-    def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
-        """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
-        for rank, at in prompts.items():
-            mesh.stopped_ranks.take(rank, at, 0)
-        self._hold_deadlines(mesh)
-
     # ---- calls and payloads -------------------------------------------------------------------------
 
     def open(self, mesh: MeshState, call: OpenCall, output: OutputTarget | None) -> list[HostState] | None:
@@ -454,9 +427,7 @@ class Dispatcher:
 
     def retire(self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float) -> Future[None]:
         """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
-        with self._holding_deadlines(mesh):
-            for rank in itertools.chain.from_iterable(leaving.values()):
-                mesh.stopped_ranks.lose(rank)
+        self.held_deadlines.on_ended(mesh, itertools.chain.from_iterable(leaving.values()))
         gone: Future[None] = Future()
         question = OpenQuestion(self._next_id(), mesh.id, object, math.inf, lambda _: gone.set_result(None))
         put(self.calls, question, mesh, leaving, lambda ranks: wire.Retire(tuple(ranks), grace_s), in_order=True)
@@ -490,8 +461,7 @@ class Dispatcher:
 
     def lose_worker(self, mesh: MeshState, error: WorkerLost, *, alone: bool = False) -> None:
         mesh.on_lost(error)
-        with self._holding_deadlines(mesh):
-            mesh.stopped_ranks.lose(error.rank)
+        self.held_deadlines.on_ended(mesh, (error.rank,))
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
