@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
@@ -370,6 +370,9 @@ def _collective(method: str) -> Callable[..., dist.Work]:
             guard.moved_bytes += what.size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
             is_small = in_place and what.size_bytes <= COPIED_BYTES
             operands = (args[0], copy_small(args[0][0], what.size_bytes) if is_small else None) if writes else None
+            on_cuda = self._uses_cuda and _on_cuda(args)
+            if on_cuda:
+                _ask_for_work(args)
             try:
                 raw = getattr(inner.group, method)(*args, **kwargs)
             except Exception:
@@ -379,7 +382,8 @@ def _collective(method: str) -> Callable[..., dist.Work]:
             except BaseException as error:  # an interrupt: nobody knows whether C++ has it
                 inner.failures.note(operation, number, None, error)
                 raise
-        on_cuda = self._uses_cuda and _on_cuda(args)
+        if raw is None:  # one of several that NCCL begins together
+            return raw
         if may_be_aside and not on_cuda:
             work: CollectiveWork = AsideWork(inner, operation, number, raw)
             inner.add(work, operation, number, None, operands)
@@ -403,6 +407,13 @@ def _on_cuda(value: object) -> bool:
         device = getattr(value, "device", None)
         return device is not None and device.type == "cuda"
     return value.device.type == "cuda" if isinstance(value, torch.Tensor) else False
+
+
+def _ask_for_work(args: Sequence[object]) -> None:
+    """NCCL returns no work for what its caller waits for at once, and without one nobody sees it hang."""
+    for each in args:
+        if hasattr(each, "asyncOp"):
+            each.asyncOp = True
 
 
 for _method in _COLLECTIVES:

@@ -46,6 +46,8 @@ class RankBatches(NamedOperations):
         super().__init__(mesh)
         self._steps: dict[TensorId, KnownStep] = {}
         self._turn = self._waits = self._waited = 0
+        self._waited_for: tuple[torch.Tensor, int] | None = None
+        """The first parameter that the optimizer is about to write, and its version until it does."""
         self._next = 0
         """The number of the first operation that this rank has not been sent."""
         self._left: list[Left] = []
@@ -188,9 +190,11 @@ class RankBatches(NamedOperations):
                         step.look_after(use, self._name(use), lowered, varies=varies)
                 except BaseException as error:
                     why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
+                    done = index
                     if step is not None:
-                        self._halt_step(step, run, index)
-                    raise OperationFailed(number, self._name(use), name_code_line(line), why, index) from error
+                        done += isinstance(error, KeyboardInterrupt) and self._has_stepped(left.uses, index)
+                        self._halt_step(step, run, done)
+                    raise OperationFailed(number, self._name(use), name_code_line(line), why, done) from error
                 for name in ended if run is None else ():
                     self._tensors.pop(name, None)
             if left.search is not None and not all(at in refused for at in range(left.first, left.end)):
@@ -278,6 +282,17 @@ class RankBatches(NamedOperations):
         self._waits += 1
         if self._waits == 2:
             self._waited = self._turn
+            held = self._tensors.get(gradients[1]) if gradients else None
+            if isinstance(held, RankTensor):
+                part = held.tensor._local_tensor
+                self._waited_for = part, part._version
+
+    def _has_stepped(self, uses: Sequence[Use], index: int) -> bool:
+        """Whether the operation behind the second wait was done: an interrupt within it is raised when it is over."""
+        if index == 0 or uses[index - 1].template != WAIT or self._waits != 2 or self._waited_for is None:
+            return False
+        part, version = self._waited_for
+        return bool(part._version != version)
 
     def stepped(self) -> int:
         """The turn in which all ranks last began to step with an optimizer."""

@@ -31,7 +31,7 @@ from meshbook.tensors.messages.operations import HaltedAt, TensorId, Write
 from meshbook.tensors.sending.failed_windows import Window
 from meshbook.tensors.sending.numbered_tensors import NumberedTensors
 from meshbook.tensors.sending.op_failures import FailedOperations, Families, Issued, TensorError
-from meshbook.tensors.sending.replays import RepeatedStep, Replays, Turn, as_named
+from meshbook.tensors.sending.replays import Replays, Turn, as_named
 
 HANG_NOTE_S = 10.0
 """A wait that takes longer says who holds the ranks up."""
@@ -106,18 +106,6 @@ class SentOperations(NumberedTensors):
                 self._replays.untold = None
             raise error
 
-    def check_step(self, step: RepeatedStep, inputs: Sequence[TensorId], *, in_turn: bool) -> None:
-        """Whether a recorded step can be done again; in_turn: when the last one is done, so that it can be undone.
-
-        Raises: the error of a tensor that it needs, or of the last step if nobody was told.
-        """
-        if in_turn and (self._underway or self._halted):
-            self.settle_all()
-        if self._failures.exist:
-            self.check([*inputs, *step.captured])
-        if self._replays.untold is not None and (error := self._replays.take_untold()) is not None:
-            raise error
-
     def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
         """Tensors could not be made."""
         self._failures.lost.update(dict.fromkeys(made, error))
@@ -128,11 +116,15 @@ class SentOperations(NumberedTensors):
         return self._failures.writes
 
     def renew(
-        self, whole: Collection[TensorId], lost: Mapping[TensorId, MeshError], torn: Mapping[TensorId, MeshError]
+        self,
+        whole: Collection[TensorId],
+        lost: Mapping[TensorId, MeshError],
+        torn: Mapping[TensorId, MeshError],
+        undone: Collection[Write],
     ) -> None:
         """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
 
-        torn: of which some parts were written, and others not.
+        torn: of which some parts were written, and others not. undone: writes that what is whole has not seen.
 
         What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
         """
@@ -144,7 +136,7 @@ class SentOperations(NumberedTensors):
         self._failures.unsure = dict(torn)
         self._failures.writes = {number: [] for number in torn}
         self._forget_told()
-        self._replays.decide(self.send("stepped").get().values() if self._replays.are_undecided else ())
+        self._replays.decide(undone)
 
     @property
     def decided(self) -> int:
@@ -245,6 +237,7 @@ class SentOperations(NumberedTensors):
                 errors.insert(0, error)
         families = Families(told, self.roots)
         begin, first, is_said = window.first_failed(errors[0])
+        stepped = self._ask_stepped() if window.turns and not told else None
         with held_back():
             if causes and told:
                 undone_from: float = max(each.number for each in told)
@@ -254,20 +247,28 @@ class SentOperations(NumberedTensors):
                 self.is_cut_off = bool(anomalies.hunted)
                 causes, undone_from = {begin: first}, math.inf
                 refused = {**dict.fromkeys(range(begin, window.end), first.error), **window.refused}
-            for number, turn in window.turns.items():
+            for number, turn in reversed(list(window.turns.items())):
                 if number in refused and number not in window.refused:
                     within = causes[number].within if number in causes else 0
                     # a rank that lives, and did not do what is before a step, has not begun with the step
                     said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
-                    self._replays.note_lost(
-                        refused[number], turn.step.issued, families, turn, number, within, is_said=said
-                    )
+                    at = turn.step.issued, families, turn, number, within
+                    self._replays.note_lost(refused[number], *at, is_said=said, stepped=stepped)
             window.note(self._failures, refused, families, undone_from)
             self._failures.keep_written(self.held)
             self._resumed += 1
             if told:
                 self._resume(window._replace(refused=refused))
             self._halted.clear()  # not before: till then nothing of it counts as decided
+
+    def _ask_stepped(self) -> TensorId | None:
+        """The last turn in which a rank has begun to step with an optimizer, unless one cannot be asked."""
+        try:
+            return max(map(int, self.send("stepped").get().values()))
+        except (KeyboardInterrupt, LeftStopped):
+            raise
+        except MeshError:
+            return None
 
     def _resume(self, window: Window) -> None:
         """Have the ranks go on from where they have halted, without what is refused."""

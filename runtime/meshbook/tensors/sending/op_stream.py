@@ -106,7 +106,15 @@ class OpStream(SentOperations):
     def flush(self) -> None:
         """Send what was issued so far; where the ranks are far behind, wait for them."""
         self.send_issued()
-        while not self._sending and len(self._underway) > BATCHES_AHEAD:
+        if len(self._underway) > BATCHES_AHEAD and not self._sending:
+            self._let_catch_up()
+
+    def _let_catch_up(self) -> None:
+        """Wait until the ranks have done half of it, since each wait lets other processes have the caches.
+
+        Where they have halted they go on when all that is under way has come back.
+        """
+        while len(self._underway) > BATCHES_AHEAD // 2 or self._halted:
             self._settle()
 
     def send_issued(self) -> None:
@@ -163,15 +171,31 @@ class OpStream(SentOperations):
         """All ranks know the tensors again."""
         self._are_ranks_new = False
 
-    def replay(
-        self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]]
-    ) -> Sequence[TensorId]:
-        """Have the ranks do a recorded step again, for which `check_step` has found nothing; returns its results."""
-        number, *results = self.new_numbers(1 + len(step.recording.results))
-        turn = Turn(step, number, inputs, results)
+    def check_step(self, step: RepeatedStep, inputs: Sequence[TensorId]) -> None:
+        """Whether a recorded step can be done again, as far as is known; where the ranks are far behind, wait for them.
+
+        It is asked before the step counts: to learn of a failure sets counters back.
+        Raises: the error of a tensor that it needs, or of an earlier step if nobody was told of it.
+        """
         if self._issued:
             self.flush()
-        with self._lock, held_back():
+        if len(self._underway) > BATCHES_AHEAD:
+            self._let_catch_up()
+        if self._was_interrupted or self._failures.exist:
+            self.check([*inputs, *step.captured])
+        if self._replays.untold is not None and (error := self._replays.take_untold()) is not None:
+            raise error
+
+    def replay(
+        self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]], before: Any
+    ) -> Sequence[TensorId]:
+        """Have the ranks do a recorded step again, for which `check_step` has found nothing; returns its results.
+
+        It waits for nothing: ``numbers`` are right as long as nobody learns of a failure.
+        """
+        number, *results = self.new_numbers(1 + len(step.recording.results))
+        turn = Turn(step, number, inputs, results, before)
+        with self._lock:
             freed = self._take_freed()
             try:
                 sent = self._send_step(turn, numbers, freed)
@@ -180,8 +204,6 @@ class OpStream(SentOperations):
                 raise
             self._underway.append(Underway(sent, step.issued, turn, first=self._first))
             self._first += 1
-        while len(self._underway) > BATCHES_AHEAD:
-            self._settle()
         return results
 
     def _send_step(

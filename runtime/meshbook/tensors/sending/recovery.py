@@ -108,7 +108,7 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
                 torn[number] = TensorTorn()
     given_up = {number: str(error) for number, error in lost.items() if not isinstance(error, OwnTensorsLost)}
     stream.send("transfer", transfers, given_up).get()  # with nothing before it that frees what is to be transferred
-    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost, torn)
+    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost, torn, writes.undone)
 
 
 class _Writes:
@@ -117,6 +117,8 @@ class _Writes:
     def __init__(self, stream: OpStream) -> None:
         self._writes = stream.doubtful
         self._undone: dict[int, Sequence[Undone]] = {}
+        self.undone: set[Write] = set()
+        """Those that are not in the parts that all ranks are given."""
         if self._writes:
             self._families = Families(stream.ask("progress", list(self._writes)).get().values())
             told = stream.ask("undone").get().values()
@@ -124,14 +126,13 @@ class _Writes:
 
     def tear(self, number: TensorId, sources: Collection[int]) -> bool:
         """Whether a tensor whose parts come from these ranks was written on some of them and not on others."""
-        if not self._writes or len(sources) < 2:
+        if not self._writes:
             return False
         written = [self._writes[each] for each in self._families.of([number]) if each in self._writes]
-        if [] in written:
-            return True
         writes = [write for each in written for write in each]
         undone = [{write for write in writes if self._has_not_done(source, write)} for source in sources]
-        return any(each != undone[0] for each in undone)
+        self.undone.update(*undone)
+        return len(sources) > 1 and ([] in written or any(each != undone[0] for each in undone))
 
     def _has_not_done(self, rank: int, write: Write) -> bool:
         return any(each.has(write) for each in self._undone[rank])

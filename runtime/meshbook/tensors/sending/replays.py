@@ -29,8 +29,8 @@ class RepeatedStep(Protocol):
     left: Sequence[TensorId]
     """What it leaves behind."""
 
-    def undo(self) -> None:
-        """The ranks have not done the last one."""
+    def undo(self, before: Any) -> None:
+        """The ranks have not done it. before: what this process had changed for it, as it was (`Turn.before`)."""
 
 
 class Turn(msgspec.Struct, eq=False):
@@ -40,6 +40,8 @@ class Turn(msgspec.Struct, eq=False):
     turn: int
     inputs: Sequence[TensorId]
     results: Sequence[TensorId]
+    before: Any
+    """What this process has changed for it, as it was."""
     _names: Mapping[TensorId, TensorId] | None = None
 
     @property
@@ -50,6 +52,9 @@ class Turn(msgspec.Struct, eq=False):
             named = zip((*recording.inputs, *recording.results), (*self.inputs, *self.results), strict=True)
             self._names = dict(named)
         return self._names
+
+    def undo(self) -> None:
+        self.step.undo(self.before)
 
 
 def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:
@@ -67,8 +72,8 @@ class Replays:
         """Of the recordings that the ranks know."""
         self.untold: MeshError | None = None
         """Of a step whose failure nobody was told of yet."""
-        self._undecided: Turn | None = None
-        """One of which nobody knows whether the ranks have done it, until they can be asked."""
+        self._undecided: list[tuple[Turn, set[Write]]] = []
+        """Of which a repair decides whether they are done, the last first; and what they write behind the wait."""
 
     def forget_told(self) -> None:
         """There are ranks that do not know what others were told."""
@@ -89,17 +94,22 @@ class Replays:
         begin: int = 0,
         *,
         is_said: bool,
+        stepped: TensorId | None = None,
     ) -> None:
         """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
 
         families: what lies in the memory that it writes. number: that of the step among the operations. begin: the
-        first in it that not all ranks have done; is_said: as all of them say.
+        first in it that not all ranks have done; is_said: as all of them say. stepped: the last turn in which one has
+        begun to step, if they could be asked.
         In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
-        before, nothing behind was written.
+        before, nothing behind was written. Of several the last is noted first, since each undoes what it changed here.
         """
         operations = list(map(Issued._make, issued))
         waits = [index for index, each in enumerate(operations) if each.operator == WAITS]
-        sure = next((index for index in waits[1::2] if is_said and index > begin), len(operations))
+        if turn is not None and stepped is not None:
+            sure = waits[1] if waits and turn.turn > stepped else len(operations)
+        else:
+            sure = next((index for index in waits[1::2] if is_said and index > begin), len(operations))
         for index, each in enumerate(operations[begin:], begin):
             self._failures.lost.update(dict.fromkeys(as_named(each.results, turn), cause))
             if index < sure:
@@ -107,17 +117,14 @@ class Replays:
         if turn is not None and waits:
             self.untold = cause
             if sure == waits[1]:
-                turn.step.undo()
-            elif not is_said:
-                self._undecided = turn
+                turn.undo()
+            else:
+                self._undecided.append((turn, {Write(number, index) for index in range(waits[1], len(operations))}))
 
-    def decide(self, stepped: Collection[int]) -> None:
-        """After a repair. stepped: the turns in which ranks last stepped."""
-        last, self._undecided = self._undecided, None
+    def decide(self, undone: Collection[Write]) -> None:
+        """After a repair. undone: those writes that the ranks had not done whose tensors all have now."""
+        undecided, self._undecided = self._undecided, []
         self.untold = None
-        if last is not None and last.turn not in stepped:
-            last.step.undo()
-
-    @property
-    def are_undecided(self) -> bool:
-        return self._undecided is not None
+        for turn, writes in undecided:
+            if not writes.isdisjoint(undone):
+                turn.undo()

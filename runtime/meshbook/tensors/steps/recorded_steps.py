@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import ParamSpec
 
+from meshbook.concurrency.sigint import held_back
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId
@@ -37,7 +38,7 @@ from meshbook.tensors.steps.step_guards import (
     values_referred_to,
     without_torch_functions,
 )
-from meshbook.tensors.steps.step_numbers import StepNumbers
+from meshbook.tensors.steps.step_numbers import Counted, StepNumbers
 from meshbook.tensors.steps.step_recorder import StepRecorder
 
 P = ParamSpec("P")
@@ -63,7 +64,8 @@ def compile(function: Callable[P, R]) -> CompiledStep[P, R]:
 
     It is to be a function of mesh tensors that works on them and on modules and optimizers: a step of training. Numbers
     that differ from call to call are given as tensors without dims. Tensors that it returns need no gradient. What else
-    it does to objects of this process happens in the first calls only.
+    it does to objects of this process happens in the first calls only. A call waits for none before it, so of a step
+    that fails later calls tell, or whoever needs what it returned; steps of that optimizer behind it are not done.
     """
     return CompiledStep(function)
 
@@ -244,13 +246,14 @@ class _RepeatableStep:
         """Raises: the error of an input, or of the last time where nobody was told of it."""
         stream = self._mesh.stream
         given = list(map(_number_of, inputs))
-        stream.check_step(self, given, in_turn=bool(self._optimizers))
-        numbers = self._numbers.do(scalars)
-        try:
-            results = stream.replay(self, given, numbers)
-        except BaseException:
-            self.undo()
-            raise
+        stream.check_step(self, given)
+        with held_back():  # what was counted here is under way
+            numbers, before = self._numbers.do(scalars)
+            try:
+                results = stream.replay(self, given, numbers, before)
+            except BaseException:
+                self.undo(before)
+                raise
         if self._written:
             written = [tensor for each in self._written if (tensor := each()) is not None]
             torch.autograd.graph.increment_version(written)
@@ -276,6 +279,6 @@ class _RepeatableStep:
             if now[root] != results[at]:
                 stream.note_views([results[at]], now[root])
 
-    def undo(self) -> None:
+    def undo(self, before: Counted) -> None:
         """Set the counters of optimizers back."""
-        self._numbers.undo()
+        self._numbers.undo(before)

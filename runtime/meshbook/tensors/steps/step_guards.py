@@ -40,10 +40,9 @@ class KnownModules:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
         self._modes = list(map(_mode, self._modules))
-        self._held: list[Mapping[str, object]] = [
-            parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)
-        ]
-        self._filled = list(filter(None, self._held))
+        held = [parts for each in self._modules for parts in (each._parameters, each._buffers, each._modules)]
+        self._filled: list[Mapping[str, object]] = [each for each in held if each]
+        self._empty: list[Mapping[str, object]] = [each for each in held if not each]
         self._parts = list(_values_of_all(self._filled))
         self._tensors = [part for part in self._parts if isinstance(part, MeshTensor)]
         self._needs = list(map(_needs_gradient, self._tensors))
@@ -52,7 +51,8 @@ class KnownModules:
         """Whether they have the same parts, no more, in the same modes; parameters may have other values."""
         return (
             all(map(operator.is_, map(_mode, self._modules), self._modes))
-            and sum(map(len, self._held)) == len(self._parts)
+            and not any(self._empty)
+            and sum(map(len, self._filled)) == len(self._parts)
             and all(map(operator.is_, _values_of_all(self._filled), self._parts))
             and all(map(operator.is_, map(_needs_gradient, self._tensors), self._needs))
         )

@@ -7,7 +7,7 @@ so that one operation counts in all of them, and one reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -17,6 +17,10 @@ from meshbook.tensors.steps.recorded_run import DoHere, Given, Here, ReadNumbers
 aten = torch.ops.aten
 
 _address = torch.Tensor.data_ptr
+
+
+Counted: TypeAlias = tuple[Sequence[float], Sequence[float]]
+"""What the tensors were that a step writes to in this process: the counters, and the others."""
 
 
 class StepNumbers:
@@ -29,8 +33,6 @@ class StepNumbers:
         }
         self._counters = _Counters(list(counted.values())) if _can_be_joined(list(counted.values())) else None
         self._others = [tensor for name, tensor in written.items() if self._counters is None or name not in counted]
-        self._before: list[Any] = []
-        self._counted: list[float] = []
         self._here = [self._prepared(each) for each in here]
 
     def _prepared(self, each: Here) -> _Count | DoHere | _Reading:
@@ -40,29 +42,28 @@ class StepNumbers:
             return _Count(each.args[1])
         return each
 
-    def do(self, scalars: Sequence[torch.Tensor]) -> dict[int, Sequence[float]]:
-        """What the step does here; returns numbers of uses."""
+    def do(self, scalars: Sequence[torch.Tensor]) -> tuple[dict[int, Sequence[float]], Counted]:
+        """What the step does here; returns numbers of uses, and what `undo` is to be told."""
         numbers: dict[int, Sequence[float]] = {}
-        if self._counters is not None:
-            self._counted = self._counters.values()
-        if self._others:
-            self._before = _values(self._others)
+        counted = self._counters.values() if self._counters is not None else ()
+        before = counted, _values(self._others) if self._others else ()
         for each in self._here:
             if isinstance(each, _Reading):
                 numbers[each.use] = each.read(scalars)
             elif isinstance(each, _Count):
                 assert self._counters is not None
-                self._counters.memory.add_(each.by)
+                self._counters.array += each.by
             else:
                 with torch.no_grad():
                     each.operator(*each.args, **each.kwargs)
-        return numbers
+        return numbers, before
 
-    def undo(self) -> None:
-        """Set the counters back to what they were before the last time."""
-        if self._counters is not None and self._counted:
-            self._counters.set(self._counted)
-        for tensor, value in zip(self._others, self._before, strict=False):
+    def undo(self, before: Counted) -> None:
+        """Set the counters back to what they were before one time."""
+        counted, others = before
+        if self._counters is not None:
+            self._counters.set(counted)
+        for tensor, value in zip(self._others, others, strict=True):
             tensor.fill_(value)
 
 
@@ -82,9 +83,11 @@ class _Counters:
         self._join()
 
     def _join(self) -> None:
-        self.memory = torch.stack([tensor.detach() for tensor in self._tensors])
-        for tensor, place in zip(self._tensors, self.memory.unbind(), strict=True):
+        memory = torch.stack([tensor.detach() for tensor in self._tensors])
+        for tensor, place in zip(self._tensors, memory.unbind(), strict=True):
             tensor.data = place
+        self.array = memory.numpy()
+        """That memory: NumPy counts in it in a fraction of the time that an operation of torch takes."""
         self._addresses = list(map(_address, self._tensors))
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -95,10 +98,10 @@ class _Counters:
         """As they are now, wherever somebody may have put one since."""
         if list(map(_address, self._tensors)) != self._addresses:
             self._join()
-        return self.memory.tolist()
+        return list(self.array.tolist())
 
     def set(self, values: Sequence[float]) -> None:
-        self.memory.copy_(torch.tensor(values, dtype=self.memory.dtype))
+        self.array[:] = values
 
 
 def _counts(each: DoHere) -> bool:
@@ -133,7 +136,7 @@ class _Reading:
     def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
         found = list(self._numbers)
         if self._counted and self._counters is not None:
-            now = self._counters.memory.tolist()
+            now = self._counters.array.tolist()
             for at, index in self._counted:
                 found[at] = now[index]
         if self._places:

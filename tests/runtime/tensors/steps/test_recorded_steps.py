@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import meshbook
 from meshbook import ProcMesh, heal_mesh, this_host
 from meshbook.distributed import Mesh
 from meshbook.exceptions import DeviceMeshError
-from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.tensors.sending.op_stream import BATCHES_AHEAD, OpStream
 from meshbook.tensors.steps.recorded_steps import CompiledStep, Unrepeatable
 
 Step = Callable[..., Any]
@@ -269,6 +271,116 @@ def test_a_repeated_step_that_fails_says_where_and_the_next_ones_go_on(mesh: Mes
         failed.item()
     assert step(good).item() == 6.0
     assert len(replays) == 4
+
+
+class Looking(nn.Module):
+    """Fails in its forward where a row is out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(5, 3), nn.Linear(3, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(rows))
+
+
+def looking(mesh: Mesh) -> tuple[Step, Callable[[], dict[str, torch.Tensor]]]:
+    """A step that trains, and what it has trained: how often, and to which values."""
+    torch.manual_seed(5)
+    model = meshbook.module_to_mesh(Looking(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def trained() -> dict[str, torch.Tensor]:
+        counts = {f"steps {at}": each["step"].clone() for at, each in enumerate(optimizer.state.values())}
+        return {name: each.full_tensor() for name, each in model.state_dict().items()} | counts
+
+    return meshbook.compile(stepping(model, optimizer)), trained
+
+
+def assert_trained(trained: dict[str, torch.Tensor], mesh: Mesh, batches: Sequence[torch.Tensor]) -> None:
+    """As by steps that are waited for one by one."""
+    step, expected = looking(mesh)
+    for batch in batches:
+        step(batch).item()
+    for name, value in expected().items():
+        assert torch.equal(trained[name], value), name
+
+
+def test_of_several_steps_under_way_those_behind_one_that_fails_are_not_done(mesh: Mesh, replays: list[int]) -> None:
+    step, trained = looking(mesh)
+    good, bad = (meshbook.distribute(torch.tensor(rows), mesh) for rows in ([1, 2], [1, 7]))
+    for _ in range(4):
+        step(good).item()
+    losses = [step(batch) for batch in (good, bad, good, good)]
+    losses[0].item()
+    for loss in losses[1:]:
+        with pytest.raises(DeviceMeshError, match=r"embedding.default .*out of range"):
+            loss.item()
+    assert len(replays) >= 5
+    assert_trained(trained(), mesh, [good] * 5)
+    losses = [step(good) for _ in range(3)]
+    assert_trained(trained(), mesh, [good] * 8)
+
+
+def test_who_looks_at_no_loss_is_told_of_a_failed_step_by_a_later_one(mesh: Mesh, replays: list[int]) -> None:
+    step, trained = looking(mesh)
+    good, bad = (meshbook.distribute(torch.tensor(rows), mesh) for rows in ([1, 2], [1, 7]))
+    for _ in range(4):
+        step(good)
+    step(bad)
+    with pytest.raises(DeviceMeshError, match=r"embedding.default .*out of range"):
+        for _ in range(3 * BATCHES_AHEAD):
+            step(good)
+    assert_trained(trained(), mesh, [good] * 4)
+    step(good)
+    assert_trained(trained(), mesh, [good] * 5)
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.1])
+def test_steps_that_an_interrupt_cuts_off_are_done_or_not_and_counted_so(
+    mesh: Mesh, replays: list[int], delay_s: float
+) -> None:
+    step, trained = looking(mesh)
+    rows = meshbook.distribute(torch.tensor([1, 2]), mesh)
+    for _ in range(4):
+        step(rows).item()
+    pressed = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pressed.start()
+        while True:
+            step(rows)
+    pressed.join()
+    with contextlib.suppress(DeviceMeshError):  # of the steps that were cut off
+        step(rows).item()
+    try:
+        found = trained()
+    except DeviceMeshError:  # some ranks had begun to step
+        heal_mesh(mesh)
+        found = trained()
+    assert int(found["steps 0"]) >= 4
+    assert_trained(found, mesh, [rows] * int(found["steps 0"]))
+
+
+def test_a_rank_that_dies_under_several_steps_costs_those_that_were_not_done(replays: list[int]) -> None:
+    with this_host().spawn_procs({"dp": 2}, name="hurt") as procs:
+        mesh = Mesh(procs)
+        step, trained = looking(mesh)
+        rows = meshbook.distribute(torch.tensor([1, 2]), mesh)
+        for _ in range(4):
+            step(rows).item()
+        pid = procs.status()[1].pid
+        with pytest.raises(DeviceMeshError):
+            for at in range(4 * BATCHES_AHEAD):
+                step(rows)
+                if at == BATCHES_AHEAD // 2:
+                    os.kill(pid, signal.SIGKILL)
+        heal_mesh(mesh)
+        found = trained()
+        done = int(found["steps 0"])
+        assert 4 <= done < 4 + 4 * BATCHES_AHEAD
+        assert_trained(found, mesh, [rows] * done)
+        step(rows)
+        assert_trained(trained(), mesh, [rows] * (done + 1))
 
 
 def test_a_step_is_repeated_after_a_repair_and_one_that_a_rank_did_not_survive_is_undone(replays: list[int]) -> None:
