@@ -339,14 +339,14 @@ class AbortableGroup(dist.ProcessGroup):
         return int(self.live.group._get_sequence_number_for_group())
 
 
-def _collective(method: str) -> Callable[..., dist.Work]:
+def _collective(method: str) -> Callable[..., dist.Work | None]:
     operation = public_name(method)
     in_place = method in ("allreduce", "broadcast", "reduce")
     writes = method not in ("barrier", "_end_coalescing")
     may_be_aside = "reduce_scatter" in method
     has_parts = public_name(method).startswith("all_to_all")
 
-    def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work:
+    def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
         if collectives_off.may_refuse:
             refuse_if_off(operation)
         guard, inner = self._guard, self._inner
