@@ -11,7 +11,7 @@ TOGETHER := --dist loadfile --no-loadscope-reorder
 JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 
-.PHONY: setup fix check test test-slow test-all test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab
+.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -42,6 +42,10 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) $(TOGETHER) $(ARGS)
 
 test-all: test test-slow
+
+# On a machine with a CUDA device; one is enough. Elsewhere all of it is skipped.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -n 0 $(ARGS) tests/gpu
 
 # The tests that depend on how ipykernel takes its messages, under other versions of it; each downloads 120 kB.
 test-ipykernels: $(READY)

@@ -28,7 +28,7 @@ def only(mesh: ProcMesh, code: str) -> Any:
 def test_a_rank_is_on_the_device_by_default_and_its_group_is_of_nccl(rank: ProcMesh) -> None:
     assert rank.device == "cuda" and [status.device for status in rank.status()] == ["cuda:0"]
     assert only(rank, "torch.cuda.current_device(), torch.cuda.device_count()") == (0, 1)
-    assert only(rank, "dist.get_backend()") == "nccl"
+    assert only(rank, "dist.get_backend()") == "cpu:gloo,cuda:nccl"
     assert only(rank, "mesh.device_type") == "cuda"
 
 
@@ -201,7 +201,7 @@ def test_a_new_rank_has_the_memory_of_the_one_before() -> None:
             mesh.run(fill).get(60)
             mesh.respawn([0])
             assert only(mesh, "x = torch.ones(2, device='cuda')\ndist.all_reduce(x)\nx.tolist()") == [1.0, 1.0]
-        assert only(mesh, "dist.get_backend()") == "nccl"
+        assert only(mesh, "dist.get_backend()") == "cpu:gloo,cuda:nccl"
 
 
 def test_a_preload_that_initialises_cuda_is_imported_by_each_rank(

@@ -12,7 +12,7 @@ from torch import nn
 import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh, inspect
-from meshbook.exceptions import TensorError
+from meshbook.exceptions import DeviceMeshError
 
 
 @pytest.fixture(scope="module", params=["rank", "pair"])
@@ -135,7 +135,7 @@ def test_attention_convolution_and_autocast(mesh: Mesh) -> None:
 def test_what_does_not_fit_is_told_where_its_result_is_used(mesh: Mesh) -> None:
     x = meshbook.distribute(torch.ones(3, 3), mesh)
     large = meshbook.zeros(1 << 40, 16, mesh=mesh)
-    with pytest.raises(TensorError, match="out of memory"):
+    with pytest.raises(DeviceMeshError, match="out of memory"):
         large.sum().item()
     assert x.sum().item() == 9.0
 

@@ -100,6 +100,8 @@ class BackendGroup:
         """Operations that were given up, by name and number; None when that was taken."""
         self.begun: deque[BegunOperation] = deque()
         """What is under way, in the order in which it was begun."""
+        self.on_device: deque[BegunOperation] = deque()
+        """Of that what CUDA is at."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], SerialQueue] = {}
         self._listening: list[tuple[str, int]] = []
@@ -215,6 +217,19 @@ class BackendGroup:
                 begun.popleft()
         if begun:
             self.forget_completed()
+
+    def note_on_device(self) -> None:
+        """The last operation that was begun is CUDA's."""
+        self.oldest_on_device()
+        self.on_device.append(self.begun[-1])
+
+    def oldest_on_device(self) -> BegunOperation | None:
+        """The first operation that CUDA has not ended; from any thread."""
+        begun = self.on_device
+        with self._lock:
+            while begun and begun[0][0].is_completed():
+                begun.popleft()
+        return begun[0] if begun else None
 
     def oldest(self) -> BegunOperation | None:
         """The first operation that has not ended; from any thread."""

@@ -220,6 +220,7 @@ class AbortableGroup(dist.ProcessGroup):
                     inner.failures.note(operation, number, base, error)
                     raise
                 inner.add(raw, operation, number, base)
+                inner.note_on_device()
                 on_device = CollectiveWork(inner, operation, number, raw)
                 on_device.on_stream = True
                 return on_device
@@ -352,7 +353,8 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
         guard, inner = self._guard, self._inner
         if inner is None or inner.closed or guard.reason:
             inner = self.live
-        if inner.begun:
+        is_captured = self._uses_cuda and torch.cuda.is_current_stream_capturing()
+        if inner.begun and not is_captured:  # a graph is spoilt by a question
             inner.forget_completed()
         by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
         with self._counting:
@@ -374,7 +376,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
             if on_cuda:
                 _ask_for_work(args)
             try:
-                raw = getattr(inner.group, method)(*args, **kwargs)
+                raw: dist.Work | None = getattr(inner.group, method)(*args, **kwargs)
             except Exception:
                 self._take_back(by_cells)
                 record.take_back(told, splits)
@@ -382,7 +384,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
             except BaseException as error:  # an interrupt: nobody knows whether C++ has it
                 inner.failures.note(operation, number, None, error)
                 raise
-        if raw is None:  # one of several that NCCL begins together
+        if raw is None or (on_cuda and is_captured):  # one of several that NCCL begins together, or of a CUDA graph
             return raw
         if may_be_aside and not on_cuda:
             work: CollectiveWork = AsideWork(inner, operation, number, raw)
@@ -391,6 +393,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
             inner.begun.append((raw, operation, number, None, time.monotonic(), operands))
             work = CollectiveWork(inner, operation, number, raw)
             if on_cuda:
+                inner.note_on_device()
                 work.on_stream = True
         work.operands = operands
         return work

@@ -34,7 +34,10 @@ class Record:
             count, weight = self.splits
             self.splits = (count + 1, (weight * FACTOR + weigh(parts, rank)) & MASK)
         self.told = (number, (self.told[1] * FACTOR + what.code) & MASK)
-        frame = sys._getframe(2)
+        try:
+            frame = sys._getframe(2)
+        except ValueError:  # a thread of C++ has called it: the backward pass on a GPU is one
+            frame = sys._getframe(1)
         while not (users := _is_users.get(frame.f_code.co_filename)):  # as `users_frame`, for files that are known
             if users is None or (outer := frame.f_back) is None:
                 frame = users_frame(frame)

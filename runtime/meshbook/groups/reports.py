@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
+from meshbook.groups.backend_group import BegunOperation
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
@@ -49,16 +51,25 @@ class GroupReports:
         """As `meshbook.groups.rank_groups.RankGroups.collectives`."""
         guard = self._guard
         groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
-        waiting = guard.describe_waits()
+        waiting = guard.describe_waits() or self._on_devices()
         epoch = guard.epoch if groups else -1
         waited_s = sum(list(guard.waited_s.values()))  # first: a wait that ends meanwhile is not counted twice
         waited_s += sum(time.monotonic() - work.since for work in list(guard.waits.values()))
         under_way = self._under_way() if look_deeper and not waiting else ()
         return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=destroyed)
 
+    def _on_devices(self) -> tuple[Waiting, ...]:
+        """What CUDA waits for, and with it whoever needs its results, whether a thread of ours is in a wait or not."""
+        inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and inner.on_device]
+        if not inners or any(inner.dead for inner in inners):
+            return ()
+        return self._late([(inner.name, begun) for inner in inners if (begun := inner.oldest_on_device()) is not None])
+
     def _under_way(self) -> tuple[Waiting, ...]:
         inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and not inner.dead]
-        oldest = [(inner.name, begun) for inner in inners if (begun := inner.oldest()) is not None]
+        return self._late([(inner.name, begun) for inner in inners if (begun := inner.oldest()) is not None])
+
+    def _late(self, oldest: Sequence[tuple[str, BegunOperation]]) -> tuple[Waiting, ...]:
         now = time.monotonic()
         late = [(name, begun) for name, begun in oldest if now - begun[4] > LATE_S]
         if not late:

@@ -53,8 +53,15 @@ def parts_like(arguments: Any, like: Sequence[DTensor]) -> Any:
             ]
             found.append([each.to_local() for each in laid])
         else:
-            found.append(whole_of(argument))
+            found.append(_moved(whole_of(argument), like[0].to_local().device))
     return found
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """What the controller counts, the step of each parameter, is wanted where the parameters are."""
+    if isinstance(value, list):
+        return [_moved(each, device) for each in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 
 from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
+from meshbook.tensors.ranks.attention_on_cuda import register_attention
 from meshbook.tensors.ranks.lowered_operations import Lowered, LoweredOperations, way_of
 from meshbook.tensors.ranks.operator_rules import (
     ATTENTION,
@@ -95,6 +96,8 @@ class Operations:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._lowered = mesh, LoweredOperations()
+        if mesh.device_type == "cuda":
+            register_attention()
         self.peers = PeerReads(mesh)
         self.lowered: Lowered | None = None
         """What the last operation came to, if that was known."""
