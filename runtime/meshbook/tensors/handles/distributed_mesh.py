@@ -46,12 +46,12 @@ class Mesh:
 
     def __init__(
         self,
-        procs: ProcMesh | None = None,
+        procs: ProcMesh | Mesh | None = None,
         *,
         shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        """procs: a mesh of processes, or a part of one; without it, new processes on this machine in this ``shape``.
+        """procs: a mesh of processes, a part of one, or a `Mesh` of these; without it, new ones here in this ``shape``.
 
         Raises: LayoutError if the names do not fit the shape; SpawnError.
         """
@@ -59,7 +59,7 @@ class Mesh:
             procs = _spawn(shape, mesh_dim_names)
         elif shape is not None or mesh_dim_names is not None:
             raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
-        self.procs = procs
+        self.procs = procs = procs.procs if isinstance(procs, Mesh) else procs
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
         self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()

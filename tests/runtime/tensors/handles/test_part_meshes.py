@@ -26,6 +26,10 @@ def hurt(clean_end: None) -> Iterator[ProcMesh]:
         yield procs
 
 
+def test_a_mesh_of_a_mesh_is_of_its_processes(square: ProcMesh) -> None:
+    assert Mesh(Mesh(square)).procs is square
+
+
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_part_does_what_a_mesh_does(square: ProcMesh, part: dict[str, int | slice]) -> None:
     mesh = Mesh(square).slice(**part)
