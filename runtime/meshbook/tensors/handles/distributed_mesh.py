@@ -59,7 +59,9 @@ class Mesh:
             procs = _spawn(shape, mesh_dim_names)
         elif shape is not None or mesh_dim_names is not None:
             raise UsageError("processes have their axes already: give either them, or shape and mesh_dim_names")
-        self.procs = procs = procs.procs if isinstance(procs, Mesh) else procs
+        elif isinstance(procs, Mesh):
+            procs = procs.procs
+        self.procs: ProcMesh = procs
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
         self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()

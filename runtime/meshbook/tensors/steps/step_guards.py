@@ -1,19 +1,20 @@
 """What a recorded step depends on, looked at before each time it is repeated: a few microseconds for each kind.
 
-Of the arguments, everything; of the function, the plain values that it refers to (not those that functions called by it
-refer to); of modules, their parts and modes; of optimizers, their options, and what they step.
+Of the arguments, everything; of the function, the plain values that it names (not those that functions called by it
+name); of modules, their parts and modes; of optimizers, their options, and what they step.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -156,14 +157,32 @@ def modes_of_torch() -> tuple[object, ...]:
 
 
 def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[object, ...]]:
-    """A function that reads the plain values that another one refers to: global ones, those around it, its object's."""
+    """A function that reads the plain values that another one refers to: global ones, those around it, its object's.
+
+    Of other objects those attributes and items that its own code names, ``config.scale`` and ``flags["f"]``, if there
+    are plain values in them when it is read first.
+    """
     inner = function.__func__ if isinstance(function, MethodType) else function
     code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
     names = [name for name in _globals_of(code) if not hasattr(builtins, name)] if code is not None else []
     cells = getattr(inner, "__closure__", None) or ()
-    itself = getattr(function.__self__, "__dict__", {}) if isinstance(function, MethodType) else {}
+    owner = function.__self__ if isinstance(function, MethodType) else None
+    itself = getattr(owner, "__dict__", {})
+    around = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
+    within: list[tuple[_Path, Callable[[], object]]] | None = None
+
+    def find(root: str) -> object:
+        if root in around:
+            return next(_contents([around[root]]))
+        if code is not None and root in code.co_varnames:
+            return owner if owner is not None and root == code.co_varnames[0] else _NOTHING
+        return defined_in.get(root, _NOTHING)
 
     def read() -> tuple[object, ...]:
+        nonlocal within
+        if within is None:
+            named = [(path, functools.partial(_follow, find, path)) for path in _paths_of(code)] if code else []
+            within = [each for each in named if isinstance(each[1](), PLAIN)]
         found = list(map(defined_in.get, names))
         try:
             found += map(_content, cells)
@@ -177,9 +196,56 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
         for each in itself.items():
             if isinstance(each[1], PLAIN):
                 plain.append(each)
+        for path, follow in within:
+            value = follow()
+            plain.append((path, type(value), value if isinstance(value, PLAIN) else id(value)))
         return tuple(plain)
 
     return read
+
+
+_NOTHING = object()
+_Path: TypeAlias = tuple[tuple[bool, Any], ...]
+"""The name of a variable, then of attributes (False), and what is in the brackets behind (True)."""
+
+
+def _paths_of(code: CodeType) -> list[_Path]:
+    """Those that code reads at variables that are not its own, and code within it."""
+    found: dict[_Path, None] = {}
+    path: _Path = ()
+    key: tuple[Any, ...] = ()
+    for each in dis.get_instructions(code):
+        name, held = each.opname, key
+        key = ()
+        if name.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
+            path = ((False, each.argval[-1] if isinstance(each.argval, tuple) else each.argval),)  # of two at once
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and path:
+            path = (*path, (False, each.argval))
+        elif name in ("LOAD_CONST", "LOAD_SMALL_INT") and path:
+            key = (each.argval,)
+            continue
+        elif held and path and (name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]")):
+            path = (*path, (True, held[0]))
+        else:
+            path = ()
+        if len(path) > 1:
+            found[path] = None
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found.update(dict.fromkeys(_paths_of(inner)))
+    return list(found)
+
+
+def _follow(find: Callable[[str], object], path: _Path) -> object:
+    """What is there now."""
+    (_, root), *steps = path
+    found: Any = find(root)
+    try:
+        for is_item, name in steps:
+            found = found[name] if is_item else getattr(found, name)
+    except Exception:  # whatever theirs raise: the step will say so
+        return _NOTHING
+    return found
 
 
 def _globals_of(code: CodeType) -> dict[str, None]:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -450,3 +451,32 @@ def test_a_name_that_has_its_value_later_counts_from_then_on(mesh: Mesh, replays
     factor = 5.0
     assert [repeated().tolist()[0] for _ in range(4)] == [5.0] * 4
     assert len(replays) == 4
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(scale=1.0)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.scale
+
+
+CONFIG = SimpleNamespace(scale=1.0)
+
+
+@pytest.mark.parametrize("kind", ["global", "closure", "item", "method"])
+def test_what_is_in_objects_that_the_step_names_counts(mesh: Mesh, replays: list[int], kind: str) -> None:
+    x = meshbook.ones(4, mesh=mesh)
+    near, flags, owner = SimpleNamespace(scale=1.0), {"f": [1.0]}, Scaled()
+    steps: dict[str, Step] = {
+        "global": lambda x: x * CONFIG.scale,
+        "closure": lambda x: x * near.scale,
+        "item": lambda x: x * flags["f"][0],
+        "method": owner.step,
+    }
+    repeated = meshbook.compile(steps[kind])
+    for scale in (1.0, 2.0, 3.0):
+        CONFIG.scale = near.scale = flags["f"][0] = owner.config.scale = scale
+        for _ in range(4):
+            assert repeated(x).tolist() == [scale] * 4
+    assert len(replays) >= 3
