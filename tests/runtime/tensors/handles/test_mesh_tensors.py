@@ -454,3 +454,16 @@ def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
         x = x + 1
     assert x.sum().item() == 8008
     assert held() <= before + 2
+
+
+@pytest.mark.parametrize("name", ["cholesky", "inv", "lu_factor", "ldl_factor", "tensorinv"])
+def test_a_matrix_that_has_no_such_form_is_an_error(square: ProcMesh, name: str) -> None:
+    function = getattr(torch.linalg, name)
+    shape = (2, 2, 4) if name == "tensorinv" else (4, 4)
+    x = meshbook.ones(4, 4, mesh=square).reshape(shape)
+    with pytest.raises(RuntimeError):
+        function(torch.ones(4, 4).reshape(shape))
+    with pytest.raises((RuntimeError, DeviceMeshError), match=name.removesuffix("_factor").removeprefix("tensor")):
+        made = function(x)
+        (made if isinstance(made, torch.Tensor) else made[0]).tolist()
+    assert x.sum().item() == 16.0
