@@ -79,25 +79,9 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 # ---- what torch checks behind it, where nobody would be told ---------------------------------------------------------
 
 
-def _cholesky(matrix: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
-    """That it could not be done is an error of the operation itself, here as below."""
-    made: torch.Tensor = aten.linalg_cholesky_ex(matrix, upper=upper, check_errors=True)[0]
-    return made
-
-
-def _inverse(matrix: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = aten.linalg_inv_ex(matrix, check_errors=True)[0]
-    return made
-
-
-def _solve(matrix: torch.Tensor, sides: torch.Tensor, *, left: bool = True) -> torch.Tensor:
-    made: torch.Tensor = aten.linalg_solve_ex(matrix, sides, left=left, check_errors=True)[0]
-    return made
-
-
-def _factors(matrix: torch.Tensor, *, pivot: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    upper_lower, pivots, _ = aten.linalg_lu_factor_ex(matrix, pivot=pivot, check_errors=True)
-    return upper_lower, pivots
+def _checked(operator: Callable[..., Any], results: int | slice) -> Callable[..., Any]:
+    """By the operator that checks by itself: then it is an error of that operation, told as any other."""
+    return lambda *args, **kwargs: operator(*args, **kwargs, check_errors=True)[results]
 
 
 def _check(info: torch.Tensor, operator: str, *, is_matrix: bool) -> None:
@@ -193,11 +177,11 @@ def _without_padding(x: torch.Tensor, value: float, size: Any = None) -> torch.T
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.linalg_cholesky.default: _cholesky,
-    aten.linalg_inv.default: _inverse,
-    aten.inverse.default: _inverse,
-    aten.linalg_solve.default: _solve,
-    aten.linalg_lu_factor.default: _factors,
+    aten.linalg_cholesky.default: _checked(aten.linalg_cholesky_ex, 0),
+    aten.linalg_inv.default: _checked(aten.linalg_inv_ex, 0),
+    aten.inverse.default: _checked(aten.linalg_inv_ex, 0),
+    aten.linalg_solve.default: _checked(aten.linalg_solve_ex, 0),
+    aten.linalg_lu_factor.default: _checked(aten.linalg_lu_factor_ex, slice(2)),
     aten._linalg_check_errors.default: _check,
     aten.one_hot.default: _one_hot,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,

@@ -290,10 +290,10 @@ class Factory(NamedTuple):
     dtype: torch.dtype
     seed: int = 0
 
-    def make(self) -> torch.Tensor:
-        """The whole tensor, equal on all ranks."""
+    def make(self, device: str = "cpu") -> torch.Tensor:
+        """The whole tensor, equal on all ranks. device: where to make one without a seed."""
         function = getattr(torch, self.function)
         if not self.seed:
-            return cast("torch.Tensor", function(*self.args, dtype=self.dtype))
+            return cast("torch.Tensor", function(*self.args, dtype=self.dtype, device=device))
         made = function(*self.args, dtype=self.dtype, generator=torch.Generator().manual_seed(self.seed))
         return cast("torch.Tensor", made)

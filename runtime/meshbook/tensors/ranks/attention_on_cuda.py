@@ -1,7 +1,8 @@
 """Attention on a GPU, by the operators that torch has for CPUs: the controller, which has no GPU, takes it apart so.
 
 Forward and backward are torch's own attention, which picks the kernel. What the operator for CPUs keeps for its
-backward pass is left empty: the kernels of GPUs keep other things, so the backward pass begins anew.
+backward pass is left empty: the kernels of GPUs keep other things, so the backward pass begins anew. That is right
+since torch takes this operator only where there is no dropout.
 """
 
 from __future__ import annotations

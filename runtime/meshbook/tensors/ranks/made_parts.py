@@ -30,10 +30,13 @@ def shape_of(factory: Factory) -> tuple[int, ...]:
     return tuple(factory.args[DRAWN.get(factory.function, 0)])
 
 
-def make_part(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch.Tensor | None:
-    """The part of these sizes that begins there; None if the whole has to be made for it."""
+def make_part(factory: Factory, sizes: Sequence[int], begin: Sequence[int], device: str = "cpu") -> torch.Tensor | None:
+    """The part of these sizes that begins there; None if the whole has to be made for it.
+
+    device: where to make it. What draws numbers does so on the CPU, for the same everywhere.
+    """
     if factory.function in UNIFORM:
-        return factory._replace(args=(tuple(sizes), *factory.args[1:])).make()
+        return factory._replace(args=(tuple(sizes), *factory.args[1:])).make(device)
     if factory.function == "arange":
         return _arange(factory, sizes[0], begin[0])
     return _draw(factory, sizes, begin) if factory.function in DRAWN else None

@@ -45,6 +45,7 @@ def parts_like(arguments: Any, like: Sequence[DTensor]) -> Any:
     if isinstance(arguments, dict):
         return {name: parts_like([value], like)[0] for name, value in arguments.items()}
     found: list[Any] = []
+    device = like[0].to_local().device
     for argument in arguments:
         if isinstance(argument, list) and len(argument) == len(like) and isinstance(argument[0], DTensor):
             laid = [
@@ -53,7 +54,7 @@ def parts_like(arguments: Any, like: Sequence[DTensor]) -> Any:
             ]
             found.append([each.to_local() for each in laid])
         else:
-            found.append(_moved(whole_of(argument), like[0].to_local().device))
+            found.append(_moved(whole_of(argument), device) if device.type != "cpu" else whole_of(argument))
     return found
 
 

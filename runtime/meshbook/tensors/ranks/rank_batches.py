@@ -9,6 +9,7 @@ laid aside. Once all have halted, or have nothing left to do, the controller say
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class RankBatches(NamedOperations):
         super().__init__(mesh)
         self._steps: dict[TensorId, KnownStep] = {}
         self._turn = self._waits = self._waited = 0
-        self._waited_for: tuple[torch.Tensor, int] | None = None
+        self._waited_for: tuple[weakref.ref[torch.Tensor], int] | None = None
         """The first parameter that the optimizer is about to write, and its version until it does."""
         self._next = 0
         """The number of the first operation that this rank has not been sent."""
@@ -285,14 +286,14 @@ class RankBatches(NamedOperations):
             held = self._tensors.get(gradients[1]) if gradients else None
             if isinstance(held, RankTensor):
                 part = held.tensor._local_tensor
-                self._waited_for = part, part._version
+                self._waited_for = weakref.ref(part), part._version
 
     def _has_stepped(self, uses: Sequence[Use], index: int) -> bool:
         """Whether the operation behind the second wait was done: an interrupt within it is raised when it is over."""
         if index == 0 or uses[index - 1].template != WAIT or self._waits != 2 or self._waited_for is None:
             return False
-        part, version = self._waited_for
-        return bool(part._version != version)
+        part, version = self._waited_for[0](), self._waited_for[1]
+        return part is not None and bool(part._version != version)
 
     def stepped(self) -> int:
         """The turn in which all ranks last began to step with an optimizer."""

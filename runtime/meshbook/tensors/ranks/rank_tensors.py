@@ -76,8 +76,8 @@ class RankTensors(RankBatches):
         """Take this rank's part of a tensor that is made here, without memory for the whole where that can be."""
         shape, made = shape_of(factory), None
         if all(type(each) in (Shard, Replicate) for each in placements):
-            with torch.device("cpu" if factory.seed else self.mesh.device_type):  # equal numbers are drawn anywhere
-                made = make_part(factory, *compute_local_shape_and_global_offset(shape, self.mesh, placements))
+            place = compute_local_shape_and_global_offset(shape, self.mesh, placements)
+            made = make_part(factory, *place, self.mesh.device_type)
         if made is None:
             self.place(number, factory.make(), placements)
             return

@@ -252,8 +252,8 @@ class SentOperations(NumberedTensors):
                     within = causes[number].within if number in causes else 0
                     # a rank that lives, and did not do what is before a step, has not begun with the step
                     said = bool(told) or (is_said if number == begin else isinstance(errors[0], CallFailed))
-                    at = turn.step.issued, families, turn, number, within
-                    self._replays.note_lost(refused[number], *at, is_said=said, stepped=stepped)
+                    cut_off = turn.step.issued, families, turn, number, within
+                    self._replays.note_lost(refused[number], *cut_off, is_said=said, stepped=stepped)
             window.note(self._failures, refused, families, undone_from)
             self._failures.keep_written(self.held)
             self._resumed += 1

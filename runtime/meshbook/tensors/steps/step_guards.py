@@ -198,7 +198,7 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
                 plain.append(each)
         for path, follow in within:
             value = follow()
-            plain.append((path, type(value), value if isinstance(value, PLAIN) else id(value)))
+            plain.append((path, type(value), value if isinstance(value, PLAIN) else None))
         return tuple(plain)
 
     return read
@@ -242,6 +242,8 @@ def _follow(find: Callable[[str], object], path: _Path) -> object:
     found: Any = find(root)
     try:
         for is_item, name in steps:
+            if isinstance(found, torch.Tensor) or (is_item and not isinstance(found, (dict, list, tuple))):
+                return _NOTHING  # to ask it may be an operation, or take something out
             found = found[name] if is_item else getattr(found, name)
     except Exception:  # whatever theirs raise: the step will say so
         return _NOTHING

@@ -480,3 +480,18 @@ def test_what_is_in_objects_that_the_step_names_counts(mesh: Mesh, replays: list
         for _ in range(4):
             assert repeated(x).tolist() == [scale] * 4
     assert len(replays) >= 3
+
+
+def test_gradients_that_the_step_names_are_no_values_of_it(mesh: Mesh, replays: list[int]) -> None:
+    weight, x = meshbook.ones(4, mesh=mesh).requires_grad_(), meshbook.ones(4, mesh=mesh)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if weight.grad is not None:
+            weight.grad.zero_()
+        (weight * x).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.sum()
+
+    repeated = meshbook.compile(step)
+    assert [repeated(x).item() for _ in range(8)] == [4.0] * 8
+    assert replays and not repeated.why_not
