@@ -52,8 +52,10 @@ def _make(
     function: str, shape: Sequence[int], args: tuple[Any, ...], layout: Layout, *, draws: bool = False
 ) -> MeshTensor:
     """Raises: UsageError for sizes below zero, or without a mesh; TypeError for an argument that is not known."""
-    if unknown := set(layout) - Layout.__required_keys__ - Layout.__optional_keys__:
-        raise TypeError(f"{function}() on a mesh knows no argument {', '.join(map(repr, sorted(unknown)))}")
+    known = Layout.__required_keys__ | Layout.__optional_keys__
+    if unknown := set(layout) - known:
+        named = ", ".join(map(repr, sorted(unknown)))
+        raise TypeError(f"{function}() on a mesh knows no argument {named}; it knows {', '.join(sorted(known))}")
     if "mesh" not in layout:
         raise UsageError(f"{function} makes a tensor on a mesh: say on which, by {function}(..., mesh=mesh)")
     if any(size < 0 for size in shape):
