@@ -11,6 +11,9 @@ TOGETHER := --dist loadfile --no-loadscope-reorder
 JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 
+# Tests start hundreds of interpreters, which would compile all of our modules each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab
 .DEFAULT_GOAL := test
 
@@ -37,9 +40,9 @@ check: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(TOGETHER) $(ARGS)
 
-# What is long, random or needs a browser: the campaigns of the fault suite, notebooks, pages.
+# What is long, random, needs a browser, a kernel for each test or a cluster, or serves programs written for Monarch.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) $(TOGETHER) $(ARGS)
+	$(BIN)/python -m pytest -m 'slow or cluster or kernel or monarch' -n $(SLOW_JOBS) $(TOGETHER) $(ARGS)
 
 test-all: test test-slow
 

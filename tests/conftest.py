@@ -15,6 +15,8 @@ import gc
 import os
 import re
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +27,12 @@ from typing import Any
 import psutil
 import pytest
 import pytest_timeout
+
+from meshbook.launchers.starting.head_start import AGENT, LASTING
+from meshbook.launchers.starting.templates import start_lasting
+
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+"""jsonschema asks for it as it is imported, and it builds a grammar for three seconds; no test checks addresses."""
 
 os.environ.setdefault("MESHBOOK_LEASE_S", "5")
 """Agents whose controller a test kills end soon; tests of what outlives a controller say how long."""
@@ -153,6 +161,29 @@ def _session_fixtures_of(request: pytest.FixtureRequest) -> Iterator[str]:
             for name, definitions in item._fixtureinfo.name2fixturedefs.items():
                 if definitions[-1].scope == "session":
                     yield name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lasting_template() -> Iterator[None]:
+    """All hosts of this process, and of those that its tests start, are forked from one template: torch comes once.
+
+    A module whose subject is how a host begins takes `no_lasting_template`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mb") as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "hosts"
+        process = start_lasting(AGENT, path, Path(folder) / "template.log")
+        patch.setenv(LASTING, str(path))
+        yield
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def no_lasting_template() -> Iterator[None]:
+    """Hosts of the module begin as those of a person do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(LASTING)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import pexpect
 import psutil
 import pytest
 
+pytestmark = pytest.mark.kernel
+
 ALT_ENTER, CONTROL_D = "\x1b\r", "\x04"
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from panel_client import Panel
 
+pytestmark = pytest.mark.kernel
+
 CELL = "%%mesh\ny = 1\nfor i in range(3):\n    y += i * rank\nprint('y', y)"
 
 

@@ -9,6 +9,8 @@ import psutil
 import pytest
 from joined import LINE, Machine, command
 
+pytestmark = pytest.mark.cluster
+
 
 def show_command(kernel: Any, line: str) -> str:
     """Run a line until it shows a command; what it has shown."""

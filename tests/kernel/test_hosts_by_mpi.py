@@ -10,6 +10,8 @@ import psutil
 import pytest
 from mpi_hosts import mpi_hosts
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.mark.slow
 def test_the_next_kernel_has_the_hosts_and_the_same_spawn_goes_on(

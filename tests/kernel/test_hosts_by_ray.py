@@ -11,6 +11,8 @@ from ray_cluster import await_quiet, ray_cluster, tasks
 
 from benchmarks.ray_nodes import RayNodes
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:

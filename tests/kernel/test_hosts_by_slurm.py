@@ -11,6 +11,8 @@ from slurm_cluster import await_quiet, slurm_cluster, tasks
 
 from benchmarks.slurm_nodes import SlurmNodes
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[SlurmNodes]:

@@ -9,6 +9,8 @@ import psutil
 import pytest
 from ssh_hosts import SshHosts, ssh_hosts
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[SshHosts]:

@@ -14,6 +14,8 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_servers import Server
 
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
+
 Watch = Callable[[Iterable[psutil.Process]], None]
 
 

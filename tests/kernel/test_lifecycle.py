@@ -14,6 +14,8 @@ from ipykernel._version import version_info
 
 from meshbook._version import __version__
 
+pytestmark = pytest.mark.usefixtures("no_lasting_template")
+
 StartKernel = Callable[..., Any]
 SLEEP = "import time; print('started', flush=True); time.sleep(600)"
 

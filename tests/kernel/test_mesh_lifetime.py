@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
+
 StartKernel = Callable[..., Any]
 Watch = Callable[[Iterable[psutil.Process]], None]
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.kernel.typed_cells import run_typing
 
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
+
 StartKernel = Callable[..., Any]
 Watch = Callable[[Iterable[psutil.Process]], None]
 

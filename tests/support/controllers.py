@@ -20,6 +20,9 @@ import psutil
 import pytest
 
 import meshbook
+from meshbook.sessions import lock
+from meshbook.sessions.folder import read_state
+from meshbook.system.user_folders import runtime_base
 
 
 class Driver:
@@ -53,8 +56,13 @@ class Driver:
         os.write(self._in, f"{line}\n".encode())
 
     def family(self) -> list[psutil.Process]:
-        """Its agents, templates and workers."""
-        return self.process.children(recursive=True)
+        """Its agents, templates and workers. Its agents may be forks of `lasting_template`."""
+        family = {*self.process.children(recursive=True)}
+        for folder in runtime_base().iterdir():
+            if lock.living_owner(folder) == self.pid and (state := read_state(folder)) is not None:
+                for agent in (psutil.Process(host.pid) for host in state.hosts.values() if host.runs):
+                    family |= {agent, *agent.children(recursive=True)}
+        return list(family)
 
     def kill(self) -> None:
         self.process.kill()

@@ -13,8 +13,8 @@ from typing import IO
 import msgspec
 
 from meshbook.launchers.base import LaunchedHost
-from meshbook.launchers.starting.head_start import AGENT, exec_agent, open_log
-from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate, surroundings
+from meshbook.launchers.starting.head_start import AGENT, LASTING, exec_agent, open_log
+from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
@@ -70,10 +70,13 @@ def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
     """What hosts are forked from; None where each is better started by itself."""
     global _template
     try:
-        if _template is not None and not _template.has_ended and _template.inherited == surroundings():
+        if _template is not None and _template.fits:
+            return _template
+        if (path := os.environ.get(LASTING)) is not None:
+            _template = HostTemplate.connect(path)
             return _template
         if len(tickets) > 1:
-            _template = HostTemplate(AGENT, Path(tickets[0].log_dir) / "template.log")
+            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
             return _template
     except OSError:
         pass  # who starts the agents one by one says what is wrong

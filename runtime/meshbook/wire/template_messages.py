@@ -32,6 +32,8 @@ class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
     failure: str = ""
     version: str = ""
     """Of its Python and of us, which have to be those of the agent."""
+    inherited: str = ""
+    """What the agents of a template of hosts that serves every launcher inherit from it."""
 
 
 class TemplateForked(msgspec.Struct, tag="born", frozen=True):
@@ -51,9 +53,13 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
 
 
 class ForkHost(msgspec.Struct, tag="host", frozen=True):
-    """Fork a host agent with more of an environment; its stdin and its log follow in one packet."""
+    """Fork a host agent; its stdin and its log follow in one packet.
 
-    environment: dict[str, str]
+    environment: comes on top of the template's, and with a ``folder`` to begin in stands in its place.
+    """
+
+    environment: dict[bytes, bytes]
+    folder: bytes = b""
 
 
 class ReapHost(msgspec.Struct, tag="reap", frozen=True):

@@ -5,11 +5,13 @@
 
 Like a template of workers it stays single-threaded, never runs user code, and never touches CUDA. An agent begins as a
 copy of it and forks its own template at once, before it knows or opens anything: the ticket, with its secrets, comes by
-the agent's own stdin. `meshbook.launchers.starting.templates` speaks to us over a SEQPACKET socket.
+the agent's own stdin. `meshbook.launchers.starting.templates` speaks to us over a SEQPACKET socket. Where that socket
+listens, we serve every launcher that connects, until the process that started us ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -21,14 +23,14 @@ import time
 import traceback
 from typing import NoReturn
 
-from meshbook.launchers.starting.templates import WITH_TORCH, fork_template
+from meshbook.launchers.starting import templates
 from meshbook.shell.shell import RankShell
 from meshbook.system.os_errors import explain
 from meshbook.system.process_ends import has_pidfds
 from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (
     ForkFailed,
-    HostAnswer,
+    ForkHost,
     HostForked,
     HostReaped,
     ReapHost,
@@ -37,53 +39,136 @@ from meshbook.wire.template_messages import (
 )
 from meshbook.worker import template
 
+_REQUEST_BYTES = 1 << 18
+"""An environment is at most so large."""
+
 
 def main(agent: str, fd: int) -> NoReturn:
     """Import, say ready, and serve until the launcher closes the socket or ends. agent: the module of agents."""
+    comes_with = repr(templates.inherited())  # before a signal is ignored
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock, started = socket.socket(fileno=fd), time.perf_counter()
-    launcher = os.pidfd_open(os.getppid()) if has_pidfds() else None
-    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *WITH_TORCH, agent))
+    starter = os.pidfd_open(os.getppid()) if has_pidfds() else None
+    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *templates.WITH_TORCH, agent))
     gc.freeze()
-    sock.send(wire.encode(TemplateReady(os.getpid(), time.perf_counter() - started, template.why_not_to_fork())))
-    while data := _next_request(sock, launcher):
-        request = decode_host_request(data)
-        if isinstance(request, ReapHost):
-            answer: HostAnswer = HostReaped(os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1]))
-        else:
-            try:
-                stdin, log = template.receive_descriptors(sock)
-                if (pid := os.fork()) == 0:
-                    for each in filter(None, (sock.detach(), launcher)):
-                        os.close(each)
-                    _be_host(agent, shell, stdin, log, request.environment)
-                os.close(stdin)
-                os.close(log)
-                answer = HostForked(pid)
-            except OSError as error:
-                answer = ForkFailed(f"a process could not be forked: {explain(error)}")
-        sock.send(wire.encode(answer))
+    took_s = time.perf_counter() - started
+    ready = wire.encode(TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
+    serving = _Serving(sock, starter, ready)
+    while (request := serving.next_fork()) is not None:
+        launcher, stdin, log, asked = request
+        try:
+            if (pid := os.fork()) == 0:
+                serving.close_in_child()
+                _be_host(agent, shell, stdin, log, asked)
+            serving.say_forked(launcher, pid)
+        except OSError as error:
+            serving.say_failed(launcher, error)
+        os.close(stdin)
+        os.close(log)
     os._exit(0)
 
 
-def _next_request(sock: socket.socket, launcher: int | None) -> bytes:
-    """Empty when the launcher has gone: copies of its socket may live on in what it has forked."""
-    poll = select.poll()
-    for fd in filter(None, (launcher, sock.fileno())):
-        poll.register(fd, select.POLLIN)
-    return b"" if launcher in [fd for fd, _ in poll.poll()] else sock.recv(1 << 16)
+class _Serving:
+    """The launchers that we serve, with their hosts: one over a socket of its own, or all that connect."""
+
+    def __init__(self, sock: socket.socket, starter: int | None, ready: bytes) -> None:
+        """starter: a pidfd of the process that started us. ready: the first word to each launcher."""
+        self._starter, self._ready = starter, ready
+        self._listener = sock if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else None
+        self._launchers: dict[int, socket.socket] = {}
+        self._hosts: dict[int, set[int]] = {}
+        """By launcher, the hosts that it may ask for."""
+        self._left: dict[int, int] = {}
+        """By pidfd, the hosts whose launcher has gone: we reap them."""
+        if self._listener is None:
+            self._add(sock)
+
+    def next_fork(self) -> tuple[int, int, int, ForkHost] | None:
+        """Wait for a request for a host, with its launcher, stdin and log; None when there is none to serve.
+
+        The starter is watched too, since copies of its end of a socket may live on in what it has forked.
+        """
+        while True:
+            poll = select.poll()
+            own = [] if self._listener is None else [self._listener.fileno()]
+            for fd in (*([] if self._starter is None else [self._starter]), *own, *self._launchers, *self._left):
+                poll.register(fd, select.POLLIN)
+            ready = [fd for fd, _ in poll.poll()]
+            if self._starter in ready:
+                return None
+            for fd in ready:
+                if fd in own and self._listener is not None:
+                    self._add(self._listener.accept()[0])
+                elif fd in self._left:
+                    os.waitpid(self._left.pop(fd), 0)
+                    os.close(fd)
+                elif (request := self._hear(fd)) is not None:
+                    return request
+            if self._listener is None and not self._launchers:
+                return None
+
+    def _add(self, sock: socket.socket) -> None:
+        self._launchers[sock.fileno()], self._hosts[sock.fileno()] = sock, set()
+        self._say(sock.fileno(), self._ready)
+
+    def _hear(self, fd: int) -> tuple[int, int, int, ForkHost] | None:
+        sock = self._launchers[fd]
+        try:
+            data = sock.recv(_REQUEST_BYTES)
+            if not data:
+                self._part_with(fd)
+                return None
+            request = decode_host_request(data)
+            if isinstance(request, ReapHost):
+                self._hosts[fd].discard(request.pid)
+                status = os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1])
+                self._say(fd, wire.encode(HostReaped(status)))
+                return None
+            return fd, *template.receive_descriptors(sock), request
+        except OSError as error:
+            self.say_failed(fd, error)
+            return None
+
+    def say_forked(self, launcher: int, pid: int) -> None:
+        """Tell a launcher of its new host."""
+        self._hosts[launcher].add(pid)
+        self._say(launcher, wire.encode(HostForked(pid)))
+
+    def say_failed(self, launcher: int, error: OSError) -> None:
+        """Tell a launcher that there is no host."""
+        self._say(launcher, wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
+
+    def _say(self, fd: int, answer: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has gone, as the next poll says
+            self._launchers[fd].send(answer)
+
+    def _part_with(self, fd: int) -> None:
+        """A launcher has gone, or leaves its hosts to themselves."""
+        self._launchers.pop(fd).close()
+        for pid in self._hosts.pop(fd) if self._listener is not None else ():
+            self._left[os.pidfd_open(pid)] = pid
+
+    def close_in_child(self) -> None:
+        """A fork of this process has none of our descriptors."""
+        for sock in filter(None, (*self._launchers.values(), self._listener)):
+            sock.close()
+        for fd in (*self._left, *([] if self._starter is None else [self._starter])):
+            os.close(fd)
 
 
-def _be_host(agent: str, shell: RankShell, stdin: int, log: int, environment: dict[str, str]) -> NoReturn:
+def _be_host(agent: str, shell: RankShell, stdin: int, log: int, asked: ForkHost) -> NoReturn:
     """In a fresh fork: fork the template of workers, and be the agent."""
     try:
         os.setsid()
-        os.environ.update(environment)
+        if asked.folder:
+            os.environ.clear()
+            os.chdir(asked.folder)
+        os.environb.update(asked.environment)
         for source, target in ((stdin, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.close(stdin)
         os.close(log)
-        started = fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), True)
+        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), True)
         gc.enable()
         importlib.import_module(agent).main(started)
     except BaseException:

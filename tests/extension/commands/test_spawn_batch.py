@@ -7,6 +7,8 @@ from slurm_cluster import slurm_cluster
 
 from meshbook import shutdown
 
+pytestmark = pytest.mark.cluster
+
 pytest.importorskip("parsl")
 
 

@@ -9,6 +9,8 @@ from mpi_hosts import mpi_hosts
 
 from meshbook import shutdown
 
+pytestmark = pytest.mark.cluster
+
 
 def test_a_mesh_of_hosts_of_mpirun(empty_notebook, tmp_path: Path) -> None:
     with mpi_hosts("openmpi", tmp_path) as there:

@@ -13,6 +13,8 @@ from slurm_cluster import slurm_cluster
 from benchmarks.slurm_nodes import SlurmNodes
 from meshbook import shutdown
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def nodes(empty_notebook) -> Iterator[SlurmNodes]:

@@ -11,6 +11,8 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 from meshbook import shutdown
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def there(empty_notebook) -> Iterator[SshHosts]:

@@ -21,6 +21,8 @@ from meshbook.errors import SpawnError, WorkerLost
 from meshbook.launchers.ssh import SSHLauncher
 from meshbook.mesh.host_mesh import HostMesh
 
+pytestmark = pytest.mark.cluster
+
 pytest.importorskip("jupyter_server_proxy", reason="no jupyter-server-proxy: pip install jupyter-server-proxy")
 
 PROXY = f"{sys.executable} -m meshbook_extension.hosted.ssh_proxy"

@@ -11,6 +11,8 @@ import pytest
 from meshbook.actor import returns_future
 from meshbook.actor.errors import ArgumentsError
 
+pytestmark = pytest.mark.monarch
+
 begun: list[object] = []
 name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from meshbook.actor import ChannelTransport, ProcId, Uid, enable_transport, identifiers
 from meshbook.errors import UsageError
 
+pytestmark = pytest.mark.monarch
+
 LABELS = st.none() | st.from_regex(r"[a-z][a-zA-Z0-9_-]{0,20}", fullmatch=True)
 
 

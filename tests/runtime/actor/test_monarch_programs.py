@@ -7,6 +7,8 @@ import asyncio
 import monarch_programs
 import pytest
 
+pytestmark = pytest.mark.monarch
+
 
 @pytest.mark.parametrize("program", [monarch_programs.hello, monarch_programs.ping_pong, monarch_programs.pipeline])
 def test_a_program_for_monarch_runs(program: monarch_programs.Program, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ from meshbook.actor import (
 from meshbook.actor import config as actor_config
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
+pytestmark = pytest.mark.monarch
+
 T = TypeVar("T")
 
 

@@ -20,6 +20,8 @@ from meshbook.actor import (
 )
 from meshbook.errors import UsageError
 
+pytestmark = pytest.mark.monarch
+
 
 class Victim(Actor):
     @endpoint

@@ -14,6 +14,8 @@ import torch
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint, get_meter, span, traced
 
+pytestmark = pytest.mark.monarch
+
 pytest.importorskip("opentelemetry.sdk")
 
 WITHOUT = """

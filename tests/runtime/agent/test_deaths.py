@@ -23,6 +23,8 @@ from meshbook.errors import RankDeath, describe_deaths
 from meshbook.system.exits import End, OomWatch, describe_end, last_words
 from meshbook.system.processes import is_same_process, start_time
 
+pytestmark = pytest.mark.usefixtures("no_lasting_template")
+
 SOON_S = 1.0
 """A death is known within 50 ms on a quiet machine; so much is granted to a busy one."""
 

@@ -24,6 +24,8 @@ from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import new_keys
 from meshbook.wire.zmq_transport import ZmqLane
 
+pytestmark = pytest.mark.cluster
+
 _numbers = itertools.count(1)
 
 

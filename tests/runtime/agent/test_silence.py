@@ -37,6 +37,8 @@ from meshbook.system.event_loop import EventLoop
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.uplink import PeerSilence
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(params=["local", "elsewhere"])
 def beside(clean_end: None, request: pytest.FixtureRequest) -> Iterator[ProcMesh]:

@@ -16,6 +16,8 @@ from meshbook.launchers.starting.head_start import AGENT
 from meshbook.wire.ticket import Ticket, encode_ticket
 from meshbook.wire.transport import new_keys
 
+pytestmark = pytest.mark.cluster
+
 ARRIVE_S = 4.0
 
 

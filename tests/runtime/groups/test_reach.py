@@ -23,6 +23,8 @@ from meshbook.groups.store_client import LinkStore
 from meshbook.system.interfaces import Interface, own_interfaces, use_address, wanted_interfaces
 from meshbook.system.processes import loopback_address, own_address
 
+pytestmark = pytest.mark.cluster
+
 NOWHERE = "10.99.0.15"
 """Every machine has it, as virtual machines behind NAT do, and its default route leads there."""
 

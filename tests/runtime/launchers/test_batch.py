@@ -24,6 +24,8 @@ from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.batch import BatchFiles, BatchLauncher
 from meshbook.mesh.driven import own_sessions
 
+pytestmark = pytest.mark.cluster
+
 pytest.importorskip("parsl")
 
 

@@ -19,6 +19,8 @@ from meshbook.system.processes import process_state
 from meshbook.wire.ticket import Ticket
 from tests.support.controllers import Zygote, alone
 
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("no_lasting_template")]
+
 PROGRAM = "meshbook.worker.host_template"
 
 

@@ -25,6 +25,8 @@ from meshbook.launchers.manual import ManualLauncher
 from meshbook.mesh.driven import own_sessions
 from meshbook.wire.gate import Gate
 
+pytestmark = pytest.mark.cluster
+
 
 class Shown:
     """What was printed so far, which `capsys` gives once."""

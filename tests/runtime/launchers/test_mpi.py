@@ -21,6 +21,8 @@ from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.mpi import MPILauncher
 from meshbook.mesh.driven import own_sessions
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module", params=FLAVOURS)
 def there(

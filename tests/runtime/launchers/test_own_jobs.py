@@ -20,6 +20,8 @@ from meshbook.launchers.ray import RayLauncher
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.system.processes import describe_shell_exit
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.engines.ray_log import RayLog
 from meshbook.launchers.ray import RayLauncher
 
+pytestmark = pytest.mark.cluster
+
 STARTED = """
 meshbook: {"job": "02000000", "socket": "/run/a"}
 meshbook: {"waits": "Ray starts its agents"}

@@ -23,6 +23,8 @@ from meshbook.launchers.invitations import server_way
 from meshbook.launchers.invitations.server_messages import OtherTicket, Reaches, ask_server
 from meshbook.launchers.invitations.worker_front import STRANGERS_MAX
 
+pytestmark = pytest.mark.cluster
+
 TRUST = "trust_all_connections"
 StartWorker = Callable[..., "subprocess.Popen[bytes]"]
 

@@ -26,6 +26,8 @@ from meshbook.job import SlurmJob
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.mesh.driven import own_sessions
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def nodes(clean_end: None) -> Iterator[SlurmNodes]:

@@ -28,6 +28,8 @@ from meshbook.launchers.ssh import SSHLauncher
 from meshbook.mesh.driven import own_sessions
 from meshbook.mesh.host_mesh import HostMesh
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def there(clean_end: None) -> Iterator[SshHosts]:

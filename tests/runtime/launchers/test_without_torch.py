@@ -15,6 +15,8 @@ from template_processes import torch_templates_of
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 
+pytestmark = pytest.mark.usefixtures("no_lasting_template")
+
 HAS_TORCH = "'torch' in __import__('sys').modules"
 
 

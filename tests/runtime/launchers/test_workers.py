@@ -22,6 +22,8 @@ from meshbook.launchers.invitations.worker_loop import WorkerLoop
 from meshbook.launchers.invitations.worker_ticket import Farewell, decode_answer, read_address, worker_secret
 from meshbook.wire.gate import ask_gate, gate_keys
 
+pytestmark = pytest.mark.cluster
+
 TRUST = "trust_all_connections"
 StartWorker = Callable[..., "subprocess.Popen[str]"]
 

@@ -23,6 +23,8 @@ from meshbook.mesh.debug_commands import parsed_ranks, table
 from meshbook.mesh.debug_controller import SOCKET
 from meshbook.mesh.driven import own_sessions
 
+pytestmark = pytest.mark.monarch
+
 COMMAND = [sys.executable, "-m", "meshbook.debugger"]
 
 

@@ -15,6 +15,8 @@ from meshbook.errors import UsageError
 from meshbook.job import LocalJob, ProcessJob, exec_command, hosts_from_config, load_current_job, set_current_job
 from meshbook.mesh.host_mesh import HostMesh
 
+pytestmark = pytest.mark.monarch
+
 
 @pytest.fixture(scope="module")
 def hosts(clean_end: None) -> Iterator[HostMesh]:

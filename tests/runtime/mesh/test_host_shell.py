@@ -14,6 +14,8 @@ from patience import wait_until
 from meshbook.errors import UsageError
 from meshbook.job import ProcessJob, shell
 
+pytestmark = pytest.mark.monarch
+
 PROGRAM = """
 import sys
 from meshbook.job import ProcessJob, shell

@@ -32,6 +32,8 @@ from meshbook.job import (
 )
 from meshbook.mesh.driven import own_meshes, own_sessions
 
+pytestmark = pytest.mark.monarch
+
 
 @pytest.fixture(scope="module")
 def there(clean_end: None) -> Iterator[SshHosts]:

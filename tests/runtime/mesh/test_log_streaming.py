@@ -13,6 +13,8 @@ import pytest
 from meshbook import ProcMesh, this_host
 from meshbook.errors import UsageError
 
+pytestmark = pytest.mark.monarch
+
 PROGRAM = """
 import logging, os
 from meshbook.actor import Actor, endpoint, this_host

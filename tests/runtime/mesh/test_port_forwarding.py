@@ -13,6 +13,8 @@ from meshbook import ProcMesh
 from meshbook.actor import Actor, ActorError, Point, current_rank, endpoint, this_proc
 from meshbook.job import PortForwarder
 
+pytestmark = pytest.mark.monarch
+
 MANY = 3 << 20
 
 

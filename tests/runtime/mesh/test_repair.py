@@ -18,6 +18,8 @@ from meshbook import LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, th
 from meshbook.controller.crash_loops import CrashLoops
 from meshbook.system.processes import is_same_process, start_time
 
+pytestmark = pytest.mark.usefixtures("no_lasting_template")
+
 SUM = "t = torch.ones(2); dist.all_reduce(t); int(t[0])"
 
 

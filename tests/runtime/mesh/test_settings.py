@@ -23,6 +23,8 @@ from meshbook.config import (
 )
 from meshbook.errors import SpawnError, UsageError
 
+pytestmark = pytest.mark.monarch
+
 
 def test_settings_hold_in_the_block() -> None:
     configure(mesh_proc_spawn_max_idle="1m 30s")

@@ -15,6 +15,8 @@ from meshbook.job import ProcessJob
 from meshbook.mesh import workspace_copies
 from meshbook.tools.config import Workspace
 
+pytestmark = pytest.mark.monarch
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:

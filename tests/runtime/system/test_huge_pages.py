@@ -18,9 +18,12 @@ from meshbook.system.huge_pages import PIECE_BYTES, use_huge_pages
 SIZE_BYTES = 3 * PIECE_BYTES
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (6, 1) or not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no way to"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        RELEASE < (6, 1) or not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no way to"
+    ),
+    pytest.mark.usefixtures("no_lasting_template"),
+]
 
 
 def _in_huge_pages(pid: int | str = "self") -> int:

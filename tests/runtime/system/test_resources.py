@@ -20,6 +20,8 @@ from template_processes import torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, shutdown, start_hosts, this_host
 
+pytestmark = pytest.mark.usefixtures("no_lasting_template")
+
 MEGABYTE = 1 << 20
 
 

@@ -14,6 +14,9 @@ Workers must be children of their agent, which reaps and outlives them, so agent
 workers from. They share its image instead: torch is imported once, and a host costs two forks. Hosts depend on each
 other no more than those that were started one by one: each has its own template, which nobody else asks for anything,
 and the template of hosts may end without them.
+
+A template of hosts can also serve every process of a user: `head_start.LASTING` names the socket at which it listens.
+A test suite, which starts very many sessions, imports torch once with it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from meshbook.launchers.starting.head_start import open_log
+from meshbook.launchers.starting.head_start import LASTING, open_log
 from meshbook.system.process_ends import open_end
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
@@ -69,6 +72,9 @@ FORK_S, REAP_S = 5.0, 2.0
 
 UNSEEN = 256
 """Stands for the exit code of a process whose parent has ended before it could be asked."""
+
+_IMPORT_TIME = ("KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
+"""Variables that begin so are read as modules are imported, so a template that has imported them cannot change them."""
 
 _INHERITED = (
     "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed",
@@ -142,44 +148,96 @@ def _exec(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
-            process = subprocess.Popen(
-                [python or sys.executable, "-m", *module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=own_session,
-                env={**os.environ, **_ENVIRONMENT},
-            )
+            return _exec_with(theirs, module, output, own_session, python), ours
         except OSError:
             ours.close()
             raise
-    return process, ours
 
 
-def surroundings() -> object:
-    """What a process that this thread starts inherits, to be compared. Raises: OSError where that cannot be read."""
+def _exec_with(
+    sock: socket.socket, module: Sequence[str], output: int, own_session: bool = False, python: str = ""
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [python or sys.executable, "-m", *module, str(sock.fileno())],
+        pass_fds=[sock.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=own_session,
+        env={**os.environ, **_ENVIRONMENT},
+    )
+
+
+def inherited() -> list[object]:
+    """List what a process that this thread starts inherits and cannot be given later. Raises: OSError."""
     here = Path("/proc/thread-self")
     own = [line for line in (here / "status").read_text().splitlines() if line.startswith(_INHERITED)]
     files = [(here / name).read_text() for name in ("limits", "cgroup")]
     namespaces = [os.readlink(here / "ns" / name) for name in ("net", "mnt", "pid", "ipc", "uts", "user")]
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    return os.getpid(), sys.executable, dict(os.environ), os.getcwd(), nice, own, files, namespaces
+    read_early = sorted(
+        item for item in os.environ.items() if item[0].startswith(_IMPORT_TIME) and item[0] not in _ENVIRONMENT
+    )
+    return [sys.executable, os.getpriority(os.PRIO_PROCESS, 0), own, files, namespaces, read_early]
+
+
+def surroundings() -> list[object]:
+    """List all that a process that this thread starts inherits, to be compared. Raises: OSError."""
+    return [os.getpid(), dict(os.environ), os.getcwd(), *inherited()]
+
+
+def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start a template of hosts that listens at ``path``, and ends with this process.
+
+    agent: the module whose ``main`` is an agent. path: where its socket is made, in a folder of this user alone.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open_log(log) as output:
+        listener.bind(str(path))
+        listener.listen()
+        return _exec_with(listener, ["meshbook.worker.host_template", agent], output.fileno(), own_session=True)
 
 
 class HostTemplate:
-    """A template of hosts, used by any thread. It ends with the last of its hosts that is ours still."""
+    """A template of hosts, used by any thread. One of this process alone ends with the last of its hosts."""
 
-    def __init__(self, agent: str, log: Path) -> None:
-        """Start importing. agent: the module whose ``main`` is an agent. Raises: OSError."""
-        self.inherited = surroundings()
-        with open_log(log) as output:
-            self._process, self._sock = _exec(
-                ["meshbook.worker.host_template", agent], output.fileno(), own_session=True
-            )
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, path: str = "") -> None:
+        """process: the template; None for one that listens at ``path`` and serves others too."""
+        self._sock, self._process, self._path = sock, process, path
+        self._surroundings = surroundings()
         self._lock = threading.Lock()
         self._hosts: set[int] = set()
+        self._inherited = ""
         self._ready = False
+        self.has_ended = False
+        """Whether we have done with it."""
+
+    @classmethod
+    def start(cls, agent: str, log: Path) -> HostTemplate:
+        """Start one that imports meanwhile. agent: the module whose ``main`` is an agent. Raises: OSError."""
+        with open_log(log) as output:
+            process, sock = _exec(["meshbook.worker.host_template", agent], output.fileno(), own_session=True)
+        return cls(sock, process)
+
+    @classmethod
+    def connect(cls, path: str) -> HostTemplate:
+        """Speak to the one that listens at ``path``. Raises: OSError, also where it belongs to another user."""
+        if os.stat(path).st_uid != os.getuid():
+            raise OSError(f"{path} belongs to another user")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(path)
+        except OSError:
+            sock.close()
+            raise
+        return cls(sock, path=path)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs, and an agent forked from it now is as one that is started here. Raises: OSError."""
+        if self.has_ended or self._surroundings[0] != os.getpid():
+            return False
+        if self._process is None:
+            return os.environ.get(LASTING) == self._path
+        return self._process.poll() is None and self._surroundings == surroundings()
 
     def fork(self, stdin: int, log: int, environment: dict[str, str]) -> HostFork:
         """Fork an agent; the descriptors stay the caller's. Raises: OSError; then the template has ended."""
@@ -189,8 +247,15 @@ class HostTemplate:
                     said = self._receive(IMPORT_S)
                     if not isinstance(said, protocol.TemplateReady) or said.problem:
                         raise OSError(f"it must not be forked: {said}")
+                    self._inherited = said.inherited
                     self._ready = True
-                self._sock.send(wire.encode(protocol.ForkHost(environment)))
+                added = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
+                request = protocol.ForkHost(added)
+                if self._process is None:
+                    if self._inherited != repr(inherited()):
+                        raise OSError("an agent of it would not be as one that is started here")
+                    request = protocol.ForkHost({**os.environb, **added}, os.getcwdb())
+                self._sock.send(wire.encode(request))
                 self._sock.sendmsg([b"fds"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, log]))])
                 forked = self._receive(FORK_S)
                 if not isinstance(forked, protocol.HostForked):
@@ -218,10 +283,6 @@ class HostTemplate:
         with self._lock:
             self._forget(pid)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def _receive(self, timeout_s: float) -> protocol.HostAnswer:
         """Raises: OSError."""
         self._sock.settimeout(timeout_s)
@@ -237,9 +298,11 @@ class HostTemplate:
             self._end()
 
     def _end(self) -> None:
-        """It holds nothing that could be lost."""
-        self._process.kill()
-        self._process.wait()
+        """End it, or leave it to others. It holds nothing that could be lost."""
+        self.has_ended = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         self._sock.close()
 
 
