@@ -14,7 +14,7 @@ SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # Tests start hundreds of interpreters, which would compile all of our modules each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab
+.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -49,6 +49,12 @@ test-all: test test-slow
 # On a machine with a CUDA device; one is enough. Elsewhere all of it is skipped.
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -n 0 $(ARGS) tests/gpu
+
+# Shows on one GPU what holds there, within ten minutes, and writes docs/verified.md; ARGS="--device cpu" does the same over
+# gloo. A machine with a GPU has PyTorch for it, so without .venv its own interpreter runs this, and nothing is installed.
+VERIFY_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+verify-gpu:
+	PYTHONPATH=$(CURDIR)/runtime:$(CURDIR)/kernel:$(CURDIR)/extension:$(CURDIR) $(VERIFY_PYTHON) -m benchmarks.verify --write docs/verified.md $(ARGS)
 
 # The tests that depend on how ipykernel takes its messages, under other versions of it; each downloads 120 kB.
 test-ipykernels: $(READY)

@@ -267,12 +267,12 @@ def language_step(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return step
 
 
-def prepare_ddp() -> None:
+def prepare_ddp(device: str = "cpu") -> None:
     """On a rank: the same with DDP, on this rank's rows."""
     global _on_rank
-    ddp = nn.parallel.DistributedDataParallel(transformer())
+    ddp = nn.parallel.DistributedDataParallel(transformer().to(device))
     rows = BATCH // dist.get_world_size()
-    text = torch.randint(0, VOCABULARY, (rows, LENGTH + 1))
+    text = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), device=device)
     step = language_step(ddp)
     _on_rank = lambda: step(text).item()  # noqa: E731
 

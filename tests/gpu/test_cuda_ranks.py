@@ -44,21 +44,6 @@ def test_ranks_on_the_cpu_live_beside_it(rank: ProcMesh) -> None:
         assert only(rank, "torch.ones(2, device='cuda').sum().item()") == 2.0
 
 
-def test_collectives_run_on_the_device_and_on_the_cpu(rank: ProcMesh) -> None:
-    code = """
-x, outs = torch.arange(4.0, device="cuda"), [torch.zeros(4, device="cuda")]
-dist.all_reduce(x); dist.all_gather(outs, x); dist.broadcast(x, 0); dist.barrier()
-part = torch.zeros(4, device="cuda")
-dist.reduce_scatter_tensor(part, x)
-work = dist.all_reduce(x, async_op=True); work.wait()
-here = torch.ones(2); dist.all_reduce(here)
-told = [None]; dist.all_gather_object(told, {"a": 1})
-x.tolist(), outs[0].tolist(), part.tolist(), here.tolist(), told
-"""
-    values = [0.0, 1.0, 2.0, 3.0]
-    assert only(rank, code) == (values, values, values, [1.0, 1.0], [{"a": 1}])
-
-
 def test_tensors_are_sent_and_fetched(rank: ProcMesh) -> None:
     large = torch.randn(1 << 20)
     rank.push({"large": large}).get(60)
@@ -83,23 +68,6 @@ for _ in range(20):
 losses[0] > 2 * losses[-1]
 """
     assert only(rank, code) is True
-
-
-def test_what_does_not_fit_is_told_and_leaves_room_for_the_next_try(rank: ProcMesh) -> None:
-    code = """
-def fill():
-    held = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    return torch.empty(1 << 42, dtype=torch.uint8, device="cuda"), held
-fill()
-"""
-    with pytest.raises(errors.CallFailed, match=r"OutOfMemoryError.*CUDA out of memory"):
-        rank.run(code).get(60)
-    rank.run("1").get(60)
-    with pytest.raises(errors.CallFailed, match="OutOfMemoryError"):
-        rank.run(code).get(60)
-    assert only(rank, "torch.cuda.memory_allocated() / 2**30") < 5
-    rank.free().get(60)
-    assert only(rank, "torch.cuda.memory_allocated() < 2**30, torch.cuda.memory_reserved() < 2**30") == (True, True)
 
 
 def test_what_a_failed_cell_holds_of_the_device_is_freed_on_request(rank: ProcMesh) -> None:
@@ -216,20 +184,3 @@ def test_a_preload_that_initialises_cuda_is_imported_by_each_rank(
             True,
             1.0,
         )
-
-
-def test_compiled_functions_and_graphs_run(rank: ProcMesh) -> None:
-    code = """
-x = torch.randn(128, 128, device="cuda")
-side = torch.cuda.Stream(); side.wait_stream(torch.cuda.current_stream())
-with torch.cuda.stream(side):
-    for _ in range(3): y = x @ x
-torch.cuda.current_stream().wait_stream(side)
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    y = x @ x
-    dist.all_reduce(y)
-x.fill_(1.0); graph.replay(); torch.cuda.synchronize()
-y[0, 0].item()
-"""
-    assert only(rank, code) == 128.0

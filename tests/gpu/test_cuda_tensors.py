@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -74,48 +71,6 @@ def test_random_numbers_follow_the_seed(mesh: Mesh) -> None:
     x = meshbook.ones(1000, mesh=mesh)
     dropped = nn.functional.dropout(x, 0.5).full_tensor()
     assert {*dropped.unique().tolist()} == {0.0, 2.0} and 350 < int((dropped > 0).sum()) < 650
-
-
-def train(mesh: Mesh | None, wrap: Callable[[Any], Any] = lambda step: step, **options: Any) -> tuple[list[float], Any]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 16))
-    x = torch.randn(32, 16)
-    if mesh is not None:
-        meshbook.module_to_mesh(model, mesh, {"0.weight": [along(mesh), None]})
-        x = meshbook.distribute(x, mesh, [along(mesh), None])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = wrap(step)
-    losses = [step(x) for _ in range(12)]
-    state = {name: t.full_tensor() if mesh is not None else t for name, t in model.state_dict().items()}
-    return [loss.item() for loss in losses], state
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"])
-def test_training_has_the_losses_of_plain_torch(mesh: Mesh, options: dict[str, bool]) -> None:
-    losses, state = train(mesh, **options)
-    wanted, kept = train(None, **options)
-    assert losses == pytest.approx(wanted, rel=2e-3)
-    assert all(torch.allclose(state[name], kept[name], rtol=5e-3, atol=2e-3) for name in kept)
-
-
-def test_a_repeated_step_has_them_too(mesh: Mesh) -> None:
-    steps: list[Any] = []
-
-    def wrap(step: Any) -> Any:
-        steps.append(meshbook.compile(step))
-        return steps[0]
-
-    losses, _ = train(mesh, wrap, fused=True)
-    assert losses == pytest.approx(train(None, fused=True)[0], rel=2e-3)
-    assert not steps[0].why_not
 
 
 def test_attention_convolution_and_autocast(mesh: Mesh) -> None:
