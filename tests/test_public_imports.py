@@ -10,9 +10,9 @@ import pytest
 
 PUBLIC = {
     "meshbook": """
-        Attachment Extent Future HostMesh Launcher LocalLauncher MeshError NDSlice Point ProcMesh SavedSession
-        Shape Slice ValueMesh __version__ attach detach errors heal_mesh recall remember sessions shutdown
-        start_hosts this_host
+        Attachment DeviceMeshError Extent Future HostMesh Launcher LocalLauncher Mesh MeshError NDSlice Point ProcMesh
+        SavedSession Shape Slice ValueMesh __version__ attach detach distribute errors heal_mesh module_to_mesh recall
+        remember sessions shutdown start_hosts this_host
     """,
     "meshbook.actor": """
         Accumulator Actor ActorError ActorLostError ActorMesh ActorNotMadeError ActorStoppedError ActorStuckError
@@ -30,6 +30,7 @@ PUBLIC = {
         parametrize_config_pointwise
     """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
+    "meshbook.exceptions": "DeviceMeshError HostLost TensorError TensorLost TensorTorn ViewLost WorkerLost",
     "meshbook.job": """
         DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob PortForwarder ProcessJob RayJob SSHJob
         SlurmJob exec_command hosts_from_config job_load job_loads load_current_job set_current_job
@@ -40,7 +41,7 @@ PUBLIC = {
     """,
     "meshbook.errors": """
         AttachError CallError CallFailed CallInterrupted CallTimeout CrashLoopError DebugError DeviceError
-        Failure GroupAborted HostLost LayoutError LeftStopped LoadError LocalProtocolError MailboxClosed
+        DeviceMeshError Failure GroupAborted HostLost LayoutError LeftStopped LoadError LocalProtocolError MailboxClosed
         MeshDetachedError MeshError MeshStoppedError MessageTooLarge PeerProtocolError ProtocolError RankError
         RanksDisagree RanksLeft RemoteTraceback SerializationError SessionInUse ShapeError SpawnError
         UnknownAxisError UsageError WorkerLost format_ranks group_failures
@@ -71,6 +72,20 @@ def test_whatever_is_imported_first_is_whole(module: str) -> None:
 
 def test_packages_are_there_without_an_import_of_their_own() -> None:
     code = "import meshbook; meshbook.actor.Actor, meshbook.mesh.attach, meshbook.shape.Extent, meshbook.wire.messages"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_import_serves_programs_with_tensors_and_loads_torch_for_these_alone() -> None:
+    code = """
+import sys
+import meshbook as monarch
+assert issubclass(monarch.errors.WorkerLost, monarch.DeviceMeshError)
+assert callable(monarch.heal_mesh) and "torch" not in sys.modules
+assert monarch.Mesh is monarch.distributed.Mesh and "torch" in sys.modules
+assert monarch.DeviceMeshError is monarch.exceptions.DeviceMeshError
+assert callable(monarch.distribute) and callable(monarch.module_to_mesh)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshbook import errors
     from meshbook.concurrency.future import Future
     from meshbook.config import clear_runtime_config, configure, configured, get_global_config, get_runtime_config
-    from meshbook.errors import MeshError
+    from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
     from meshbook.mesh.attach import Attachment
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
     from meshbook.tensors.data.streams import stream
-    from meshbook.tensors.handles.distributed_mesh import current_mesh, from_ranks
+    from meshbook.tensors.handles.distributed_mesh import Mesh, current_mesh, from_ranks
     from meshbook.tensors.handles.factories import (
         arange,
         distribute,
@@ -67,11 +67,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attachment",
+    "DeviceMeshError",
     "Extent",
     "Future",
     "HostMesh",
     "Launcher",
     "LocalLauncher",
+    "Mesh",
     "MeshError",
     "MeshTensor",
     "NDSlice",
@@ -134,7 +136,7 @@ __all__ = [
 
 _FOUND_IN = {
     "concurrency.future": ("Future",),
-    "errors": ("MeshError",),
+    "errors": ("DeviceMeshError", "MeshError"),
     "launchers.base": ("Launcher",),
     "launchers.local": ("LocalLauncher",),
     "mesh.attach": ("Attachment",),
@@ -149,7 +151,7 @@ _FOUND_IN = {
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
     "tensors.data.streams": ("stream",),
-    "tensors.handles.distributed_mesh": ("current_mesh", "from_ranks"),
+    "tensors.handles.distributed_mesh": ("Mesh", "current_mesh", "from_ranks"),
     "tensors.handles.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.handles.mesh_tensor": ("MeshTensor",),
     "tensors.handles.monarch_names": (

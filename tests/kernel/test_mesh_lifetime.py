@@ -152,3 +152,13 @@ def test_load_ext_in_the_meshbook_kernel_changes_nothing(start_kernel: StartKern
     kernel.run("%mesh spawn gpus=2 --device cpu")
     assert kernel.run("%load_ext meshbook").ok
     assert "[0,1] hello" in kernel.run("%%mesh\nprint('hello')").text("stdout")
+
+
+@pytest.mark.parametrize("name", ["meshbook", "python3"])
+def test_a_cell_that_heals_a_mesh_shows_what_was_done(start_kernel: StartKernel, name: str) -> None:
+    kernel = start_kernel(name)
+    with_mesh(kernel)
+    cell = kernel.run("import meshbook; same = meshbook.heal_mesh(procs) is procs")
+    assert cell.ok, cell.reply
+    assert cell.text("stdout") == 'mesh "procs" is whole: nothing to heal\n' and cell.text("stderr") == ""
+    assert kernel.value("same, procs.last_repair.ranks") == "(True, ())"

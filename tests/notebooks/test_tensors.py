@@ -21,7 +21,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("distribute", ["MeshTensor(shape=(64, 32)", "placements=(Shard(dim=0), Replicate())", "mean "]),
         ("seen-here", ["[0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0]"]),
         ("from-ranks", ["48.0"]),
-        ("resilient", ["batch 2: WorkerLost", "the same losses as in one process"]),
+        ("resilient", ["batch 2: WorkerLost", "rank 3 started again", "the same losses as in one process"]),
     ],
 )
 def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) -> None:

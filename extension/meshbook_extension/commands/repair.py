@@ -17,8 +17,8 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
 
 if TYPE_CHECKING:
+    from meshbook.controller.repaired import Repaired
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.repair import Repaired
     from meshbook.mesh.resize import Change
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ from meshbook.controller.arrival import MeshArrival
 from meshbook.controller.crash_loops import CrashLoops
 from meshbook.controller.host_state import HostState
 from meshbook.controller.pending_workers import PendingWorkers, WorkerRecord
+from meshbook.controller.repaired import Repaired
 from meshbook.errors import (
     DeviceError,
     LayoutError,
@@ -166,6 +167,8 @@ class MeshState:
         """The meshes that were spawned by the same handle of hosts, which can end them together, by their ids."""
         self.shown_by: CallOutputSource | None = None
         """Where what calls print goes, if not where the front end has it."""
+        self.last_repair: Repaired | None = None
+        """What the last repair by this controller has done."""
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[HostState] = set()
 

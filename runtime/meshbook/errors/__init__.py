@@ -1,6 +1,6 @@
 """Every error of the runtime, in one tree.
 
-    MeshError
+    MeshError                   also called DeviceMeshError
     ├── ShapeError              an axis, rank or layout that the mesh does not have
     │   ├── UnknownAxisError
     │   ├── RankError
@@ -38,6 +38,7 @@ in which of its modules they stand nobody else need know.
 from __future__ import annotations
 
 from meshbook.errors.base import (
+    DeviceMeshError,
     LocalProtocolError,
     MeshError,
     PeerProtocolError,
@@ -103,6 +104,7 @@ __all__ = [
     "CrashLoopError",
     "DebugError",
     "DeviceError",
+    "DeviceMeshError",
     "Failure",
     "GroupAborted",
     "HostLost",

@@ -11,6 +11,10 @@ class MeshError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+DeviceMeshError = MeshError
+"""Another name of the same class: programs with tensors catch it by this one."""
+
+
 class UsageError(MeshError, ValueError):
     """A command or an argument that makes no sense as given; the message shows what would."""
 

@@ -1,7 +1,8 @@
-"""Who answers the prompts of ranks that stop in a call: a notebook's cell, or the terminal of a script."""
+"""What the person sees and answers in a script: lines about a mesh, and the prompts of ranks that stop in a call."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -14,6 +15,18 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LeftStopped, UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.prompt import DebugPrompt
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, ours or any other of IPython."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def tell_person(line: str) -> None:
+    """Print a line about the mesh: to stdout in a notebook, where it is part of the cell, to stderr in a script."""
+    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone, or a closed file, fails no repair
+        print(line, file=sys.stdout if is_notebook() else sys.stderr, flush=True)
 
 
 class PromptHandler(Protocol):

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from meshbook.actor.identity import forget_session
 from meshbook.actor.proc_ref import ProcRef, this_proc
@@ -16,17 +16,17 @@ from meshbook.actor.router import Place, add_router, remove_router, router_for, 
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
+from meshbook.controller.repaired import Repaired
 from meshbook.errors import HostsEndedError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
-from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler
+from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler, tell_person
 from meshbook.mesh.host_agents import launch_hosts
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.repair import Repaired
 from meshbook.sessions.folder import SessionFolder
 from meshbook.sessions.listing import SavedSession
 from meshbook.shape.members import Extent, Members, Region
@@ -133,16 +133,34 @@ def start_hosts(sizes: Mapping[str, int], launcher: Launcher) -> HostMesh:
     return _driven.start_hosts(sizes, launcher)
 
 
-class _Healed(Protocol):
+class Healable(Protocol):
+    """A `ProcMesh`, a `meshbook.distributed.Mesh`, or a slice of either."""
+
+    @property
+    def last_repair(self) -> Repaired | None: ...
+
     def heal(self, setup: Sequence[str] = ()) -> Repaired: ...
 
 
-def heal_mesh(mesh: _Healed, setup: Sequence[str] = ()) -> Repaired:
-    """Start the ranks of ``mesh`` that ended again, and form its process groups with all ranks; see `ProcMesh.heal`.
+THealable = TypeVar("THealable", bound=Healable)
 
-    Of a `meshbook.distributed.Mesh` the tensors are brought back as well, as far as ranks that live hold them.
+
+def heal_mesh(mesh: THealable, setup: Sequence[str] = ()) -> THealable:
+    """Repair a mesh as `ProcMesh.heal` does, and return the ``mesh`` that was given: its handles stay good.
+
+    One line says what was done, on stderr, or on stdout in a notebook; ``mesh.last_repair`` has it as well. Tensors on
+    the mesh are brought back as far as ranks that live hold them.
+    mesh: a `ProcMesh`, a `meshbook.distributed.Mesh`, or a slice of either, whose whole mesh is repaired.
+    Raises: DeviceMeshError if it cannot be repaired, such as CrashLoopError, SpawnError and MeshStoppedError;
+    UsageError for anything else than a mesh.
     """
-    return mesh.heal(setup)
+    if not all(hasattr(type(mesh), name) for name in ("heal", "last_repair")):
+        raise UsageError(
+            f"heal_mesh takes a ProcMesh, a meshbook.distributed.Mesh or a slice of one, which this process drives; "
+            f"it was given {mesh!r}"
+        )
+    tell_person(str(mesh.heal(setup)))
+    return mesh
 
 
 def set_output_source(source: OutputSource | None) -> None:

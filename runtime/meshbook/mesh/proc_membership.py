@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from meshbook.errors import (
-    WorkerLost,
-)
+from meshbook.controller.repaired import Repaired
+from meshbook.errors import UsageError, WorkerLost
 from meshbook.launchers.base import Launcher
 from meshbook.mesh.proc_view import ProcView, call_living
-from meshbook.mesh.repair import ROUNDS, Note, Repair, Repaired
+from meshbook.mesh.repair import ROUNDS, Note, Repair
 from meshbook.mesh.resize import Change, Elastic
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ class Membership(ProcView):
         force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
         up. note: is told, once, what takes long.
         launcher: starts other hosts in the place of lost ones; by default these come back as they came.
-        Raises: CrashLoopError, SpawnError, UsageError; KeyboardInterrupt, and then it can be healed again.
+        Raises: CrashLoopError, SpawnError, MeshStoppedError, UsageError, all of them `DeviceMeshError`;
+        KeyboardInterrupt, and then it can be healed again.
         """
         return self._repair((), setup, force=force, note=note, launcher=launcher)
 
@@ -56,7 +56,14 @@ class Membership(ProcView):
         note: Note | None,
         launcher: Launcher | None = None,
     ) -> Repaired:
+        if (
+            isinstance(setup, str)
+            or not isinstance(setup, Sequence)
+            or not all(isinstance(each, str) for each in setup)
+        ):
+            raise UsageError(f"setup is a list of cells, each of them a string; {setup!r} is none")
         self._mesh.await_arrival()
+        self._mesh.check_usable()  # before its controller is asked, which may have closed
         new: set[int] = set()
         for left in reversed(range(ROUNDS)):
             whole = cast("ProcMesh", self.base())
@@ -69,7 +76,14 @@ class Membership(ProcView):
                 if not left or not self._mesh.lost:
                     raise
                 ranks, launcher = (), None  # another one has died meanwhile
-        return repaired._replace(ranks=tuple(sorted(new)))
+        repaired = repaired._replace(ranks=tuple(sorted(new)))
+        self._mesh.last_repair = repaired
+        return repaired
+
+    @property
+    def last_repair(self) -> Repaired | None:
+        """What the last repair of the whole mesh has done, by `heal`, `respawn` or ``%mesh``; None before the first."""
+        return self._mesh.last_repair
 
     def grow(self, launcher: Launcher | None = None, /, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.

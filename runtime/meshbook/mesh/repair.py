@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.calls.call_future import CallFuture
 from meshbook.controller.controller import Controller
@@ -21,6 +21,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import ask_rank
+from meshbook.controller.repaired import FORMED_AGAIN, Repaired
 from meshbook.errors import (
     CallFailed,
     CallTimeout,
@@ -32,7 +33,6 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.errors.advice import advice
-from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
 from meshbook.launchers.base import Launcher
@@ -50,7 +50,6 @@ PROVE_TIMEOUT_S = 5.0
 LOOK_S = 1.0
 """How long ranks may take for a collective, and to say how far their groups are."""
 
-FORMED_AGAIN = "its process groups were broken and are formed again"
 NOT_PROVED = "its process groups were not proved, since ranks are busy"
 
 GONE_TIMEOUT_S = 5.0
@@ -63,42 +62,6 @@ PATIENCE_S = 2.0
 """After so long a person is told what a repair waits for."""
 
 Note: TypeAlias = Callable[[str], None]
-
-
-class Repaired(NamedTuple):
-    """What a repair has done."""
-
-    mesh: str
-    ranks: tuple[int, ...]
-    """Started again, without their former state."""
-    hosts: tuple[str, ...]
-    """Whose agents were started again."""
-    joined: bool
-    """Whether the groups were formed anew, with all ranks."""
-    world_size: int
-    proof: str
-    """What became of the process groups of a mesh that was whole; empty where they are sound."""
-    setup_cells: int
-    """Cells that the new ranks have run."""
-    seconds: float
-
-    def __str__(self) -> str:
-        if not self.ranks and not self.joined:
-            whole = f'mesh "{self.mesh}" is whole'
-            if self.proof == FORMED_AGAIN:
-                return f"{whole}; {self.proof} in {self.seconds:.2f} s"
-            return f"{whole}: nothing to heal{f'; {self.proof}' if self.proof else ''}"
-        did = []
-        if self.hosts:
-            did.append(f"host {', '.join(self.hosts)} started again")
-        if self.ranks:
-            did.append(f"{name_ranks(self.ranks)} started again")
-        if self.joined:
-            did.append(f"all {self.world_size} ranks joined")
-        return f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s'
-
-    def __repr__(self) -> str:
-        return str(self)  # a cell that ends with a repair shows it
 
 
 class Repair:

@@ -44,6 +44,7 @@ def test_heal_runs_the_setup_cells_again_on_the_new_ranks(mesh: Any) -> None:
     assert "[3] made 103" in ran.stdout and "[2] made" not in ran.stdout
     assert "  ranks 0,3 lost their variables; setup cells " in ran.stdout
     assert ran.stdout.rstrip().endswith("ran there again")
+    assert mesh["procs"].last_repair.ranks == (0, 3) and str(mesh["procs"].last_repair) in ran.stdout
     assert mesh.run(f"%%mesh\n{SUM}").plain.strip() == "[0-3] 4"
     assert mesh.run("%mesh eval ('x' in globals(), 'base' in globals(), 'y' in globals())").stdout.splitlines() == [
         "[0] (False, True, False)",
@@ -76,6 +77,7 @@ def test_respawn_takes_a_target_and_replays_when_told_to(mesh: Any) -> None:
     mesh.run("%%mesh --setup\nx = rank")
     text = mesh.run("%mesh respawn gpus=1").stdout
     assert 'mesh "main": rank 1 started again, all 4 ranks joined in ' in text
+    assert mesh["procs"].slice(gpus=0).last_repair.ranks == (1,)
     again = "%mesh respawn gpus=1 --replay"
     assert f"  rank 1 has no variables; the setup cells give it theirs: {again}\n" in text
     assert "ran there again" in mesh.run(again).stdout

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from patience import wait_until
 from template_processes import children_of, torch_templates_of
 
-from meshbook import LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
+from meshbook import DeviceMeshError, LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
 from meshbook.controller.crash_loops import CrashLoops
+from meshbook.launchers.base import LaunchedHost
 from meshbook.system.processes import is_same_process, start_time
+from meshbook.wire.ticket import Ticket
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
@@ -43,9 +48,10 @@ def test_a_dead_rank_comes_back_and_the_others_keep_their_state(mesh4: ProcMesh)
     before = [status.pid for status in mesh4.status()]
     kill(mesh4, 2)
     started = time.monotonic()
-    repaired = heal_mesh(mesh4)
+    assert heal_mesh(mesh4) is mesh4
     assert time.monotonic() - started < 10
-    assert repaired.ranks == (2,) and repaired.joined
+    repaired = mesh4.last_repair
+    assert repaired is not None and repaired.ranks == (2,) and repaired.joined
     assert str(repaired).startswith('mesh "four": rank 2 started again, all 4 ranks joined in ')
     assert mesh4.run(SUM).get(30).values() == [4] * 4
     assert mesh4.evaluate("globals().get('x')").get(30).values() == [0, 10, None, 30]
@@ -57,6 +63,53 @@ def test_a_dead_rank_comes_back_and_the_others_keep_their_state(mesh4: ProcMesh)
 
 def test_a_whole_mesh_has_nothing_to_heal(mesh4: ProcMesh) -> None:
     assert str(mesh4.heal()) == 'mesh "four" is whole: nothing to heal'
+
+
+def test_a_slice_is_returned_when_its_mesh_was_healed_and_a_script_is_told_on_stderr(
+    mesh2: ProcMesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = mesh2.slice(gpus=0)
+    assert mesh2.last_repair is None and part.last_repair is None
+    kill(mesh2, 1)
+    capsys.readouterr()
+    assert heal_mesh(part) is part
+    repaired = part.last_repair
+    assert repaired is not None and repaired.ranks == (1,) and mesh2.last_repair is repaired
+    assert capsys.readouterr() == ("", f"{repaired}\n")
+    assert heal_mesh(mesh2, ["x = 1"]) is mesh2
+    assert capsys.readouterr() == ("", 'mesh "two" is whole: nothing to heal\n')
+
+
+def test_a_mesh_keeps_the_report_of_its_last_repair(mesh2: ProcMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    part = mesh2.slice(gpus=1)
+    reports = [mesh2.respawn(0), part.heal()]
+    assert reports[0].ranks == (0,) and reports[1].ranks == ()
+    assert mesh2.last_repair is part.last_repair is reports[1]
+    kill(mesh2, 1)
+    with pytest.raises(errors.CallFailed):
+        mesh2.heal(["1 / 0"])
+    assert mesh2.last_repair is reports[1], "a repair that failed has no report"
+    assert capsys.readouterr().err == "", "heal and respawn return what heal_mesh prints"
+
+
+def test_a_script_whose_stderr_is_closed_is_healed(mesh2: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+    assert heal_mesh(mesh2) is mesh2
+
+
+@pytest.mark.parametrize("given", [3, None, "mesh", ProcMesh], ids=str)
+def test_what_is_no_mesh_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(errors.UsageError, match=r"heal_mesh takes a ProcMesh, a meshbook\.distributed\.Mesh") as caught:
+        heal_mesh(given)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize("setup", ["x = 1", 3, [3]], ids=str)
+def test_setup_that_is_no_list_of_cells_is_refused_before_the_repair(mesh2: ProcMesh, setup: Any) -> None:
+    with pytest.raises(errors.UsageError, match="setup is a list of cells"):
+        heal_mesh(mesh2, setup)
+    assert mesh2.last_repair is None
 
 
 def test_respawn_ends_a_rank_that_is_stuck_and_fails_its_calls(mesh4: ProcMesh) -> None:
@@ -173,8 +226,8 @@ def test_a_rank_that_ends_again_and_again_is_not_started_for_ever(mesh2: ProcMes
     with pytest.raises(
         errors.CrashLoopError, match=rf"rank 1 on .* {often}\n  the last time: killed by SIGKILL"
     ) as caught:
-        mesh2.heal()
-    assert "about to end" in str(caught.value)
+        heal_mesh(mesh2)
+    assert isinstance(caught.value, DeviceMeshError) and "about to end" in str(caught.value)
     assert "mesh.respawn([1], force=True)" in str(caught.value)
     assert mesh2.slice(gpus=0).run("rank").get(30).values() == [0]
     mesh2.respawn(1, force=True)
@@ -251,8 +304,63 @@ def test_only_one_repairs_at_a_time(mesh2: ProcMesh) -> None:
 def test_a_stopped_mesh_is_not_healed() -> None:
     mesh = this_host().spawn_procs({"gpus": 1}, name="short")
     mesh.stop()
-    with pytest.raises(errors.MeshStoppedError):
-        mesh.heal()
+    for part in (mesh, mesh.slice(gpus=0)):
+        with pytest.raises(DeviceMeshError, match=r'mesh "short" was stopped\. Start another'):
+            heal_mesh(part)
+
+
+LEAVERS = """
+from meshbook import DeviceMeshError, attach, detach, heal_mesh, shutdown, this_host
+for leave in (shutdown, detach):
+    mesh = this_host().spawn_procs({"gpus": 1}, torch=False)
+    mesh.run("1").get(60)
+    left = leave()
+    for repair in (heal_mesh, lambda mesh: mesh.respawn(0)):
+        try:
+            repair(mesh)
+        except DeviceMeshError as error:
+            print(type(error).__name__)
+    if left:
+        attach(left[0])
+        shutdown()
+"""
+
+
+def test_a_mesh_that_its_process_has_left_is_not_healed_and_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVERS], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["MeshStoppedError"] * 2 + ["MeshDetachedError"] * 2, done.stderr
+
+
+class MovedLauncher(LocalLauncher):
+    """Starts hosts until what it starts them with has gone."""
+
+    has_gone = False
+
+    def launch(self, tickets: Sequence[Ticket]) -> list[LaunchedHost]:
+        if self.has_gone:
+            raise FileNotFoundError(2, "it has gone")
+        return super().launch(tickets)
+
+    def for_host(self, index: int) -> MovedLauncher:
+        return self
+
+
+def test_a_host_that_cannot_be_started_again_is_a_device_mesh_error_and_can_be_healed_later() -> None:
+    launcher = MovedLauncher(separate_hosts=True)
+    hosts = start_hosts({"hosts": 2}, launcher)
+    with hosts.spawn_procs({"gpus": 1}, name="moved", owns_hosts=True, torch=False) as mesh:
+        mesh.run("x = rank").get(60)
+        agent = mesh._mesh.hosts[1].hello
+        assert agent is not None
+        os.kill(agent.pid, signal.SIGKILL)
+        await_dead(mesh, 1)
+        launcher.has_gone = True
+        with pytest.raises(DeviceMeshError, match=r"the host agent could not be started: it has gone"):
+            heal_mesh(mesh)
+        assert mesh.last_repair is None
+        launcher.has_gone = False
+        assert heal_mesh(mesh) is mesh
+        assert mesh.evaluate("globals().get('x')").get(60).values() == [0, None]
 
 
 def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:

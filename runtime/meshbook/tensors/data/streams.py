@@ -12,7 +12,6 @@ and of those sent ahead the tensors here are kept, so that a repair can send the
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import weakref
 from collections import deque
@@ -25,6 +24,7 @@ from torch.distributed.tensor import Placement
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError, UsageError
+from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow
 from meshbook.tensors.handles import placing
@@ -320,9 +320,8 @@ def _bar(total: int | None) -> Any:
     tqdm.auto decides once, when it is first imported, and by whether anyone has imported a kernel: so it is asked in a
     kernel alone.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     try:
-        if hasattr(shell, "kernel"):
+        if is_notebook():
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
         else:
             from tqdm.std import tqdm  # type: ignore[import-untyped]

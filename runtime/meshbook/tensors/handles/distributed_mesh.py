@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshbook.controller.repaired import Repaired
 from meshbook.errors import LayoutError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, this_host
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.repair import Repaired
 from meshbook.shape import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
 from meshbook.tensors.handles.rank_parts import join
@@ -161,6 +161,11 @@ class Mesh:
         As `ProcMesh.heal` does.
         """
         return self.procs.base().heal(setup, force=force)
+
+    @property
+    def last_repair(self) -> Repaired | None:
+        """What the last repair of the processes has done; see `ProcMesh.last_repair`."""
+        return self.procs.last_repair
 
     def stop(self) -> None:
         """End the processes."""
