@@ -150,7 +150,8 @@ def run_order(seed: int, count: int) -> Findings:
 
 def _run(mesh: ProcMesh, publisher: Publisher, seed: random.Random, found: Findings, name: str) -> None:
     program, group, page = make(seed), seed.choice(["equal", "rank", "none"]), Page()
-    output = CellOutput(mesh.ranks, page, grouping_for(group, mesh.ranks), publisher, mesh.log_paths, mesh.name)
+    grouping = grouping_for(group, mesh.ranks)
+    output = CellOutput(mesh.ranks, page, grouping, publisher, mesh.log_paths, mesh.await_printed, mesh.name)
     run = mesh.start_cell(program.code, cell_number=1, on_output=output.receive)
     try:
         run.future.get(DEADLINE_S)

@@ -17,7 +17,6 @@ from traitlets.config import Config
 
 import meshbook
 import meshbook_extension
-from meshbook_extension.output.line_merging import LineMerger
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `fakes`
 
@@ -86,9 +85,7 @@ def empty_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noteboo
     config.InteractiveShell.colors = "nocolor"
     shell = InteractiveShell(config=config, ipython_dir=str(tmp_path_factory.mktemp("ipython")))
     meshbook_extension.load_ipython_extension(shell)
-    with pytest.MonkeyPatch.context() as patch:  # ranks of a busy machine print the same line seconds apart
-        patch.setitem(LineMerger.__init__.__kwdefaults__, "window_s", 2.0)
-        yield Notebook(shell)
+    yield Notebook(shell)
     meshbook_extension.unload_ipython_extension(shell)
     meshbook.shutdown()
     shell.cleanup()

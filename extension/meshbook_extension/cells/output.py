@@ -6,6 +6,7 @@ rest. Text goes out at most ten times a second, failures at once.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ FIRST_DELAY_S = 0.02
 """How long a first event waits for its companions."""
 STOP_NOTE_S = 0.3
 """A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
+PATIENCE_S = 1.0
+"""How long a line that has waited for other ranks waits for hosts that do not say what these have printed."""
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -59,8 +62,10 @@ class CellOutput:
         grouping: Grouping,
         publisher: Publisher,
         log_paths: Callable[[], Mapping[int, str]],
+        await_printed: Callable[[Callable[[], None], float], object],
         name: str = "",
     ) -> None:
+        """await_printed: calls its first argument when all printed by now was received, or after so many seconds."""
         self.done: dict[int, RankDone] = {}
         """The ranks that have ended, known before it is shown."""
         self.hide_interrupts = False
@@ -73,7 +78,11 @@ class CellOutput:
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent | Text]] = deque()
+        self._events: deque[tuple[float, OutputEvent | Text | None]] = deque()
+        """With the time of each; None: all that was printed by then came before it."""
+        self._await_printed = await_printed
+        self._complete_to, self._asked_at = 0.0, math.inf
+        """All that was printed by then has come; when we asked for more of it, if no answer has come."""
         self._labeller = Labeller()
         self._texts: list[Text] = []
         self._notes: list[Text] = []
@@ -90,7 +99,7 @@ class CellOutput:
         self._next_count_at = 0.0
         self._told_of_limit = False
         self._finishing = self._closing = False
-        self._ended = self._unshown = False
+        self._ended = self._unshown = self._all_done = False
         self._drained = threading.Event()
         self._error: Exception | None = None
 
@@ -142,19 +151,22 @@ class CellOutput:
 
     def pump(self, now: float) -> float | None:
         """Take the events in and show what is due; returns when more will be."""
-        finishing, self._finishing = self._finishing, False
+        finishing, self._finishing = self._finishing or self._publisher.is_stopping, False
         self._unshown = False
         self._ended = self._ended or (finishing and self._closing)
+        if now >= self._asked_at + PATIENCE_S:
+            self._take(self._asked_at, None)
         while self._events:
             self._take(*self._events.popleft())
-        everything = finishing or len(self.done) == len(self._ranks) or self._failures.is_due(now)
+        everything = finishing or self._failures.is_due(now)
+        at_once, self._all_done = everything or self._all_done, False
         if finishing:
             self._take_skipped(now)
             self._show(self._grouping.close(now, results=self._ended), now)
             self._end_line()
-        elif everything or now >= self._next_text_at:
-            self._show(self._grouping.take(now, at_once=everything), now)
-        if everything and self._failures.due_at() is not None:
+        elif at_once or now >= self._next_text_at:
+            self._show(self._grouping.take(self._complete_to, at_once=everything), now)
+        if at_once and self._failures.due_at() is not None:
             self._end_line()
             self._failures.show(self._sink)
         self._note_stops(now)
@@ -165,7 +177,7 @@ class CellOutput:
             self._show_count(now)
         if finishing:
             self._drained.set()
-        due = self._due_at()
+        due = self._due_at(now)
         self._unshown = self._unshown or due is not None
         return due
 
@@ -173,10 +185,12 @@ class CellOutput:
         self._error = error
         self._drained.set()
 
-    def _due_at(self) -> float | None:
+    def _due_at(self, now: float) -> float | None:
         times = [self._failures.due_at(), *(at for at, _ in self._stopped_ranks)]
         lines_at = self._grouping.due_at()
-        if lines_at is not None:
+        if lines_at is not None and self._complete_to < lines_at <= now:
+            times.append(self._ask(now))
+        elif lines_at is not None:
             times.append(max(lines_at, self._next_text_at))
         if self._bars != self._bars_shown:
             times.append(self._next_bars_at)
@@ -184,9 +198,24 @@ class CellOutput:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
 
-    def _take(self, at: float, event: OutputEvent | Text) -> None:
+    def _ask(self, now: float) -> float:
+        """Have all come that was printed by now, before lines go that have waited; returns when to go on without."""
+        if self._asked_at == math.inf:
+            self._asked_at = now
+            self._await_printed(lambda: self._on_printed(now), PATIENCE_S)
+        return self._asked_at + PATIENCE_S
+
+    def _on_printed(self, asked_at: float) -> None:
+        self._events.append((asked_at, None))
+        self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
+
+    def _take(self, at: float, event: OutputEvent | Text | None) -> None:
         if isinstance(event, StreamText):
             self._take_text(event, at)
+        elif event is None:
+            self._complete_to = max(self._complete_to, at)
+            if at == self._asked_at:
+                self._asked_at = math.inf
         elif isinstance(event, DisplayData):
             self._take_display(event, at)
         elif isinstance(event, OutputDropped):
@@ -194,6 +223,7 @@ class CellOutput:
             self._tell_of_limit()
         elif isinstance(event, RankDone):
             self._grouping.end(event.rank, at)
+            self._all_done = len(self.done) == len(self._ranks)
             failure = event.failure
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
@@ -355,6 +385,5 @@ def open_output(
     ranks: when these have ended the cell has; all of ``procs``, if they are not given.
     """
     sink, grouping = sink_for(session.shell), grouping_for(group, procs.ranks)
-    return CellOutput(
-        procs.ranks if ranks is None else ranks, sink, grouping, session.publisher, procs.log_paths, procs.name
-    )
+    done_by = procs.ranks if ranks is None else ranks
+    return CellOutput(done_by, sink, grouping, session.publisher, procs.log_paths, procs.await_printed, procs.name)

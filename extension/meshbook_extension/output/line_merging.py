@@ -99,14 +99,14 @@ class LineMerger(Grouping):
 
     joins_bars = True
 
-    def __init__(self, ranks: Iterable[int], *, window_s: float = WINDOW_S) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         super().__init__(ranks)
-        self._window_s = window_s
         self._alignment = Alignment()
         self._place: dict[int, int] = {}
         self._whole: dict[int, deque[tuple[float, str]]] = {}
         """Per rank what came of stdout, and when, that is compared as it is."""
-        self._equal: list[LinePiece] = []
+        self._ready: list[LinePiece] = []
+        self._all = frozenset(self._running)
 
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
         is_plain = stream == "stdout" and self._place.get(rank, 0) == place and not _SPECIAL.search(text)
@@ -123,6 +123,9 @@ class LineMerger(Grouping):
     def end(self, rank: int, now: float) -> None:
         self._end_whole()
         super().end(rank, now)
+        if not self._running:  # what waits goes now, so that later lines, of threads, wait for each other only
+            self._ready = self._take(math.inf, results=True)
+            self._running = set(self._all)
 
     def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
         self._take_equal()
@@ -138,11 +141,11 @@ class LineMerger(Grouping):
         self._align_whole()
         self._add_lines(self._reader.take_begun(rank), now)
         self._alignment.bar(rank)
-        self._alignment.add(rank, "display", ("display", key, False), now + self._window_s, "", display, is_result)
+        self._alignment.add(rank, "display", ("display", key, False), now + WINDOW_S, "", display, is_result)
         self._alignment.bar(rank)
 
     def due_at(self) -> float | None:
-        if self._equal:
+        if self._ready:
             return 0.0
         times = self._reader.due_at(), self._alignment.due_at(self._running), self._whole_due_at()
         return min((time for time in times if time is not None), default=None)
@@ -150,21 +153,21 @@ class LineMerger(Grouping):
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
         for rank, stream, text, continues in lines:
             key = (stream, ("|" in text and ended_bar(text)) or text, continues)
-            self._alignment.add(rank, stream, key, now + self._window_s, text)
+            self._alignment.add(rank, stream, key, now + WINDOW_S, text)
 
     def _take(self, now: float, *, results: bool) -> list[LinePiece]:
-        equal, self._equal = self._equal, []
-        return equal + [_piece(row) for row in self._alignment.take(now, self._running, results=results)]
+        ready, self._ready = self._ready, []
+        return ready + [_piece(row) for row in self._alignment.take(now, self._running, results=results)]
 
     def _take_equal(self) -> None:
-        """Move the lines with which the texts of all running ranks begin to ``_equal``."""
+        """Move the lines with which the texts of all running ranks begin to ``_ready``."""
         if not self._whole or self._whole.keys() != self._running:
             return
         texts = ["".join([text for _, text in came]) for came in self._whole.values()]
         if not (size := _shared_lines(texts)):
             return
         ranks = tuple(sorted(self._running))
-        self._equal += [LinePiece(ranks, "stdout", f"{line}\n") for line in texts[0][: size - 1].split("\n")]
+        self._ready += [LinePiece(ranks, "stdout", f"{line}\n") for line in texts[0][: size - 1].split("\n")]
         self._whole = {rank: rest for rank, came in self._whole.items() if (rest := _without(came, size))}
 
     def _end_whole(self) -> None:
@@ -179,7 +182,7 @@ class LineMerger(Grouping):
                 self._add_lines(self._reader.feed(rank, "stdout", text, at), at)
 
     def _whole_due_at(self) -> float | None:
-        return min((came[0][0] + self._window_s for came in self._whole.values()), default=None)
+        return min((came[0][0] + WINDOW_S for came in self._whole.values()), default=None)
 
 
 def _shared_lines(texts: Sequence[str]) -> int:

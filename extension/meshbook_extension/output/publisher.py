@@ -162,14 +162,15 @@ class Publisher:
         self._changed = threading.Condition()
         self._due: dict[Scheduled, float] = {}
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self.is_stopping = False
+        """What is not due yet must go now, or never will."""
         self._wakes_at = 0.0
         """Until when the thread waits."""
 
     def schedule(self, output: Scheduled, at: float) -> None:
         """Call ``output.pump`` at ``at`` (monotonic clock), or sooner if that was asked for. From any thread."""
         with self._changed:
-            if self._due.get(output, at + 1) <= at or self._stopping:
+            if self._due.get(output, at + 1) <= at or self.is_stopping:
                 return
             self._due[output] = at
             if self._thread is None:
@@ -181,7 +182,7 @@ class Publisher:
     def stop(self, timeout_s: float = 2.0) -> None:
         """Publish what is there and end the thread. Idempotent."""
         with self._changed:
-            self._stopping = True
+            self.is_stopping = True
             self._changed.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -204,8 +205,8 @@ class Publisher:
         with self._changed:
             while True:
                 now = time.monotonic()
-                ready = [output for output, at in self._due.items() if at <= now or self._stopping]
-                if ready or self._stopping:
+                ready = [output for output, at in self._due.items() if at <= now or self.is_stopping]
+                if ready or self.is_stopping:
                     for output in ready:
                         del self._due[output]
                     return ready or None

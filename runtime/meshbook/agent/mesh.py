@@ -130,6 +130,12 @@ class AgentMesh:
                     self._uplink.send(agents_answer(query.id, states))
                 else:
                     answer(states)
+            case wire.AskPrinted():
+                for worker in members:
+                    worker.read_waiting()  # what threads of earlier cells have printed
+                    worker.drain()
+                self._output.flush()
+                self._uplink.send(agents_answer(query.id, {}))  # not urgent: it must not overtake the texts
             case wire.AskStacks() as asked:
                 OutsideStacks(self._loop, members, asked, answer).start()
             case wire.ReadLogs() as asked:

@@ -127,6 +127,21 @@ class Questions:
         question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
         self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked))
 
+    def await_printed(
+        self, mesh: MeshState, ranks: Iterable[int], on_come: Callable[[], object], timeout_s: float
+    ) -> None:
+        """Call ``on_come``, under the turn, when all has come that ``ranks`` have printed by now.
+
+        Hosts that are silent are not waited for, the others at most ``timeout_s``.
+        """
+        question = OpenQuestion(self._next_id(), mesh.id, object, timeout_s, lambda _: on_come())
+
+        def ask() -> None:
+            by_host = {host: ranks for host, ranks in mesh.by_host(ranks).items() if not host.suspicion}
+            put(self._calls, question, mesh, by_host, wire.AskPrinted())
+
+        self._turns.submit(ask)
+
 
 def look(
     questions: Questions, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float

@@ -161,6 +161,13 @@ class ProcStates(ProcView):
         """What members write from now on, and the last ``lines`` lines before it."""
         return LogFollower(self._controller.questions, self._mesh, self._present()._members, lines)
 
+    def await_printed(self, on_come: Callable[[], object], timeout_s: float) -> None:
+        """Call ``on_come`` when all has come that members have printed by now, or ``timeout_s`` is over.
+
+        It is called on the thread that brings the output, so it must not wait.
+        """
+        self._controller.questions.await_printed(self._mesh, self._members.ranks(), on_come, timeout_s)
+
     def where(self) -> dict[int, str]:
         """What each member's main thread is doing, busy or not."""
         self._present()

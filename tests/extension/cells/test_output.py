@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -21,6 +22,7 @@ class StillPublisher:
 
     def __init__(self) -> None:
         self.at: list[float] = []
+        self.is_stopping = False
 
     def schedule(self, output: Scheduled, at: float) -> None:
         self.at.append(at)
@@ -32,12 +34,15 @@ class Cell:
     def __init__(self, count: int = 4, group: str = "equal") -> None:
         self.sink = RecordingSink()
         self.publisher = StillPublisher()
+        self.asked: list[Callable[[], None]] = []
+        self.holds_answers = False
         self.output = CellOutput(
             range(count),
             self.sink,
             grouping_for(group, range(count)),
             cast(Publisher, self.publisher),
             lambda: {rank: f"/logs/rank-{rank}.log" for rank in range(count)},
+            self.await_printed,
             "main",
         )
 
@@ -45,8 +50,17 @@ class Cell:
         for event in events:
             self.output.receive(event)
 
+    def await_printed(self, on_come: Callable[[], None], timeout_s: float) -> None:
+        """All that was printed has come, unless the test holds the answer back."""
+        self.asked.append(on_come)
+        if not self.holds_answers:
+            on_come()
+
     def pump(self, later_s: float = 0.0) -> float | None:
-        return self.output.pump(time.monotonic() + later_s)
+        """Pump, and once more where that has asked for what was printed, and has the answer."""
+        now, asked = time.monotonic() + later_s, len(self.asked)
+        due = self.output.pump(now)
+        return self.output.pump(now) if len(self.asked) > asked and not self.holds_answers else due
 
     def finish(self) -> str:
         self.output.finish(timeout_s=0)
@@ -71,6 +85,39 @@ def test_lines_of_single_ranks_come_after_the_window(cell: Cell) -> None:
     assert cell.sink.messages == [] and due is not None
     cell.pump(later_s=0.2)
     assert cell.sink.messages == [("stdout", "[2] only me\n")]
+
+
+def test_a_line_that_has_waited_is_shown_with_what_was_printed_meanwhile(cell: Cell) -> None:
+    cell.holds_answers = True
+    cell.receive(out(0, "same\n"))
+    cell.pump()
+    due = cell.pump(later_s=0.2)
+    assert len(cell.asked) == 1 and due is not None
+    cell.pump(later_s=0.3)
+    assert len(cell.asked) == 1 and cell.sink.messages == []
+    cell.receive(*(out(rank, f"of {rank}\nsame\n") for rank in range(1, 4)))
+    cell.asked[0]()
+    cell.pump(later_s=0.4)
+    assert cell.sink.text() == "[1] of 1\n[2] of 2\n[3] of 3\n[0-3] same\n"
+
+
+def test_a_host_that_does_not_say_what_was_printed_is_not_waited_for_long(cell: Cell) -> None:
+    cell.holds_answers = True
+    cell.receive(out(0, "same\n"))
+    cell.pump()
+    cell.pump(later_s=0.2)
+    due = cell.pump(later_s=0.1 + cell_output.PATIENCE_S)
+    assert cell.sink.messages == [] and due is not None
+    cell.pump(later_s=0.3 + cell_output.PATIENCE_S)
+    assert cell.sink.text() == "[0] same\n"
+
+
+def test_what_waits_is_shown_when_the_notebook_ends(cell: Cell) -> None:
+    cell.receive(out(0, "only me\n"))
+    cell.pump()
+    cell.publisher.is_stopping = True
+    cell.pump()
+    assert cell.sink.text() == "[0] only me\n"
 
 
 def test_messages_keep_their_distance(cell: Cell) -> None:
@@ -139,6 +186,17 @@ def test_late_output_is_still_shown(cell: Cell) -> None:
     cell.receive(out(1, "from a thread\n"))
     cell.pump(later_s=0.2)
     assert cell.sink.text() == "[1] from a thread\n"
+
+
+def test_late_lines_of_all_ranks_are_one(cell: Cell) -> None:
+    cell.receive(out(0, "late\n"), *(done(rank) for rank in range(4)))
+    cell.pump()
+    assert cell.sink.text() == "[0] late\n"
+    for rank in range(4):
+        cell.pump(later_s=0.1)
+        cell.receive(out(rank, "later\n"))
+    cell.pump(later_s=0.2)
+    assert cell.sink.text() == "[0] late\n[0-3] later\n"
 
 
 def test_equal_results_are_shown_once_with_their_ranks(cell: Cell) -> None:

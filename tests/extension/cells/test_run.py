@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import wait_until
+from rank_lines import by_rank, each_of
 
 from meshbook import errors
 from meshbook.shape.value_mesh import ValueMesh
@@ -19,7 +20,7 @@ from meshbook_extension.cells.running import CellTimeout
 
 def test_the_last_expression_is_shown_and_kept(notebook) -> None:
     ran = notebook.run("%%mesh\nx = rank * 2\nprint('hello')\nx")
-    assert ran.stdout == "[0-3] hello\n"
+    assert by_rank(ran.stdout) == each_of(4, "hello")
     assert ran.plain == "[0] 0\n[1] 2\n[2] 4\n[3] 6\n"
     assert isinstance(notebook["_mesh"], ValueMesh)
     assert notebook["_mesh"].values() == [0, 2, 4, 6]
@@ -52,8 +53,8 @@ def test_cells_are_ipython(notebook) -> None:
 
 def test_c_level_output_and_stderr_are_caught(notebook) -> None:
     ran = notebook.run("%%mesh\nimport os, sys\nos.write(1, b'from C\\n')\nprint('careful', file=sys.stderr);")
-    assert ran.stdout.startswith("[0-3] from C\n")
-    assert ran.stderr == "[0-3] careful\n"
+    assert [lines[0] for lines in by_rank(ran.stdout).values()] == ["from C"] * 4
+    assert by_rank(ran.stderr) == each_of(4, "careful")
 
 
 def test_rich_results_are_shown_below_their_ranks(notebook) -> None:

@@ -6,12 +6,15 @@ import re
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshbook_extension.output import line_merging
 from meshbook_extension.output.line_merging import WINDOW_S, ByRank, Grouping, LineMerger, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import REST_S
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For a busy machine."""
 
 
 def shown(pieces: list[LinePiece]) -> list[tuple[tuple[int, ...], str]]:
@@ -61,6 +64,25 @@ def test_ranks_that_have_ended_do_not_stand_for_those_that_run() -> None:
     assert merger.take(0.01) == []
     merger.feed(2, "stdout", "a\n", 0.02)
     assert shown(merger.take(0.02)) == [((0, 1, 2), "a\n")]
+
+
+def test_after_the_end_of_all_ranks_lines_wait_for_each_other_and_for_nothing_else() -> None:
+    merger = LineMerger(range(3))
+    merger.feed(0, "stdout", "a\n", 0.0)
+    merger.end(0, 0.0)
+    merger.feed(2, "stdout", "b\n", 0.0)
+    merger.end(2, 0.0)
+    merger.feed(1, "stdout", "b\n", 0.0)
+    merger.end(1, 0.0)
+    merger.feed(2, "stdout", "late\n", 0.01)
+    assert merger.due_at() == 0.0
+    assert shown(merger.take(0.01)) == [((0,), "a\n"), ((1, 2), "b\n")]
+    merger.feed(0, "stdout", "late\n", 0.1)
+    assert merger.take(0.1) == []
+    merger.feed(1, "stdout", "late\n", 0.15)
+    assert shown(merger.take(0.15)) == [((0, 1, 2), "late\n")]
+    merger.feed(1, "stdout", "mine\n", 1.0)
+    assert shown(merger.take(1.0 + WINDOW_S)) == [((1,), "mine\n")]
 
 
 def test_the_order_of_a_rank_is_kept_when_others_print_in_another_order() -> None:
@@ -209,6 +231,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", ["equal", "rank", "none"])
+@patient
 @given(steps=STEPS)
 def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
     name: str, steps: list[tuple[int, str, str, float, bool]]
@@ -240,6 +263,7 @@ def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
     assert grouping.take(now + 10) == [] and grouping.due_at() is None
 
 
+@patient
 @given(
     steps=st.lists(
         st.tuples(
@@ -294,6 +318,7 @@ def _check_due(grouping: Grouping, now: float) -> None:
 LINES = st.lists(st.tuples(st.sampled_from(["stdout", "stderr", "display"]), st.sampled_from("abc")), max_size=8)
 
 
+@patient
 @given(
     programs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5),
     tail=LINES,
@@ -332,6 +357,7 @@ def test_equal_tails_are_merged_whatever_comes_before(
 
 
 @pytest.mark.parametrize("name", ["equal", "rank", "none"])
+@patient
 @given(
     steps=st.lists(
         st.tuples(

@@ -136,6 +136,7 @@ from meshbook.wire.messages.payloads import (
 from meshbook.wire.messages.queries import (
     FROM_THE_END,
     AskAgent,
+    AskPrinted,
     AskProcesses,
     AskRank,
     AskStacks,

@@ -37,6 +37,10 @@ class AskProcesses(Header, frozen=True, tag="ps?"):
     """Answered among the replies, behind those of ranks that had sent theirs when their states were read."""
 
 
+class AskPrinted(Header, frozen=True, tag="printed?"):
+    """Answered, with nothing, behind all that the ranks have printed by then."""
+
+
 class AskStacks(Header, frozen=True, tag="stacks?"):
     """The stacks of workers, read from outside within ``wait_s``, as `RankDump`.
 
@@ -102,7 +106,7 @@ class Retire(Header, frozen=True, tag="retire?"):
     grace_s: float
 
 
-AskAgent: TypeAlias = AskProcesses | AskStacks | ReadLogs | ReadOn | Retire
+AskAgent: TypeAlias = AskProcesses | AskPrinted | AskStacks | ReadLogs | ReadOn | Retire
 
 
 class Query(Header, frozen=True, tag="query"):
