@@ -14,7 +14,7 @@ SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # Tests start hundreds of interpreters, which would compile all of our modules each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu
+.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -69,6 +69,10 @@ test-pythons: $(READY)
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest -m "" tests/notebooks $(ARGS)
+
+# Executes the notebooks, those that ARGS names or all, and keeps their outputs in them: see CONTRIBUTING.md.
+notebooks-save: $(READY)
+	$(BIN)/python -m notebooks.save $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -120,13 +120,21 @@ def title_of(source: str) -> str:
     return f"{head}  (+{more} lines)" if more else head
 
 
-def narrate(path: Path, *, save: Path | None, timeout_s: float) -> int:
-    """Run the notebook at ``path`` in its folder; returns the exit code."""
+def narrate(path: Path, *, timeout_s: float) -> tuple[nbformat.NotebookNode, str]:
+    """Run the notebook at ``path`` in its folder; return it with its outputs, and why it failed, or "".
+
+    timeout_s: limit for each cell.
+    Raises: FileNotFoundError, NoSuchKernel.
+    """
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:  # else those behind a failure would keep what they said before
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     narrator = Narrator(
         notebook,
         kernel_name=notebook.metadata.get("kernelspec", {}).get("name", "python3"),
         timeout=timeout_s,
+        record_timing=False,
         config=Config({"KernelManager": {"transport_encryption": "auto"}}),
         resources={"metadata": {"path": str(path.parent)}},
     )
@@ -139,13 +147,11 @@ def narrate(path: Path, *, save: Path | None, timeout_s: float) -> int:
     except CellExecutionError:  # shown already, as the cell's output
         failure = "a cell raised an error"
     except (CellTimeoutError, DeadKernelError) as error:
-        failure = str(error).strip().partition("\n")[0]
+        failure = str(error).strip().partition("\n")[0].rstrip(".")
     narrator.end_line()
-    if save is not None:
-        nbformat.write(notebook, save)
     took = f"{time.monotonic() - began:.1f} s, {narrator.figures} figures"
     print(f"\n{path.name} " + (f"failed: {failure}; {took}." if failure else f"passed: {cells} cells in {took}."))
-    return 1 if failure else 0
+    return notebook, failure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,11 +162,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="limit for each cell")
     args = parser.parse_args(argv)
     try:
-        return narrate(args.notebook, save=args.save, timeout_s=args.timeout)
+        notebook, failure = narrate(args.notebook, timeout_s=args.timeout)
     except FileNotFoundError as error:
         print(f"There is no notebook {error.filename}.", file=sys.stderr)
     except NoSuchKernel as error:
         print(f"Jupyter has no kernel {error.name!r}; make setup installs it.", file=sys.stderr)
+    else:
+        if args.save is not None:
+            nbformat.write(notebook, args.save)
+        return 1 if failure else 0
     return 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +59,7 @@ def test_a_planted_fault_fails_its_cell(cells: dict[str, Any], cell: str) -> Non
 
 def test_an_error_of_an_actor_that_called_another_is_shown_once(cells: dict[str, Any]) -> None:
     assert text_of(cells["repair-dies"]).count("killed by SIGKILL") == 1
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("actors.ipynb", cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 from ssh_hosts import ssh_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -37,3 +37,7 @@ def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) 
 def test_all_learned_together(cells: dict[str, Any]) -> None:
     accuracy = float(text_of(cells["accuracy"]).split("held-out digits: ")[1].split("%")[0])
     assert accuracy > 95
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("cluster.ipynb", cells)

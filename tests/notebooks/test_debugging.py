@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +52,7 @@ def test_a_planted_fault_fails_its_cell(cells: dict[str, Any], cell: str) -> Non
 def test_the_times_are_a_chart_in_the_notebook(cells: dict[str, Any]) -> None:
     (chart,) = [output["data"] for output in cells["time"]["outputs"] if "data" in output]
     assert "rank 3" in chart["text/html"] and "slowest" in chart["text/plain"]
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("debugging.ipynb", cells)

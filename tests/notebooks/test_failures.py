@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +44,7 @@ def test_a_planted_fault_fails_its_cell(cells: dict[str, Any], cell: str) -> Non
 def test_nobody_who_waited_for_the_dead_is_shown_as_failing(cells: dict[str, Any]) -> None:
     assert "RuntimeError" not in text_of(cells["kill"])
     assert "GroupAborted" not in text_of(cells["raise"])
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("failures.ipynb", cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +51,7 @@ def test_training_reads_held_out_digits_right(demo: tuple[str, dict[str, Any]]) 
     text = text_of(demo[1]["accuracy-code"])
     accuracy = float(text.split("held-out digits: ")[1].split("%")[0])
     assert accuracy > 95
+
+
+def test_the_outputs_in_git_are_of_these_kinds(demo: tuple[str, dict[str, Any]]) -> None:
+    assert not kinds_that_differ("quickstart.ipynb", demo[1])

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
+from executed_notebooks import execute, kinds_that_differ, text_of
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-RUN_LIMIT_S = 200
-"""It trains: 20 s on two quiet cores, several times that beside other tests."""
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(RUN_LIMIT_S + 40)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(340),
+]  # it trains: 20 s on two quiet cores, several times that beside others
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The executed cells by id; what the notebook asserts of itself held."""
-    executed = tmp_path_factory.mktemp("rl") / "rl.ipynb"
-    result = subprocess.run(
-        [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / "rl.ipynb"), "--save", str(executed)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
-
-
-def text_of(cell: Any) -> str:
-    """All text of a cell's outputs."""
-    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell["outputs"])
+    return execute("rl.ipynb", tmp_path_factory.mktemp("rl"))[1]
 
 
 def test_the_reward_rises(cells: dict[str, Any]) -> None:
@@ -55,3 +38,7 @@ def test_what_the_model_writes_is_shown_before_and_after(cells: dict[str, Any]) 
 
 def test_the_plot_is_in_the_notebook(cells: dict[str, Any]) -> None:
     assert any("image/png" in output.get("data", {}) for output in cells["plot"]["outputs"])
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("rl.ipynb", cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from executed_notebooks import execute, text_of
+from executed_notebooks import execute, kinds_that_differ, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,3 +27,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) -> None:
     for words in said:
         assert words in text_of(cells[cell])
+
+
+def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+    assert not kinds_that_differ("train_transformer.ipynb", cells)

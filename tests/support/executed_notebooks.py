@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+
+from notebooks.normalise import Machine, kinds_of, normalise
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 RUN_LIMIT_S = 300
@@ -46,3 +49,24 @@ def text_of(cell: Any) -> str:
         for output in cell["outputs"]
     )
     return _COLOUR.sub("", "\n".join(parts))
+
+
+def kinds_that_differ(name: str, cells: Mapping[str, Any]) -> list[str]:
+    """Return how the outputs in git of the notebook ``name`` differ in kinds or order from those just computed.
+
+    Times and values may differ, and so may the number of pieces of a stream.
+    """
+    return differences(nbformat.read(NOTEBOOKS / name, as_version=4), nbformat.v4.new_notebook(cells=[*cells.values()]))
+
+
+def differences(saved: Any, computed: Any) -> list[str]:
+    """Return a line for each code cell whose saved outputs have other kinds or another order than the computed."""
+    computed = copy.deepcopy(computed)
+    normalise(computed, Machine.here())
+    wanted, found = (
+        {cell["id"]: kinds_of(cell) for cell in notebook.cells if cell["cell_type"] == "code"}
+        for notebook in (saved, computed)
+    )
+    if [*wanted] != [*found]:
+        return [f"saved are the cells {', '.join(wanted)}; computed {', '.join(found)}"]
+    return [f"{id}: saved are {wanted[id]}, computed {found[id]}" for id in wanted if wanted[id] != found[id]]
