@@ -14,7 +14,7 @@ SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # Tests start hundreds of interpreters, which would compile all of our modules each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save
+.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -87,6 +87,10 @@ monarch: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m benchmarks.faults $(ARGS)
+
+# The screenshots of the README, of cells that really run; wants a chromium. ARGS="hang" makes some of them.
+pictures: $(READY)
+	$(BIN)/python tests/support/pictures.py $(ARGS)
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb

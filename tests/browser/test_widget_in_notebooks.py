@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jupyter_lab import set_theme
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -130,10 +131,3 @@ def test_it_is_dark_in_a_dark_theme(notebook: Page) -> None:
     light = notebook.evaluate(color)
     set_theme(notebook, "JupyterLab Dark")
     notebook.wait_for_function(f"light => ({color})() !== light", arg=light, timeout=SOON_MS)
-
-
-def set_theme(page: Page, theme: str) -> None:
-    page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
-    page.wait_for_function(
-        "light => document.body.dataset.jpThemeLight === light", arg=str("Light" in theme).lower(), timeout=SOON_MS
-    )

@@ -1,0 +1,171 @@
+"""Every block of the README is run, in its order, and what it shows is what comes.
+
+Blocks of ``python`` that begin with a percent sign are cells of the Meshbook kernel, the others one program; a block of
+``text`` is the output of the one before it, where three dots stand for anything within a line, or for any lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import tomllib
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+END_OF_BLOCK = "\x1e"
+LONG_S = 400
+"""For what takes some seconds on a quiet machine."""
+LEAVE_S = 60
+"""In which the processes of a program that has ended end too."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CHANGES = re.compile(r"\b(\d+ min )?\d+(\.\d+)? (s|ms)\b|\bpid \d+|, pid=\d+|\bprocess \d+")
+"""What differs from run to run: times and processes."""
+
+
+class Example(NamedTuple):
+    """A block of Python, and the output that stands below it."""
+
+    code: str
+    shown: str
+
+
+def examples() -> list[Example]:
+    """Return the blocks of Python with what is shown for them."""
+    found: list[Example] = []
+    for language, text in BLOCK.findall(README):
+        if language == "python":
+            found.append(Example(text, ""))
+        elif language == "text":
+            found[-1] = Example(found[-1].code, text)
+    return found
+
+
+def is_cell(example: Example) -> bool:
+    return example.code.startswith("%")
+
+
+def steady(text: str) -> str:
+    """Return a text without colours, times, numbers of processes and spaces at the end of lines."""
+    without = _CHANGES.sub("<changes>", _COLOUR.sub("", text))
+    return "".join(f"{line.rstrip()}\n" for line in without.strip("\n").splitlines())
+
+
+def matches(shown: str, came: str) -> bool:
+    """Whether an output is what is shown."""
+    lines = steady(shown).splitlines()
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else re.escape(f"{line}\n").replace(re.escape("..."), ".*") for line in lines
+    )
+    return re.fullmatch(pattern, steady(came)) is not None
+
+
+def complain(example: Example, came: str) -> str:
+    return f"README.md runs\n\n{example.code}\nand shows\n\n{steady(example.shown)}\nbut this came:\n\n{steady(came)}"
+
+
+def output_of(cell: Any) -> str:
+    """Return all text of a cell: streams, the value, the traceback."""
+    parts = []
+    for kind, content in cell.messages:
+        if kind == "stream":
+            parts.append(content["text"])
+        elif kind in ("display_data", "execute_result"):
+            parts.append(content["data"]["text/plain"] + "\n")
+        elif kind == "error":
+            parts.append("\n".join(content["traceback"]) + "\n")
+    return "".join(parts)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that work in a folder, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                found.append(process)
+    return found
+
+
+def test_each_block_says_its_language() -> None:
+    languages = [language for language, _ in BLOCK.findall(README)]
+    assert set(languages) == {"sh", "python", "text"} and README.count("```") == 2 * len(languages)
+    assert sum(map(is_cell, examples())) >= 5 and len(examples()) >= 8
+
+
+def test_cells_show_what_the_readme_shows(start_kernel: Callable[..., Any]) -> None:
+    kernel = start_kernel()
+    for example in filter(is_cell, examples()):
+        cell = kernel.run(example.code, LONG_S)
+        came = output_of(cell)
+        assert matches(example.shown, came), complain(example, came)
+        assert cell.ok == ("raised" not in example.shown), complain(example, came)
+
+
+def test_python_shows_what_the_readme_shows(tmp_path: Path) -> None:
+    program = [example for example in examples() if not is_cell(example)]
+    script = tmp_path / "readme.py"
+    script.write_text("".join(f"{example.code}\nprint({END_OF_BLOCK!r}, end='', flush=True)\n" for example in program))
+    said, complained = tmp_path / "output", tmp_path / "errors"
+    with said.open("w") as file, complained.open("w") as errors:  # pipes stay open as long as any process that has them
+        ran = subprocess.run([sys.executable, script], stdout=file, stderr=errors, cwd=tmp_path, timeout=LONG_S)
+    outputs = said.read_text().split(END_OF_BLOCK)
+    for example, came in zip(program, outputs, strict=False):
+        assert matches(example.shown, came), complain(example, came + complained.read_text())
+    assert ran.returncode == 0 and len(outputs) == len(program) + 1, complained.read_text()
+    _, alive = psutil.wait_procs(processes_in(tmp_path), timeout=LEAVE_S)
+    assert not alive, "these outlive the program of the README"
+
+
+def test_commands_are_those_that_there_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [line for language, text in BLOCK.findall(README) if language == "sh" for line in text.splitlines()]
+    assert len(lines) >= 4
+    for line in lines:
+        match shlex.split(line, comments=True):
+            case ["make", target]:
+                assert target in targets, line
+            case ["pip", "install", *options, package]:
+                assert not options, line
+                assert_is_ours(package, project)
+            case ["uv", "pip", "install", *options, package]:
+                uv = [sys.executable, "-m", "uv", "pip", "install", "--help"]
+                known = subprocess.run(uv, capture_output=True, text=True, timeout=60, check=True).stdout
+                assert all(option.partition("=")[0] in known for option in options), line
+                assert_is_ours(package, project)
+            case _:
+                pytest.fail(f"README.md has a command that no test knows: {line}")
+
+
+def assert_is_ours(package: str, project: dict[str, Any]) -> None:
+    name, _, extras = package.rstrip("]").partition("[")
+    assert name == project["name"], package
+    assert not extras or set(extras.split(",")) <= set(project["optional-dependencies"]), package
+
+
+@pytest.mark.parametrize(
+    ("shown", "came", "same"),
+    [
+        ("ready in 0.25 s\n", "ready in 7.1 s\n", True),
+        ("[0] 0\n[1] 1\n", "[0] 0\n[1] 2\n", False),
+        ("a\n...\nz\n", "a\nb\nc\nz\n", True),
+        ("a\n...\nz\n", "a\nb\n", False),
+        ("on ... ended\n", "on a-host ended\n", True),
+        ("on ... ended\n", "on a\nhost ended\n", False),
+        ("", "more than is shown\n", False),
+    ],
+)
+def test_another_output_than_the_one_shown_is_found(shown: str, came: str, same: bool) -> None:
+    assert matches(shown, came) == same
