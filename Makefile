@@ -13,8 +13,9 @@ SLOW_JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 
 # Tests start hundreds of interpreters, which would compile all of our modules each.
 export PYTHONDONTWRITEBYTECODE :=
+COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures
+.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -36,6 +37,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/check_rooms.py
+	$(BIN)/python tests/support/check_commits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(TOGETHER) $(ARGS)
@@ -66,6 +68,13 @@ test-ipykernels: $(READY)
 # whose packages take longer to download is left out. Kept in .pythons.
 test-pythons: $(READY)
 	$(BIN)/python tests/support/other_pythons.py $(ARGS)
+
+# How much of the code the tests run, in all processes that end by themselves: agents, templates, ranks and kernels too.
+# What counts calls of Python is left out. The last line has the whole; the exit code is that of the tests.
+coverage: $(READY)
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run -m pytest -n $(JOBS) $(TOGETHER) $(COUNT_CALLS:%=--ignore=%) $(ARGS); status=$$?; \
+	$(BIN)/python -m coverage combine -q; $(BIN)/python -m coverage report --sort=cover; exit $$status
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest -m "" tests/notebooks $(ARGS)

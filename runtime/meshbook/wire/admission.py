@@ -6,7 +6,7 @@ count in Python could be in time while a cell holds it. Therefore:
 
 - While each lane of each expected host is connected and was heard of lately, the port is shut: a socket filter on the
   listener drops what arrives (Linux, SO_ATTACH_FILTER; connections made before are not concerned). It opens again as
-  soon as one of them is missing.
+  soon as one of them is missing. Where a kernel lets only root set filters it stays open, and the next holds always.
 - While it is open, strangers are connections of which no valid message has come. Beyond `MAX_PER_ADDRESS` from one
   address the newest is turned away, beyond `MAX_STRANGERS` in all the oldest: an honest handshake takes milliseconds.
 
@@ -61,6 +61,7 @@ class ConnectionFilter:
         self._missing = 0
         """How many expected lanes are not there."""
         self.is_open = True
+        self._can_shut = sys.platform.startswith("linux")
         self.unproven = 0
         """Connections that ended without a valid message: wrong keys, other protocols, garbage, too slow."""
         self.turned_away = 0
@@ -106,20 +107,22 @@ class ConnectionFilter:
         earliest = time.monotonic() - SILENT_S
         self._lanes = {name: lane for name, lane in self._lanes.items() if name in expected}
         self._missing = len(expected) - sum(lane.heard > earliest for lane in self._lanes.values())
-        if self.is_open != bool(self._missing):
+        if self._can_shut and self.is_open != bool(self._missing):
             self._set_open(bool(self._missing))
 
     def close(self) -> None:
         self._listener.close()
 
     def _set_open(self, wanted: bool) -> None:
-        if not sys.platform.startswith("linux"):
-            return
         if wanted:
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         else:
             program = struct.pack("HxxxxxxP", 1, ctypes.addressof(self._buffer))
-            self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            try:
+                self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            except OSError:  # it is one protection of two, and no reason to be without a mesh
+                self._can_shut = False
+                return
         self.is_open = wanted
 
     def _address_of(self, fd: int) -> str:

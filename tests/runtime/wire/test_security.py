@@ -28,13 +28,14 @@ from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
-from meshbook.wire.admission import MAX_PER_ADDRESS
+from meshbook.wire.admission import MAX_PER_ADDRESS, ConnectionFilter
 from meshbook.wire.batches import BATCH_MARK
 from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.wire.ticket import Ticket
 
 NOBODY = 65534
+SO_LOCK_FILTER = 44  # asm-generic/socket.h
 
 
 class Front:
@@ -99,6 +100,16 @@ def test_the_port_is_shut_once_all_hosts_are_there(front: Front) -> None:
         assert sock is not None
         sock.close()
     front.wait_until(lambda: not front.door.is_open)
+
+
+def test_a_port_that_cannot_be_shut_stays_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)  # from here on the kernel refuses any, even root's
+        door = ConnectionFilter(listener)
+        for _ in range(2):
+            door.settle(())
+        assert door.is_open
+        socket.create_connection(listener.getsockname(), timeout=20).close()
 
 
 @pytest.mark.parametrize(
