@@ -57,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the kinds of a parametrized test that its mark ``quick`` does not name."""
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is not None and isinstance(item, pytest.Function) and item.callspec.id not in quick.args:
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> None:
     item.stash[TIMEOUT] = settings
 

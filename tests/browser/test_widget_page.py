@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 import meshbook_extension.widget
 from meshbook_extension.widget.snapshot import History
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
 FOLDER = Path(meshbook_extension.widget.__file__).parent
 SMOOTH_MS = 100
 """For the quickest of a few updates; one takes 4 to 12 on a quiet machine."""

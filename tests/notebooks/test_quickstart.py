@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from executed_notebooks import execute, kinds_that_differ, text_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -31,6 +32,7 @@ def test_prints_each_cell_with_its_output(tmp_path: Path) -> None:
     assert "small.ipynb passed: 2 cells in " in result.stdout
 
 
+@pytest.mark.slow
 def test_failing_cell_stops_the_run_and_sets_the_exit_code(tmp_path: Path) -> None:
     result = run(write(tmp_path / "small.ipynb", "1 / 0", "print('never')"))
     assert result.returncode == 1
@@ -51,6 +53,7 @@ def test_questions_are_answered_from_the_cells_metadata(tmp_path: Path) -> None:
     assert "who? Ada" in saved.cells[0].outputs[0]["text"]
 
 
+@pytest.mark.slow
 def test_a_question_without_an_answer_does_not_hang(tmp_path: Path) -> None:
     path = write(tmp_path / "small.ipynb", "input('who? '), input('and? ')")
     notebook = nbformat.read(path, as_version=4)
@@ -59,6 +62,7 @@ def test_a_question_without_an_answer_does_not_hang(tmp_path: Path) -> None:
     assert "EOFError" in run(path).stdout
 
 
+@pytest.mark.slow
 def test_silent_cell_meets_its_time_limit(tmp_path: Path) -> None:
     result = run(write(tmp_path / "small.ipynb", "import time; time.sleep(600)"), "--timeout", "2")
     assert result.returncode == 1

@@ -178,6 +178,7 @@ def test_native_code_that_holds_the_gil_is_named_and_obeys_late(mesh2: ProcMesh)
     assert works(mesh2)
 
 
+@pytest.mark.slow
 def test_a_long_regular_expression_is_native_code_too(mesh2: ProcMesh) -> None:
     run = start(mesh2, "import re\nre.match(r'(a+)+$', 'a' * 26 + 'b')")
     report = interrupt(run)

@@ -119,7 +119,7 @@ def lanes_left() -> list[int]:
 
 def break_lanes() -> None:
     """As user code does that closes what it has not opened."""
-    for lane in lanes()._others:
+    for lane in [*lanes()._others]:
         socket.socket(fileno=os.dup(lane._messages.fd)).shutdown(socket.SHUT_RDWR)
 
 

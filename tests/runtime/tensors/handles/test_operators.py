@@ -20,6 +20,7 @@ OFTEN_USED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_operators_of_everyday_are_right(mesh2: ProcMesh) -> None:
     found = sweep(Mesh(mesh2), OFTEN_USED, samples=1, times=3)
     assert {name: outcome.why for name, outcome in found.items() if outcome.verdict != RIGHT} == {}

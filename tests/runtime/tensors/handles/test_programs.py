@@ -22,6 +22,7 @@ def check(mesh: Mesh, seed: int, count: int) -> None:
     assert found
 
 
+@pytest.mark.slow
 def test_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
     check(Mesh(square), 0, FEW)
     check(Mesh(square).slice(dp=0), 1_000, FEW)

@@ -79,6 +79,7 @@ PLANS = {
 }
 
 
+@pytest.mark.quick("2-D")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
     assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
@@ -101,6 +102,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.quick("convolution")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None:
     losses: dict[bool, list[float]] = {}
@@ -359,6 +361,7 @@ def test_attention_of_torch_is_evaluated_as_in_one_process(grid: Mesh, need_weig
         assert (other is None and each is None) or torch.allclose(each.full_tensor(), other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_sequences_of_unequal_lengths_are_packed_and_padded(grid: Mesh, batch_first: bool) -> None:
     plain, x = nn.GRU(5, 6, batch_first=batch_first), torch.randn(4, 4, 5)

@@ -36,6 +36,7 @@ def embed(mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
+@pytest.mark.quick("spec2")
 @pytest.mark.parametrize("spec", [["dp"], ["tp"], [("dp", "tp")], [None, "tp"], [None]])
 def test_rows_that_a_table_does_not_have_are_refused_however_it_is_cut(grid: Mesh, spec: list[str | None]) -> None:
     table = meshbook.ones(4, 4, mesh=grid, sharding_spec=spec)
@@ -50,6 +51,7 @@ def embed_in(table: torch.Tensor, mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
+@pytest.mark.quick("spec1")
 @pytest.mark.parametrize("spec", [["dp"], [("dp", "tp")], [None]])
 def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
     grid: Mesh, spec: list[str | None]
@@ -137,6 +139,7 @@ def test_what_some_ranks_have_written_is_refused_until_it_is_overwritten(grid: M
     assert x.sum().item() == 0.0
 
 
+@pytest.mark.slow
 def test_ranks_remember_of_what_they_left_out_only_what_may_matter(grid: Mesh) -> None:
     x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
     for _ in range(20):
@@ -184,6 +187,7 @@ def _has_elements(seed: int) -> bool:
     return all(leaf.make().numel() for leaf in write_program(seed, 2).leaves)
 
 
+@pytest.mark.quick("40006")
 @pytest.mark.parametrize("seed", list(filter(_has_elements, range(40_000, 40_020)))[:8])
 def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
     program, chance = write_program(seed, 2), random.Random(seed)

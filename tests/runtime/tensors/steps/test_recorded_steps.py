@@ -86,6 +86,7 @@ def train(mesh: Mesh, compile: Callable[[Step], Step], optimizer: str) -> tuple[
     return losses, grads | {name: t.full_tensor() for name, t in model.state_dict().items()}
 
 
+@pytest.mark.quick("AdamW, clipped")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_repeated_step_is_the_step_bit_for_bit(mesh: Mesh, replays: list[int], optimizer: str) -> None:
     losses, values = train(mesh, as_it_is, optimizer)
@@ -177,6 +178,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.quick("learn_slower", "add_a_layer")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(mesh: Mesh, replays: list[int], change: Callable[..., None]) -> None:
     found: list[list[Any]] = []
@@ -212,6 +214,7 @@ def refused(step: Step, reason: str, *args: Any, calls: int = 8) -> CompiledStep
     return compiled
 
 
+@pytest.mark.slow
 def test_what_cannot_be_repeated_is_run_as_it_is_and_says_why(mesh: Mesh, replays: list[int]) -> None:
     x = meshbook.ones(4, mesh=mesh)
     seen: list[float] = []
@@ -337,6 +340,7 @@ def test_who_looks_at_no_loss_is_told_of_a_failed_step_by_a_later_one(mesh: Mesh
     assert_trained(trained(), mesh, [good] * 5)
 
 
+@pytest.mark.quick("0.02")
 @pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.1])
 def test_steps_that_an_interrupt_cuts_off_are_done_or_not_and_counted_so(
     mesh: Mesh, replays: list[int], delay_s: float
