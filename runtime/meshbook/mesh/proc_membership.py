@@ -82,7 +82,7 @@ class Membership(ProcView):
 
     @property
     def last_repair(self) -> Repaired | None:
-        """What the last repair of the whole mesh has done, by `heal`, `respawn` or ``%mesh``; None before the first."""
+        """The report of the last repair of the whole mesh, whoever asked for it; None before the first."""
         return self._mesh.last_repair
 
     def grow(self, launcher: Launcher | None = None, /, **more: int) -> ProcMesh:

@@ -230,4 +230,5 @@ def test_a_loop_that_an_endpoint_runs_gets_its_answers_at_once(procs: ProcMesh) 
     runner: Any = procs.slice(gpus=0).spawn("runner", Runner)
     other: Any = procs.slice(gpus=1).spawn("waiter", Waiter)
     runner.ask.call_one(other).get(20)  # it may import asyncio
-    assert runner.ask.call_one(other).get(20) < 0.1
+    took_s = [runner.ask.call_one(other).get(20) for _ in range(5)]
+    assert min(took_s) < 0.1  # a busy machine may hold one of them up
