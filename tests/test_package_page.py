@@ -35,6 +35,13 @@ def test_rules_of_pyproject_leave_no_dead_link() -> None:
     assert_stands_alone(page)
 
 
+def test_each_picture_of_the_readme_is_there_and_small() -> None:
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', (ROOT / "README.md").read_text())
+    assert len(pictures) >= 4 and len(pictures) % 2 == 0
+    for picture in pictures:
+        assert 1_000 < (ROOT / picture).stat().st_size <= 100_000, picture
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_built_packages_have_no_dead_link(tmp_path: Path) -> None:
