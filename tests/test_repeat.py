@@ -29,6 +29,8 @@ def test_fails_every_second_time():
 
 def test_passes(): pass
 """
+PLUGINS = ["-p", "xdist", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
+"""Others only take time to be loaded."""
 HANGS = """
 import threading
 from pathlib import Path
@@ -37,6 +39,11 @@ def test_waits():
     Path(__file__).with_name("begun").touch()
     threading.Event().wait()
 """
+
+
+@pytest.fixture(autouse=True)
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 @pytest.fixture
@@ -50,14 +57,24 @@ def suite(folder: Path, text: str) -> list[str]:
     """Arguments with which pytest runs only this, with the settings of our own suite."""
     (folder / "suite").mkdir()
     (folder / "suite" / "test_it.py").write_text(text)
-    return ["-n", "0", "-c", str(repeat.ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder / "suite")]
+    return [
+        *PLUGINS,
+        "-n",
+        "0",
+        "-c",
+        str(repeat.ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(folder),
+        str(folder / "suite"),
+    ]
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_now_and_then_is_named_and_counted(
     tmp_path: Path, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = psutil.Process().children()
-    assert repeat.main(["3", "--beside", "2", "--", *suite(tmp_path, SUITE)]) == 1
+    assert repeat.main(["3", "--beside", "1", "--", *suite(tmp_path, SUITE)]) == 1
     told = capsys.readouterr().out
     runs = re.findall(r"run (\d) of 3: \d+ s, \d+ s of CPU, (\d) passed, (\d) failed, 0 skipped", told)
     assert runs == [("1", "2", "0"), ("2", "1", "1"), ("3", "2", "0")], told
@@ -85,6 +102,7 @@ def test_computing_processes_have_sessions_of_their_own_and_end_with_the_block()
     assert all(loop.returncode == -signal.SIGKILL for loop in loops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_end_from_outside_ends_the_run_and_what_computes(tmp_path: Path, how: signal.Signals) -> None:
     arguments = ["2", "--beside", "2", "--", *suite(tmp_path, HANGS)]

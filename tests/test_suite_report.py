@@ -44,9 +44,11 @@ def test_leaves_something(fails_late): pass
 
 def run_suite(folder: Path, *arguments: str) -> list[str]:
     """What a run of the tests of a folder prints, with the settings of our own suite."""
-    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
+    plugins = ["-p", "xdist", "-p", "pytest_timeout", "-p", "pytest_rerunfailures"]
+    settings = [*plugins, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
     environment = {
         **os.environ,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # of those that only take time to be loaded
         suite_report.RERUN_LOG: str(folder / "reruns"),
         suite_report.RESULTS: str(folder / "results"),
     }

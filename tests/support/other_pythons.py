@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,15 +131,20 @@ def _require_room(cache: Path) -> None:
         raise LeftOut(f"{free >> 30} GB are free, its packages may need {ROOM_BYTES >> 30}")
 
 
-def run(row: Row, arguments: list[str], within_s: float) -> bool:
-    """Whether the tests pass under a row. Raises: LeftOut, CalledProcessError."""
+def prepare(row: Row, within_s: float) -> Path:
+    """The Python of a row, with all that its tests need. Raises: LeftOut, CalledProcessError."""
     command = find_python(row.python)
     began = time.monotonic()
-    _say(f"Python {row.python} with {row.what}")
     python = make(row, command, within_s)
-    made_s = time.monotonic() - began
     versions = "import torch, IPython; print(f'torch {torch.__version__}, IPython {IPython.__version__}')"
-    _say(f"Python {row.python}: made in {made_s:.0f} s, {_output([str(python), '-c', versions])}")
+    told = _output([str(python), "-c", versions])
+    _say(f"Python {row.python} with {row.what} is there after {time.monotonic() - began:.0f} s: {told}")
+    return python
+
+
+def passes(row: Row, python: Path, arguments: list[str]) -> bool:
+    """Run the tests under a row; returns whether they pass."""
+    _say(f"Python {row.python}: its tests")
     pytest = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=", "--timeout=400", *TESTS, *arguments]
     return not subprocess.run(pytest, cwd=ROOT, timeout=TEST_S, check=False).returncode
 
@@ -153,18 +159,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--install-within", type=float, default=0)
     options, rest = parser.parse_known_args(arguments)
     named = [argument for argument in rest if argument in {row.python for row in ROWS}]
+    rows = [row for row in ROWS if not named or row.python in named]
+    rest = [argument for argument in rest if argument not in named]
     outcomes = {}
-    for row in ROWS:
-        if named and row.python not in named:
-            continue
-        began = time.monotonic()
-        try:
-            good = run(row, [argument for argument in rest if argument not in named], options.install_within)
-            outcomes[row.python] = f"{'good' if good else 'FAILED'}, {time.monotonic() - began:.0f} s"
-        except LeftOut as why:
-            outcomes[row.python] = f"LEFT OUT, not tested: {why}"
-        except subprocess.SubprocessError as error:
-            outcomes[row.python] = f"FAILED: {error}"
+    with ThreadPoolExecutor(1) as installer:  # of the next row, mostly the network's time, while this one's tests run
+        prepared = [(row, installer.submit(prepare, row, options.install_within)) for row in rows]
+        for row, python in prepared:
+            try:
+                there, began = python.result(), time.monotonic()
+                good = passes(row, there, rest)
+                outcomes[row.python] = f"{'good' if good else 'FAILED'}, {time.monotonic() - began:.0f} s of tests"
+            except LeftOut as why:
+                outcomes[row.python] = f"LEFT OUT, not tested: {why}"
+            except subprocess.SubprocessError as error:
+                outcomes[row.python] = f"FAILED: {error}"
+            except BaseException:  # Ctrl-C, which uv gets as well
+                installer.shutdown(cancel_futures=True)
+                raise
     for version, outcome in outcomes.items():
         _say(f"Python {version}: {outcome}")
     return 1 if any(outcome.startswith("FAILED") for outcome in outcomes.values()) else 0

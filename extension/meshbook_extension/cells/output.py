@@ -36,6 +36,8 @@ STOP_NOTE_S = 0.3
 """A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
 PATIENCE_S = 1.0
 """How long a line that has waited for other ranks waits for hosts that do not say what these have printed."""
+FLOOD_CHARACTERS = 20_000
+"""With more text than this to be shown lines wait for their window only: each that waits longer costs time."""
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -81,6 +83,8 @@ class CellOutput:
         self._events: deque[tuple[float, OutputEvent | Text | None]] = deque()
         """With the time of each; None: all that was printed by then came before it."""
         self._await_printed = await_printed
+        self._unshown_characters = 0
+        """What has come since something was shown."""
         self._complete_to, self._asked_at = 0.0, math.inf
         """All that was printed by then has come; when we asked for more of it, if no answer has come."""
         self._labeller = Labeller()
@@ -158,6 +162,8 @@ class CellOutput:
             self._take(self._asked_at, None)
         while self._events:
             self._take(*self._events.popleft())
+        if self._unshown_characters > FLOOD_CHARACTERS:
+            self._complete_to = now
         everything = finishing or self._failures.is_due(now)
         at_once, self._all_done = everything or self._all_done, False
         if finishing:
@@ -188,8 +194,8 @@ class CellOutput:
     def _due_at(self, now: float) -> float | None:
         times = [self._failures.due_at(), *(at for at, _ in self._stopped_ranks)]
         lines_at = self._grouping.due_at()
-        if lines_at is not None and self._complete_to < lines_at <= now:
-            times.append(self._ask(now))
+        if lines_at is not None and lines_at > self._complete_to:
+            times.append(self._ask(now) if lines_at <= now else lines_at)
         elif lines_at is not None:
             times.append(max(lines_at, self._next_text_at))
         if self._bars != self._bars_shown:
@@ -239,6 +245,7 @@ class CellOutput:
             self._budget.skip(event.rank, event.stream, event.text)
             return
         self._take_skipped(at)
+        self._unshown_characters += len(event.text)
         self._grouping.feed(event.rank, event.stream, event.text, at, event.place)
 
     def _take_skipped(self, now: float) -> None:
@@ -282,7 +289,7 @@ class CellOutput:
             else:
                 self._tell_of_limit()
         if self._texts:
-            self._next_text_at = now + TEXT_INTERVAL_S
+            self._next_text_at, self._unshown_characters = now + TEXT_INTERVAL_S, 0
         self._send_texts()
 
     def _tell_of_limit(self) -> None:

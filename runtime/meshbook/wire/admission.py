@@ -61,7 +61,7 @@ class ConnectionFilter:
         self._missing = 0
         """How many expected lanes are not there."""
         self.is_open = True
-        self._can_shut = sys.platform.startswith("linux")
+        self.can_shut = sys.platform.startswith("linux")
         self.unproven = 0
         """Connections that ended without a valid message: wrong keys, other protocols, garbage, too slow."""
         self.turned_away = 0
@@ -107,7 +107,7 @@ class ConnectionFilter:
         earliest = time.monotonic() - SILENT_S
         self._lanes = {name: lane for name, lane in self._lanes.items() if name in expected}
         self._missing = len(expected) - sum(lane.heard > earliest for lane in self._lanes.values())
-        if self._can_shut and self.is_open != bool(self._missing):
+        if self.can_shut and self.is_open != bool(self._missing):
             self._set_open(bool(self._missing))
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ConnectionFilter:
             try:
                 self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
             except OSError:  # it is one protection of two, and no reason to be without a mesh
-                self._can_shut = False
+                self.can_shut = False
                 return
         self.is_open = wanted
 

@@ -112,6 +112,14 @@ def test_a_host_that_does_not_say_what_was_printed_is_not_waited_for_long(cell: 
     assert cell.sink.text() == "[0] same\n"
 
 
+def test_in_a_flood_nobody_is_asked(cell: Cell) -> None:
+    cell.receive(out(0, "line\n" * cell_output.FLOOD_CHARACTERS))
+    cell.pump()
+    cell.pump(later_s=0.2)
+    cell.pump(later_s=0.2)
+    assert not cell.asked and cell.sink.text().startswith("[0] line\n")
+
+
 def test_what_waits_is_shown_when_the_notebook_ends(cell: Cell) -> None:
     cell.receive(out(0, "only me\n"))
     cell.pump()

@@ -93,7 +93,9 @@ def front(mesh2x2: ProcMesh) -> Front:
 
 
 def test_the_port_is_shut_once_all_hosts_are_there(front: Front) -> None:
-    front.wait_until(lambda: not front.door.is_open)
+    front.wait_until(lambda: not front.door.is_open or not front.door.can_shut)
+    if not front.door.can_shut:
+        pytest.skip("this kernel lets only root set socket filters")
     assert strangers.dial(front.port, 0.3) is None
     with front.opened():
         sock = strangers.dial(front.port)
