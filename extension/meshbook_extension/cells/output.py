@@ -34,7 +34,7 @@ FIRST_DELAY_S = 0.02
 """How long a first event waits for its companions."""
 STOP_NOTE_S = 0.3
 """A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
-PATIENCE_S = 1.0
+PATIENCE_S = 3.0
 """How long a line that has waited for other ranks waits for hosts that do not say what these have printed."""
 FLOOD_CHARACTERS = 20_000
 """With more text than this to be shown lines wait for their window only: each that waits longer costs time."""

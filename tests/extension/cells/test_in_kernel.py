@@ -165,21 +165,31 @@ def test_results_are_sorted_by_rank_whoever_is_first(kernel: Kernel) -> None:
     assert blocks.text() == "".join(f"[{rank}] ends {rank}\n" for rank in range(4))
 
 
-def test_late_output_lands_in_the_cell_that_caused_it_and_equal_lines_of_it_are_one(kernel: Kernel) -> None:
-    for _ in range(TRIES):
-        at = time.monotonic() + 1.0
-        late = kernel.run(
-            "%%mesh\n"
-            "import threading, time\n"
-            "def later():\n"
-            "    global noted\n"
-            f"    time.sleep(max(0, {at} + 0.03 * rank - time.monotonic()))\n"
-            "    began = time.monotonic()\n"
-            "    print('late')\n"
-            "    noted = began, time.monotonic()\n"
-            "thread = threading.Thread(target=later)\n"
-            "thread.start()"
-        )
+LATE = """%%mesh
+import pathlib, threading, time
+def later():
+    global noted
+    while not gate.exists():
+        time.sleep(0.02)
+    time.sleep(max(0, float(gate.read_text()) + 0.03 * rank - time.monotonic()))
+    began = time.monotonic()
+    print('late')
+    noted = began, time.monotonic()
+gate = pathlib.Path({gate!r})
+thread = threading.Thread(target=later)
+thread.start()
+"""
+
+
+def test_late_output_lands_in_the_cell_that_caused_it_and_equal_lines_of_it_are_one(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    for attempt in range(TRIES):
+        gate, written = tmp_path / f"{attempt}", tmp_path / "written"
+        late = kernel.run(LATE.format(gate=str(gate)))
+        at = time.monotonic() + 0.5
+        written.write_text(str(at))
+        written.rename(gate)
         other = kernel.run(f"import time\nprint('other cell')\ntime.sleep(max(0, {at} + 0.3 - time.monotonic()))")
         kernel.run("%%mesh\nthread.join()")
         deadline = time.monotonic() + TIMEOUT_S
