@@ -106,6 +106,7 @@ def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(
     eight: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshbook.calls.failing.LONGEST_GRACE_S", 20.0)  # others may load the machine much more
+    monkeypatch.setattr("meshbook.calls.failing.FAILS_WITHIN_S", 1.0)
     spin = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     loads = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
     try:
