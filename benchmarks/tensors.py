@@ -98,7 +98,7 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(64, 64), nn.GELU())])
 
 
-def _training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), x)
@@ -118,7 +118,7 @@ def _optimizers(over: Mesh, settings: Settings) -> Iterator[Figure]:
         }
         for name, model in models.items():
             x = torch.randn(32, 64) if name == "plain torch" else meshbook.randn(32, 64, mesh=over)
-            _training(model, optimizers[name])(x)
+            training_step(model, optimizers[name])(x)
         seconds = _cpu_times({name: each.step for name, each in optimizers.items()}, over, settings.count(60), 1)
         goals = {"meshbook": Goal("at most", 2.5)}
         yield from side_by_side("tensors", f"AdamW, {way}", "8 layers", "ms", seconds, goals=goals)
@@ -136,7 +136,7 @@ def _recorded(over: Mesh, settings: Settings) -> Iterator[Figure]:
     }
     for name, optimizer in optimizers.items():
         models = [meshbook.module_to_mesh(_mlp(), over) for _ in range(2)]
-        step, repeated = (_training(model, optimizer(model.parameters())) for model in models)
+        step, repeated = (training_step(model, optimizer(model.parameters())) for model in models)
         compiled = meshbook.compile(repeated)
         for _ in range(8):
             compiled(x)

@@ -31,7 +31,7 @@ class Repository:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
-    """With one commit, of before the rule, on main."""
+    """The repository has one commit on main, from before the rule."""
     made = Repository(tmp_path)
     made.commit(LONG)
     return made

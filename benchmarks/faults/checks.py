@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshbook.concurrency.background import IDLE_S
+from meshbook.launchers.starting.head_start import LASTING
 from meshbook.system.processes import resident_bytes
 
 MARK = "MESHBOOK_FAULTS_RUN"
@@ -57,8 +58,15 @@ def _links(pid: int) -> Iterable[str]:
 
 def mark_ourselves() -> str:
     """Mark this process's environment; what it starts from now on inherits the mark. Returns the mark."""
-    os.environ[MARK] = mark = secrets.token_hex(8)
-    return mark
+    environment = marked_environment()
+    os.environ.clear()
+    os.environ.update(environment)
+    return environment[MARK]
+
+
+def marked_environment() -> dict[str, str]:
+    """Return our environment with a new mark. Hosts are not forked from a lasting template, which has no mark."""
+    return {**{name: value for name, value in os.environ.items() if name != LASTING}, MARK: secrets.token_hex(8)}
 
 
 def marked(mark: str) -> list[int]:

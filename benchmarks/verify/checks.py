@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import meshbook
+from benchmarks.tensors import training_step
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
 from meshbook.distributed import Mesh
@@ -89,6 +90,14 @@ def prove(mesh: ProcMesh) -> None:
     """Check that the ranks of a pair add up; leaves ``x`` on both."""
     got = values(mesh, "x = torch.ones(4, device=DEVICE)\ndist.all_reduce(x)\nx.tolist()")
     check(got == [[2.0] * 4] * 2, f"all_reduce of ones on two ranks gave {got}")
+
+
+def _error_of(run: Any, mesh: ProcMesh, otherwise: str) -> object:
+    """Return the error with which a cell ends; one that does not end fails the check."""
+    try:
+        return run.exception(TIMEOUT_S)
+    except TimeoutError:
+        raise CheckFailed(f"{otherwise} within {TIMEOUT_S:.0f} s: {mesh.stacks()}") from None
 
 
 # ---- forming, and collectives --------------------------------------------------------------------------------------
@@ -174,10 +183,7 @@ class _FailedBehind:
 
     def get(self) -> float:
         """Return after how many seconds the cell had failed; both ranks then work together, with their variables."""
-        try:
-            error = self.run.exception(TIMEOUT_S)
-        except TimeoutError:
-            raise CheckFailed(f"not freed within {TIMEOUT_S:.0f} s: {self.mesh.stacks()}") from None
+        error = _error_of(self.run, self.mesh, "the other rank was not freed")
         freed_s = time.monotonic() - self.begun
         check("ZeroDivisionError" in str(error), f"the cell ended with {error!r}")
         prove(self.mesh)
@@ -257,10 +263,7 @@ def interrupted(device: str) -> Iterator[str]:
         _until_in(mesh, "stand_and_wait")
         begun = time.monotonic()
         report = mesh.interrupt()
-        try:
-            error = run.exception(TIMEOUT_S)
-        except TimeoutError:
-            raise CheckFailed(f"an interrupt did not end the cell: {report}; {mesh.stacks()}") from None
+        error = _error_of(run, mesh, f"an interrupt did not end the cell: {report}")
         yield f"after {time.monotonic() - begun:.2f} s"
         check("KeyboardInterrupt" in str(error), f"the cell ended with {error!r}")
         prove(mesh)
@@ -275,10 +278,7 @@ def killed_and_healed(device: str) -> Iterator[str]:
             "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(x)\nx.sum().item()"
         )
         begun = time.monotonic()
-        try:
-            error = run.exception(TIMEOUT_S)
-        except TimeoutError:
-            raise CheckFailed(f"the other rank was not freed: {mesh.stacks()}") from None
+        error = _error_of(run, mesh, "the other rank was not freed")
         yield f"known after {time.monotonic() - begun:.2f} s"
         check(isinstance(error, errors.CallFailed | errors.WorkerLost), f"the cell ended with {error!r}")
         begun = time.monotonic()
@@ -376,16 +376,7 @@ def losses_of(
     if mesh is not None:
         meshbook.module_to_mesh(model, mesh, {"0.weight": [axis, None]})
         x = meshbook.distribute(x, mesh, [axis, None])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), x)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss
-
-    step = wrap(step)
+    step = wrap(training_step(model, torch.optim.AdamW(model.parameters(), lr=0.01, **options)))
     losses = [step(x) for _ in range(12)]
     whole = {name: t.full_tensor() if mesh is not None else t for name, t in model.state_dict().items()}
     return [loss.item() for loss in losses], copy.deepcopy(whole)

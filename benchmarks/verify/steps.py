@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks import report
-from benchmarks.faults.checks import MARK, marked, orphans
+from benchmarks.faults.checks import MARK, marked, marked_environment, orphans
 from benchmarks.figures import Figure
 from benchmarks.processes import end
 from benchmarks.verify import checks, measured
@@ -122,9 +121,10 @@ def run_program(command: Sequence[str], limit_s: float, files: Path, variables: 
     limit_s: the program is ended after so long. files: what it told and printed goes to this path, with suffixes.
     variables: more of its environment.
     """
-    mark, told_at = secrets.token_hex(8), files.with_suffix(".told")
+    told_at = files.with_suffix(".told")
     told_at.write_text("")
-    environment = {"MESHBOOK_LEASE_S": LEASE_S, **os.environ, **variables, MARK: mark, TOLD_AT: str(told_at)}
+    environment = {"MESHBOOK_LEASE_S": LEASE_S, **marked_environment(), **variables, TOLD_AT: str(told_at)}
+    mark = environment[MARK]
     begun = time.monotonic()
     with open(files.with_suffix(".log"), "wb") as log:
         child = subprocess.Popen(

@@ -14,8 +14,6 @@ from benchmarks.faults.document import write
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.plan import DEADLY, WEIGHTS, make_plan
 
-pytestmark = pytest.mark.usefixtures("no_lasting_template")
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -65,7 +65,7 @@ def test_names_and_numbers_of_the_machine_get_stand_ins(said: str, kept: str) ->
     [
         ("trace: /tmp/tmpx1/slow.json.gz (88 kB)", "trace: …/slow.json.gz (88 kB)"),
         ("[3] /home/ada/.local/state/meshbook/logs/aec/rank-3.log", "[3] …/rank-3.log"),
-        ("File ~/work/meshbook/run.py:12, in f", "File …/run.py:12, in f"),
+        ("File ~/code/meshbook/run.py:12, in f", "File …/run.py:12, in f"),
         ("'/opt/venv/lib/python3.11/site-packages/torch/nn/functional.py'", "'…/torch/nn/functional.py'"),
         ("/usr/lib/python3.12/asyncio/tasks.py", "…/asyncio/tasks.py"),
         ("File \x1b[32m/home/ada/run.py:12\x1b[39m", "File \x1b[32m…/run.py:12\x1b[39m"),

@@ -154,15 +154,17 @@ def test_a_kernel_runs_mesh_cells_and_is_interrupted(
             run(kernel, "%load_ext meshbook")
         assert 'mesh "main": gpus=2' in run(kernel, "%mesh spawn gpus=2 --device cpu")
         summed = run(kernel, "%%mesh\nx = torch.ones(1) * rank\ndist.all_reduce(x)\nprint('sum', x.tolist())")
-        assert by_rank(summed) == each_of(2, "sum [1.0]")
+        # gloo of PyTorch 2.8 tells of its connections in the output of the cell that forms the group.
+        assert [lines[-1:] for lines in by_rank(summed).values()] == [["sum [1.0]"]] * 2
         assert "ValueError: bad shard" in run(
             kernel, "%%mesh\nif rank == 1:\n    raise ValueError('bad shard')\ndist.barrier()"
         )
-        request = kernel.client.execute("%%mesh\nprint('begun')\nimport time\ntime.sleep(60)")
+        request = kernel.client.execute("%%mesh\nprint('begun')\nimport time\ntime.sleep(60)", stop_on_error=False)
         wait_for(kernel, request, "begun")
         kernel.manager.interrupt_kernel()
         assert "stopped, all variables kept" in wait_for(kernel, request, "")
-        assert by_rank(run(kernel, "%%mesh\nprint(x.tolist())")) == each_of(2, "[1.0]")
+        kept = run(kernel, "%%mesh\nprint(x.tolist())")
+        assert by_rank(kept) == each_of(2, "[1.0]"), kept
         run(kernel, "%mesh stop")
     finally:
         kernel.close()
@@ -176,10 +178,14 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def run(kernel: StockKernel, code: str) -> str:
-    """Run a cell; returns what it shows."""
+    """Run a cell; returns what it shows. The one sent after a failed cell runs too, however soon."""
     shown: list[str] = []
+
+    def show(message: dict[str, Any]) -> None:
+        shown.append(text_of(message))
+
     kernel.client.execute_interactive(
-        code, timeout=PATIENCE_S, output_hook=lambda message: shown.append(text_of(message)), allow_stdin=False
+        code, timeout=PATIENCE_S, output_hook=show, allow_stdin=False, stop_on_error=False
     )
     return "\n".join(shown)
 

@@ -32,7 +32,7 @@ MARGIN = 7
 COLOURS = (256, 128, 64, 32)
 """Tried one after the other until the file is small enough."""
 TRIES = 10
-"""Of a picture whose cells change their height while it is taken."""
+"""A picture is taken so often while its cells change their height."""
 SOON_MS = 400_000
 """Seconds on a quiet machine."""
 

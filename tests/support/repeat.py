@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
     wall_s: float
     cpu_s: float
-    """Of the run's processes that it has waited for: not of those that outlived their parents."""
+    """This counts the processes that the run has waited for, not those that outlived their parents."""
     counts: dict[str, int]
     failures: list[str]
     """Tests, and files that could not be read."""

@@ -30,7 +30,7 @@ class SuiteReport:
         self._seconds: Counter[str] = Counter()
         self._tests: defaultdict[str, set[str]] = defaultdict(set)
         self._outcomes: dict[str, str] = {}
-        """By test: that it failed outweighs that its other phases passed."""
+        """What became of each test: that it failed outweighs that its other phases passed."""
         self._reruns: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

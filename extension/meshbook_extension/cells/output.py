@@ -37,7 +37,7 @@ STOP_NOTE_S = 0.3
 PATIENCE_S = 3.0
 """How long a line that has waited for other ranks waits for hosts that do not say what these have printed."""
 FLOOD_CHARACTERS = 20_000
-"""With more text than this to be shown lines wait for their window only: each that waits longer costs time."""
+"""Lines wait for their window only while more text than this is to be shown: each that waits longer costs time."""
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -81,7 +81,7 @@ class CellOutput:
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
         self._events: deque[tuple[float, OutputEvent | Text | None]] = deque()
-        """With the time of each; None: all that was printed by then came before it."""
+        """Each has the time at which it came; None says that all printed by then came before it."""
         self._await_printed = await_printed
         self._unshown_characters = 0
         """What has come since something was shown."""

@@ -53,13 +53,12 @@ def main(agent: str, fd: int) -> NoReturn:
     gc.freeze()
     took_s = time.perf_counter() - started
     ready = wire.encode(TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
-    serving = _Serving(sock, starter, ready)
+    serving = _Launchers(sock, starter, ready)
     while (request := serving.next_fork()) is not None:
         launcher, stdin, log, asked = request
         try:
             if (pid := os.fork()) == 0:
-                serving.close_in_child()
-                _be_host(agent, shell, stdin, log, asked)
+                _be_host(agent, shell, serving, stdin, log, asked)
             serving.say_forked(launcher, pid)
         except OSError as error:
             serving.say_failed(launcher, error)
@@ -68,7 +67,7 @@ def main(agent: str, fd: int) -> NoReturn:
     os._exit(0)
 
 
-class _Serving:
+class _Launchers:
     """The launchers that we serve, with their hosts: one over a socket of its own, or all that connect."""
 
     def __init__(self, sock: socket.socket, starter: int | None, ready: bytes) -> None:
@@ -77,9 +76,9 @@ class _Serving:
         self._listener = sock if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else None
         self._launchers: dict[int, socket.socket] = {}
         self._hosts: dict[int, set[int]] = {}
-        """By launcher, the hosts that it may ask for."""
+        """The hosts that each launcher may ask for, by its descriptor."""
         self._left: dict[int, int] = {}
-        """By pidfd, the hosts whose launcher has gone: we reap them."""
+        """The hosts that we reap since their launcher has gone, by their pidfds."""
         if self._listener is None:
             self._add(sock)
 
@@ -156,9 +155,10 @@ class _Serving:
             os.close(fd)
 
 
-def _be_host(agent: str, shell: RankShell, stdin: int, log: int, asked: ForkHost) -> NoReturn:
+def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: int, asked: ForkHost) -> NoReturn:
     """In a fresh fork: fork the template of workers, and be the agent."""
     try:
+        others.close_in_child()
         os.setsid()
         if asked.folder:
             os.environ.clear()

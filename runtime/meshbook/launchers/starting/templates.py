@@ -199,10 +199,16 @@ def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
 class HostTemplate:
     """A template of hosts, used by any thread. One of this process alone ends with the last of its hosts."""
 
-    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, path: str = "") -> None:
-        """process: the template; None for one that listens at ``path`` and serves others too."""
+    def __init__(
+        self,
+        here: list[object],
+        sock: socket.socket,
+        process: subprocess.Popen[bytes] | None = None,
+        path: str = "",
+    ) -> None:
+        """here: our `surroundings`. process: the template; None for one that listens at ``path`` and serves all."""
+        self._surroundings = here
         self._sock, self._process, self._path = sock, process, path
-        self._surroundings = surroundings()
         self._lock = threading.Lock()
         self._hosts: set[int] = set()
         self._inherited = ""
@@ -213,22 +219,30 @@ class HostTemplate:
     @classmethod
     def start(cls, agent: str, log: Path) -> HostTemplate:
         """Start one that imports meanwhile. agent: the module whose ``main`` is an agent. Raises: OSError."""
+        here = surroundings()
         with open_log(log) as output:
             process, sock = _exec(["meshbook.worker.host_template", agent], output.fileno(), own_session=True)
-        return cls(sock, process)
+        return cls(here, sock, process)
 
     @classmethod
     def connect(cls, path: str) -> HostTemplate:
-        """Speak to the one that listens at ``path``. Raises: OSError, also where it belongs to another user."""
+        """Speak to the one that listens at ``path``, and wait for what it imports.
+
+        Raises: OSError, also where another user has it, or its agents would not be as those that are started here.
+        """
         if os.stat(path).st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.connect(path)
-        except OSError:
+            template = cls(surroundings(), sock, path=path)
+            template._await_ready()
+            if not template.fits:
+                raise OSError(f"the template at {path} inherited something else")
+        except BaseException:
             sock.close()
             raise
-        return cls(sock, path=path)
+        return template
 
     @property
     def fits(self) -> bool:
@@ -236,24 +250,17 @@ class HostTemplate:
         if self.has_ended or self._surroundings[0] != os.getpid():
             return False
         if self._process is None:
-            return os.environ.get(LASTING) == self._path
+            return os.environ.get(LASTING) == self._path and self._inherited == repr(inherited())
         return self._process.poll() is None and self._surroundings == surroundings()
 
     def fork(self, stdin: int, log: int, environment: dict[str, str]) -> HostFork:
         """Fork an agent; the descriptors stay the caller's. Raises: OSError; then the template has ended."""
         with self._lock:
             try:
-                if not self._ready:
-                    said = self._receive(IMPORT_S)
-                    if not isinstance(said, protocol.TemplateReady) or said.problem:
-                        raise OSError(f"it must not be forked: {said}")
-                    self._inherited = said.inherited
-                    self._ready = True
+                self._await_ready()
                 added = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
                 request = protocol.ForkHost(added)
                 if self._process is None:
-                    if self._inherited != repr(inherited()):
-                        raise OSError("an agent of it would not be as one that is started here")
                     request = protocol.ForkHost({**os.environb, **added}, os.getcwdb())
                 self._sock.send(wire.encode(request))
                 self._sock.sendmsg([b"fds"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, log]))])
@@ -265,6 +272,14 @@ class HostTemplate:
                 raise
             self._hosts.add(forked.pid)
             return HostFork(self, forked.pid)
+
+    def _await_ready(self) -> None:
+        """Wait until it has imported. Raises: OSError."""
+        if not self._ready:
+            said = self._receive(IMPORT_S)
+            if not isinstance(said, protocol.TemplateReady) or said.problem:
+                raise OSError(f"it must not be forked: {said}")
+            self._inherited, self._ready = said.inherited, True
 
     def reap(self, pid: int) -> int:
         """Return how an agent that has ended did so, `UNSEEN` if that is not known."""
