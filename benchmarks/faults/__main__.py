@@ -1,6 +1,6 @@
 """`python -m benchmarks.faults`: hurt a mesh under load and report what came of it; 1 when anything did.
 
-The short form takes about a minute and is part of `make test`; `--long` takes most of an hour.
+The short form takes some minutes, and `--long` most of an hour. `make test-slow` runs each campaign at a smaller size.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_an_interrupt_that_comes_as_a_step_ends_is_raised_in_the_next() -> None:
 
 
 TRACED = """
-import sys, threading
+import sys, threading, time
 from meshbook.concurrency.thread_interrupts import ThreadGate
 
 def run():
@@ -189,22 +189,25 @@ def run():
     gates.append(gate)
     for serial in range(1, 200):
         try:
-            gate.open(serial)
-            is_open.set()
-            for _ in range(2000):
-                pass
+            try:
+                gate.open(serial)
+                for _ in range(2000):
+                    pass
+            finally:
+                gate.close()
         except KeyboardInterrupt:
-            pass
-        finally:
-            gate.close()
+            gate.close()  # it may have come just before it was
     gate.end()
 
-gates, is_open = [], threading.Event()
+gates = []
 thread = threading.Thread(target=run)
 thread.start()
-is_open.wait()
-while thread.is_alive():
-    gates[0].interrupt(gates[0].running)
+while not gates:  # an event that is set where interrupts come may stay locked for ever
+    time.sleep(0.001)
+told = 0
+while thread.is_alive():  # once in each: one more could come on the way into the second close
+    if (running := gates[0].running) != told and gates[0].interrupt(running):
+        told = running
 calls = 0
 def count(*event):
     global calls

@@ -36,6 +36,7 @@ SPAWN = """
 mesh = this_host().spawn_procs({"gpus": 2}, name="kept", device="cpu")
 mesh.run("n = 0; state = rank + 40").get(120)
 say("session", mesh.session)
+wait()
 """
 
 COUNT = "import time; print('go'); time.sleep(0.3); n += 1; print('count', n); n"
@@ -79,12 +80,13 @@ def _gone(processes: list[psutil.Process], timeout_s: float) -> bool:
 
 
 def _start(zygote: Zygote, watch: Watch, code: str) -> tuple[Driver, list[psutil.Process]]:
-    """A driver that has spawned its mesh, and the mesh's processes."""
+    """A driver that has spawned its mesh and now runs ``code``, and the mesh's processes."""
     driver = zygote.start(SPAWN + code)
     driver.expect("session")
     family = driver.family()
     assert len(family) >= 4
     watch(family)
+    driver.tell()
     return driver, family
 
 
@@ -461,7 +463,7 @@ def test_a_fork_does_not_give_the_session_up(zygote: Zygote, watch: Watch) -> No
 
 def test_ranks_take_the_words_of_whoever_attaches_them(zygote: Zygote, watch: Watch) -> None:
     words = "from meshbook.errors.advice import Advice, set_advice\nset_advice(Advice(stop=':stop'))\n"
-    driver = zygote.start(words + SPAWN + "time.sleep(60)")
+    driver = zygote.start(words + SPAWN)
     driver.expect("session")
     watch(driver.family())
     driver.kill()
