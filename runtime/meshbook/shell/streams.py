@@ -51,7 +51,7 @@ class RankStream(io.TextIOBase):
         self.partial: dict[tuple[int, int] | int, str] = {}
         """Unfinished lines by thread, or (late cell, thread)."""
         self._flushing = threading.RLock()  # a signal handler may print in the midst of it
-        self._is_flushing = False
+        self.is_flushing = False
         """Set before a line is taken from ``partial``, so whoever finds its own taken sees who writes it."""
         self._in_a_row = 0
         self._run: io.TextIOWrapper | None = None
@@ -73,7 +73,7 @@ class RankStream(io.TextIOBase):
         thread = get_ident()
         key = thread if late is None else (late, thread)
         line = self.partial.pop(key, "") + text
-        if self._is_flushing:
+        if self.is_flushing:
             with self._flushing:
                 pass  # what this thread has begun is being written by another: it comes first
         if "\n" in text or "\r" in text or len(line) > PARTIAL_LINE_MAX:
@@ -94,17 +94,17 @@ class RankStream(io.TextIOBase):
         """Write out what threads have begun; only what ``thread`` has, if one is given."""
         if self.in_run and self._run is not None:
             self._run.flush()
-        if thread and not self.partial and not self._is_flushing:
-            return  # it has begun nothing, or that is written
+        if not self.partial and not self.is_flushing:
+            return  # nothing has been begun, or it is written
         with self._flushing:
-            self._is_flushing = True
+            self.is_flushing = True
             try:
                 for key in list(self.partial):
                     late, of = key if isinstance(key, tuple) else (None, key)
                     if thread in (0, of) and (line := self.partial.pop(key, "")):
                         self._emit(late, line)
             finally:
-                self._is_flushing = False
+                self.is_flushing = False
 
     def _emit(self, late: int | None, text: str) -> None:
         if late is None:
@@ -141,7 +141,7 @@ class RankStream(io.TextIOBase):
         self._parents_run, self._run, self.in_run = self._run, None, False  # kept, since it writes when it is collected
         self._pipe.after_fork()
         self.partial.clear()
-        self._flushing, self._is_flushing = threading.RLock(), False
+        self._flushing, self.is_flushing = threading.RLock(), False
 
     def fileno(self) -> int:
         return self._fd
@@ -222,8 +222,11 @@ class OutputBeside:
             CELL_OF_CONTEXT.reset(self._token)
 
 
-def flush_c_streams() -> None:
-    """Write out what C code has printed (``fflush(NULL)``)."""
+def flush_streams(streams: Iterable[RankStream]) -> None:
+    """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
+    for stream in streams:
+        if stream.partial or stream.is_flushing or stream.in_run:  # another thread may write out the partial line
+            stream.flush()
     _libc.fflush(None)
 
 

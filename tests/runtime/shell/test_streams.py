@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from meshbook.shell.attribution import Attribution
-from meshbook.shell.streams import RankStream
+from meshbook.shell.streams import RankStream, flush_streams
 
 
-def test_a_line_follows_what_another_thread_writes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half lines are written by the control thread now and then, while the main thread goes on with them."""
-    path = tmp_path / "out"
+@contextmanager
+def another_thread_writes_the_half_line(path: Path) -> Iterator[RankStream]:
+    """A stream with half a line, which the control thread has taken to write out: it goes on after a while."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     stream = RankStream("stdout", fd, Attribution(lambda stream, text, cell: None, lambda: None))
     write, entered, goes_on = stream._pipe.write, threading.Event(), threading.Event()
@@ -25,16 +27,29 @@ def test_a_line_follows_what_another_thread_writes_of_it(tmp_path: Path, monkeyp
             assert goes_on.wait(20)
         write(data)
 
-    monkeypatch.setattr(stream._pipe, "write", write_late)
+    stream._pipe.write = write_late  # type: ignore[method-assign]
     stream.write("begun, ")
-    flusher = threading.Thread(target=stream.flush)
+    flusher, timer = threading.Thread(target=stream.flush), threading.Timer(0.2, goes_on.set)
     flusher.start()
     assert entered.wait(20)
-    timer = threading.Timer(0.2, goes_on.set)
     timer.start()
-    stream.write("and ended\n")
+    yield stream
     flusher.join(20)
     timer.join(20)
-    assert path.read_text() == "begun, and ended\n"
     os.close(stream._pipe._kept)
     os.close(fd)
+
+
+def test_a_line_follows_what_another_thread_writes_of_it(tmp_path: Path) -> None:
+    """Half lines are written by the control thread now and then, while the main thread goes on with them."""
+    with another_thread_writes_the_half_line(tmp_path / "out") as stream:
+        stream.write("and ended\n")
+    assert (tmp_path / "out").read_text() == "begun, and ended\n"
+
+
+@pytest.mark.parametrize("flush", [RankStream.flush, lambda stream: flush_streams([stream])], ids=["one", "all"])
+def test_a_flush_ends_when_all_is_written(tmp_path: Path, flush: Callable[[RankStream], None]) -> None:
+    """What is displayed right behind half a line must not come before it."""
+    with another_thread_writes_the_half_line(tmp_path / "out") as stream:
+        flush(stream)
+        assert (tmp_path / "out").read_text() == "begun, "
