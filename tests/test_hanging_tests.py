@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFTEST = Path(__file__).with_name("conftest.py")
 HANGS = """
 import signal, threading, time
@@ -28,6 +30,7 @@ def test_leaves_a_thread_that_never_ends():
 """
 
 
+@pytest.mark.slow
 def test_whatever_hangs_is_ended_and_shows_where_it_was(tmp_path: Path) -> None:
     text = (
         CONFTEST.read_text().replace("GRACE_S = 60.0", "GRACE_S = 2.0").replace("PATIENCE_S = 10.0", "PATIENCE_S = 0.1")

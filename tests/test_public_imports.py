@@ -62,6 +62,7 @@ def test_public_names_are_where_they_were(module: str) -> None:
     assert [name for name in sorted(names) if getattr(found, name, None) is None] == []
 
 
+@pytest.mark.quick("meshbook.errors")
 @pytest.mark.parametrize("module", PUBLIC)
 def test_whatever_is_imported_first_is_whole(module: str) -> None:
     """Faces that fetch names from above are where circles would show."""
@@ -76,6 +77,7 @@ def test_packages_are_there_without_an_import_of_their_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_one_import_serves_programs_with_tensors_and_loads_torch_for_these_alone() -> None:
     code = """
 import sys

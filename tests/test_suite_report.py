@@ -57,6 +57,7 @@ def run_suite(folder: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_whole_run_names_its_dearest_files(tmp_path: Path, workers: str) -> None:
     for number in range(suite_report.WHOLE + 1):
@@ -76,6 +77,7 @@ def test_a_part_of_the_suite_names_none(tmp_path: Path) -> None:
     assert not (tmp_path / "reruns").exists()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_results_and_second_tries_are_written_where_the_environment_says(tmp_path: Path, workers: str) -> None:
     (tmp_path / "test_it.py").write_text(OF_ALL_KINDS)

@@ -39,6 +39,7 @@ def test_kernel_introduces_itself(start_kernel: StartKernel) -> None:
     assert "%mesh spawn" in info["banner"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(version_info < (7, 3), reason="ipykernel speaks CURVE from 7.3 on")
 @pytest.mark.usefixtures("without_prewarm")
 def test_connections_can_be_encrypted(start_kernel: StartKernel) -> None:
@@ -46,11 +47,13 @@ def test_connections_can_be_encrypted(start_kernel: StartKernel) -> None:
     assert kernel.value("6 * 7") == "42"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_prewarm")
 def test_busy_cells_hand_over_quickly_to_the_threads_that_serve_the_mesh(start_kernel: StartKernel) -> None:
     assert float(start_kernel().value("__import__('sys').getswitchinterval()")) <= 1e-3
 
 
+@pytest.mark.slow
 def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     kernel.run("kept = 41")
@@ -64,6 +67,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKern
     assert kernel.value("kept + 1") == "42"
 
 
+@pytest.mark.quick("idle")
 @pytest.mark.parametrize("state", ["idle", "busy", "awaiting"])
 def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state: str) -> None:
     kernel = start_kernel()
@@ -81,6 +85,7 @@ def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state:
     assert not all_gone(family, timeout_s=5)
 
 
+@pytest.mark.slow
 def test_restart_while_a_cell_runs_is_prompt(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     old = kernel.family()
@@ -107,6 +112,7 @@ def test_kernel_works_and_says_so_when_the_extension_is_broken(start_kernel: Sta
     assert second.text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_prewarm")
 def test_debugger_attaches_as_the_kernelspec_claims(start_kernel: StartKernel) -> None:
     kernel = start_kernel()

@@ -104,6 +104,7 @@ def test_each_block_says_its_language() -> None:
     assert sum(map(is_cell, examples())) >= 5 and len(examples()) >= 8
 
 
+@pytest.mark.slow
 def test_cells_show_what_the_readme_shows(start_kernel: Callable[..., Any]) -> None:
     kernel = start_kernel()
     for example in filter(is_cell, examples()):
@@ -113,6 +114,7 @@ def test_cells_show_what_the_readme_shows(start_kernel: Callable[..., Any]) -> N
         assert cell.ok == ("raised" not in example.shown), complain(example, came)
 
 
+@pytest.mark.slow
 def test_python_shows_what_the_readme_shows(tmp_path: Path) -> None:
     program = [example for example in examples() if not is_cell(example)]
     script = tmp_path / "readme.py"

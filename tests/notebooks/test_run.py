@@ -25,6 +25,7 @@ def write(path: Path, *sources: str, kernel: str = "python3") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_prints_each_cell_with_its_output(tmp_path: Path) -> None:
     result = run(write(tmp_path / "small.ipynb", "print('a', end=''); print('b')", "6 * 7"))
     assert result.returncode == 0, result.stderr
@@ -41,6 +42,7 @@ def test_failing_cell_stops_the_run_and_sets_the_exit_code(tmp_path: Path) -> No
     assert "never" not in result.stdout
 
 
+@pytest.mark.slow
 def test_questions_are_answered_from_the_cells_metadata(tmp_path: Path) -> None:
     path = write(tmp_path / "small.ipynb", "print('hello', input('who? '), input('and? '))", "print('on')")
     notebook = nbformat.read(path, as_version=4)
@@ -69,6 +71,7 @@ def test_silent_cell_meets_its_time_limit(tmp_path: Path) -> None:
     assert "timed out" in result.stdout
 
 
+@pytest.mark.slow
 def test_notebook_that_cannot_be_run_says_why(tmp_path: Path) -> None:
     missing = run(tmp_path / "nothing.ipynb")
     assert missing.returncode == 2

@@ -64,6 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(folder, *SOURCES)
 
 
+@pytest.mark.slow
 def test_outputs_are_saved_normalised(saved: Saved) -> None:
     assert saved.line("good") == "saved", saved.result.stdout + saved.result.stderr
     (cell,) = nbformat.read(saved.folder / "good.ipynb", as_version=4).cells
@@ -72,6 +73,7 @@ def test_outputs_are_saved_normalised(saved: Saved) -> None:
     assert (saved.folder / "good.ipynb").read_text().endswith("}\n")
 
 
+@pytest.mark.slow
 def test_a_notebook_that_says_the_same_is_left_as_it_is(saved: Saved) -> None:
     before = (saved.folder / "good.ipynb").stat().st_mtime_ns
     assert save(saved.folder, "good").line("good") == "says the same as before"
@@ -93,6 +95,7 @@ def test_what_cannot_be_saved_says_why_and_stays(saved: Saved, name: str, told: 
     assert saved.result.returncode == 1
 
 
+@pytest.mark.slow
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "notebooks.save", "quickstar"], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -250,6 +250,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
             yield path, ast.parse(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_patch_is_in_the_table_and_has_a_check() -> None:
     table = rows()
     assert [name for name in CHECKS if name not in table] == []
@@ -263,6 +264,7 @@ def test_every_patch_is_in_the_table_and_has_a_check() -> None:
             assert any(wanted in each for each in listed), f"{path.name} replaces {ast.unparse(call)}"
 
 
+@pytest.mark.slow
 def test_nothing_else_sets_attributes_of_foreign_modules_and_classes() -> None:
     """Every replacement goes through `patch`, hooks aside."""
     strays = []

@@ -136,6 +136,7 @@ def test_a_rank_that_was_killed_is_replaced(mesh: ProcMesh) -> None:
     assert mesh.slice(gpus=0).pull("kept").get(60).values() == ["kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clients_loop")
 @pytest.mark.parametrize("name", ["python3", "meshbook"])
 def test_a_kernel_runs_mesh_cells_and_is_interrupted(

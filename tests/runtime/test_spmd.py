@@ -83,6 +83,7 @@ def test_the_variables_of_torchrun_are_set(mesh4: ProcMesh) -> None:
         setup_torch_elastic_env(mesh4, use_ipaddr=7)
 
 
+@pytest.mark.slow
 def test_several_hosts_of_this_machine_stand_for_several() -> None:
     with this_host().spawn_procs({"hosts": 2, "gpus": 2, "threads": 2}, torch=False) as procs:
         setup_torch_elastic_env(procs, "somewhere", 1234)

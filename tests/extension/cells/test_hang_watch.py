@@ -52,6 +52,7 @@ def run_until_told(notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     notebook.run("%%mesh\ndist.barrier()")
 
 
+@pytest.mark.slow
 def test_a_rank_in_an_endless_loop_is_named(run_until_told) -> None:
     notes = run_until_told("%%mesh\nwhile rank == 2:\n    pass\ndist.all_reduce(torch.ones(1))")
     assert re.fullmatch(

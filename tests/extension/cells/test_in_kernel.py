@@ -92,6 +92,7 @@ def kernel(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield kernel
 
 
+@pytest.mark.slow
 def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) -> None:
     request = kernel.run("%%mesh\nprint('hello')\nrank // 2")
     assert request.reply["status"] == "ok"
@@ -258,6 +259,7 @@ def test_an_interrupt_gives_the_prompt_back_with_an_error_reply(kernel: Kernel) 
     assert len(request.of("error")) == 1
 
 
+@pytest.mark.slow
 def test_a_flood_becomes_few_messages_and_leaves_the_kernel_responsive(kernel: Kernel) -> None:
     request = kernel.run("%%mesh\nfor i in range(20000): print(f'line {i}')")
     assert request.reply["status"] == "ok"
@@ -285,6 +287,7 @@ def test_logs_are_followed_until_an_interrupt_and_the_cell_is_no_error(kernel: K
     assert kinds == ["stream", "display_data"], timed.outputs  # the headline, then the chart
 
 
+@pytest.mark.slow
 def test_plots_of_ranks_are_shown_below_their_rank(kernel: Kernel) -> None:
     pytest.importorskip("matplotlib")
     request = kernel.run("%%mesh gpus=0:2\nimport matplotlib.pyplot as plt\nplt.plot([rank, 1]);")
@@ -341,6 +344,7 @@ def test_syntax_errors_name_the_line_of_the_notebook(kernel: Kernel) -> None:
     assert ", line 2)" in request.reply["evalue"]
 
 
+@pytest.mark.slow
 def test_a_headless_run_stops_where_a_rank_fails(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(

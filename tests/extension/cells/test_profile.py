@@ -22,6 +22,7 @@ dist.all_reduce(torch.ones(1))
 rank"""
 
 
+@pytest.mark.slow
 def test_a_cell_is_profiled_on_all_ranks(notebook, tmp_path: Path) -> None:
     ran = notebook.run(f"%%mesh --profile --trace {tmp_path}/step\n{CELL}")
     head, columns, *rows = ran.stdout.splitlines()

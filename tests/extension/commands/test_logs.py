@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 
+import pytest
+
 
 def test_logs_have_what_ranks_wrote(notebook) -> None:
     notebook.run("%%mesh\nfor i in range(30): print('line', i)")
@@ -40,6 +42,7 @@ def test_following_ends_quietly_at_an_interrupt(notebook) -> None:
     assert ran.stdout == "following ranks 1,2: interrupt to end\n[1] said before by 1\n[2] said before by 2\n"
 
 
+@pytest.mark.slow
 def test_a_flood_that_is_followed_is_bounded_and_says_what_it_left_out(notebook) -> None:
     notebook.run("%%mesh --async\nfor i in range(60_000): print(rank, 'x' * 80)")
     ran = notebook.run("%mesh logs --for 2s")

@@ -36,6 +36,7 @@ def wheel(folder: Path, version: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_package_is_installed_once_for_hosts_that_share_their_environment(mesh: Any, tmp_path: Path) -> None:
     there = tmp_path / "there"
     ran = mesh.run(f"%mesh pip install --no-index --target {there} {wheel(tmp_path, '1.0')}")
@@ -45,6 +46,7 @@ def test_a_package_is_installed_once_for_hosts_that_share_their_environment(mesh
     assert mesh.run("%%mesh\nimport far_installed; far_installed.version").plain.strip() == "[0,1] '1.0'"
 
 
+@pytest.mark.slow
 def test_what_pip_refuses_is_an_error_below_its_words(mesh: Any) -> None:
     said = mesh.fail("%mesh pip install --no-index far-package-that-is-nowhere")
     assert "No matching distribution found for far-package-that-is-nowhere" in said
@@ -55,6 +57,7 @@ def test_nothing_to_do_shows_an_example(mesh: Any) -> None:
     assert "%mesh pip needs COMMAND." in mesh.fail("%mesh pip")
 
 
+@pytest.mark.slow
 def test_setuptools_is_whole_afterwards() -> None:
     """Which takes a process that looks for pip for pip itself, before Python 3.12."""
     code = "from meshbook.workspace.packages import run_pip; assert run_pip(['list']).code == 0; import setuptools"

@@ -24,6 +24,7 @@ def test_lines_that_make_no_sense(empty_notebook, line: str, said: str) -> None:
     assert said in empty_notebook.fail(f"%mesh spawn --name none {line}")
 
 
+@pytest.mark.slow
 def test_no_cluster(empty_notebook, tmp_path: Path) -> None:
     pytest.importorskip("kubernetes")
     options = f"--image i:1 --kubeconfig {tmp_path}/none"

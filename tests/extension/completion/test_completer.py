@@ -125,6 +125,7 @@ def test_every_command_can_be_completed_from_its_name_on() -> None:
                 assert not [word for word in words(example[:end]) if word.isupper()], example[:end]
 
 
+@pytest.mark.slow
 def test_a_terminals_ipython_asks_the_ranks_too(notebook) -> None:
     def complete(cell: str) -> list[str]:
         with provisionalcompleter():

@@ -245,6 +245,7 @@ def test_the_first_rank_of_the_target_answers(front: FrontEnd) -> None:
     assert front.has_none("%%mesh gpus=0:2\nonly_on_the")
 
 
+@pytest.mark.slow
 def test_names_that_change_meanwhile_are_no_trouble(front: FrontEnd) -> None:
     changing = "while True:\n    count += 1\n    globals()[f'changing_{count % 99}'] = count\n"
     changing += "    settings[str(count)] = vars(raises)[f'a{count}'] = count\n"
@@ -326,6 +327,7 @@ def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) ->
         assert front.reply(request, TIMEOUT_S)["status"] == "error"
 
 
+@pytest.mark.slow
 def test_a_subshell_completes_what_is_the_notebooks_own_meanwhile(front: FrontEnd) -> None:
     info = front.reply(front.client.kernel_info())
     if "kernel subshells" not in info.get("supported_features", []):

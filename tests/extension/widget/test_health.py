@@ -142,6 +142,7 @@ def test_equal_errors_are_kept_once_and_interrupts_are_not() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_widget_is_an_object_for_other_places_and_marimo_takes_it() -> None:
     marimo = pytest.importorskip("marimo")
     with meshbook.this_host().spawn_procs({"gpus": 2}, name="two") as mesh:

@@ -118,6 +118,7 @@ def _is_due(sent: Sent, rank: int) -> bool:
     return sent.outcome in ("sent", "answered", "failed") or rank in sent.answered
 
 
+@pytest.mark.quick("one agent-one host-seed 1")
 @pytest.mark.parametrize("seed", [1, None], ids=["seed 1", "a new seed"])
 def test_each_actor_has_the_messages_of_each_sender_in_order_and_once(procs: ProcMesh, seed: int | None) -> None:
     seed = random.randrange(2, 10**6) if seed is None else seed
@@ -128,6 +129,7 @@ def test_each_actor_has_the_messages_of_each_sender_in_order_and_once(procs: Pro
     assert check(programs, sent, books, procs.ranks) > 300
 
 
+@pytest.mark.quick("one agent-all hosts")
 def test_the_death_of_an_actor_costs_the_others_no_message(procs: ProcMesh, whole: ProcMesh) -> None:
     seed = random.randrange(10**6)
     victim = random.choice(procs.ranks)

@@ -228,6 +228,7 @@ class Maker(Actor):
         os.kill(self.made.pid.call_one().get(), signal.SIGKILL)
 
 
+@pytest.mark.quick("kill-the process this actor was running on failed: Killed(sig=9)")
 @pytest.mark.parametrize(
     ("end", "why"),
     [

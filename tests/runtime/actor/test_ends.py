@@ -102,6 +102,7 @@ def test_an_actor_that_heeds_no_interrupt_is_named(procs: ProcMesh) -> None:
 # ---- what actors own -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("kill")
 @pytest.mark.parametrize("how", ["stop", "procs", "kill"])
 def test_what_an_actor_has_spawned_ends_with_it(
     procs: ProcMesh, tmp_path: Path, how: str, watch: Callable[[Iterable[psutil.Process]], None]

@@ -62,6 +62,7 @@ def test_another_process_reads_and_writes(mesh4: ProcMesh, count: int) -> None:
     buffer.drop().get(20)
 
 
+@pytest.mark.quick("1000-connection")
 @pytest.mark.parametrize("router", ["mail", "connection"])
 @pytest.mark.parametrize("count", [1, 1000, BIG])
 def test_processes_of_other_hosts_read_and_write(mesh2x2: ProcMesh, count: int, router: str) -> None:
@@ -225,6 +226,7 @@ def test_buffers_that_were_dropped_say_so(mesh2x2: ProcMesh) -> None:
     owner.drop.call_one().get(20)
 
 
+@pytest.mark.slow
 def test_owners_that_have_died_are_named(mesh2x2_own: ProcMesh) -> None:
     owner, beside = owner_and_reader(mesh2x2_own, {"hosts": 0, "gpus": 0}, {"hosts": 0, "gpus": 1})
     away = mesh2x2_own.slice(hosts=1, gpus=1).spawn("reader", Reader)
@@ -317,6 +319,7 @@ def test_where_memory_may_not_be_looked_at_it_goes_by_mail(mesh2: ProcMesh) -> N
     assert owner.sum.call_one().get(20) == 2.0 * BIG
 
 
+@pytest.mark.slow
 def test_an_owner_that_does_not_answer_in_time_is_named_and_interrupts_end_the_wait(mesh2x2: ProcMesh) -> None:
     owner, reader = owner_and_reader(mesh2x2, {"hosts": 0, "gpus": 0}, {"hosts": 1, "gpus": 1})
     buffer = owner.make.call_one(BIG, 1.5).get(20)

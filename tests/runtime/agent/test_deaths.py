@@ -46,6 +46,7 @@ if rank == 3: os.kill(os.getpid(), signal.SIGBUS)
 """
 
 
+@pytest.mark.slow
 def test_each_cause_is_named_and_known_soon(loose4: ProcMesh) -> None:
     seen: dict[int, float] = {}
     output = Collector()
@@ -140,6 +141,7 @@ parted, int(os.read(read, 20))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "end of the host"])
 def test_what_ranks_leave_in_sessions_of_their_own_ends_with_the_last_mesh(clean_end: None, how: str) -> None:
     hosts = start_hosts({"hosts": 1}, LocalLauncher())
@@ -321,6 +323,7 @@ def test_an_agent_that_dies_takes_everything_with_it_and_the_next_spawn_starts_a
         assert again.run("rank").get(30).values() == [0]
 
 
+@pytest.mark.slow
 def test_ranks_outlive_their_template_and_the_next_spawn_has_another(mesh4: ProcMesh) -> None:
     _template_of(mesh4).kill()
     assert mesh4.run("dist.all_reduce(torch.ones(1)); rank").get(30).values() == [0, 1, 2, 3]
@@ -328,6 +331,7 @@ def test_ranks_outlive_their_template_and_the_next_spawn_has_another(mesh4: Proc
         assert mesh.run("rank").get(30).values() == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_template_that_dies_as_it_is_asked_is_replaced(mesh4: ProcMesh) -> None:
     template = _template_of(mesh4)
     template.suspend()  # it cannot answer
@@ -343,6 +347,7 @@ def test_a_template_that_dies_as_it_is_asked_is_replaced(mesh4: ProcMesh) -> Non
     assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_second_template_that_dies_is_one_clear_error(mesh4: ProcMesh) -> None:
     first = _template_of(mesh4)
     first.suspend()

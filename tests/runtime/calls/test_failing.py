@@ -102,6 +102,7 @@ def raise_on(rank: int, pause_s: float) -> None:
     time.sleep(pause_s)
 
 
+@pytest.mark.slow
 def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(
     eight: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

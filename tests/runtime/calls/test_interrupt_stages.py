@@ -351,6 +351,7 @@ def test_a_call_that_waits_for_its_payload_is_dropped_at_once(mesh2x2: ProcMesh)
     assert mesh2x2.run("int(big.sum())").get(30).values() == [100_000] * 4
 
 
+@pytest.mark.slow
 def test_a_push_on_one_host_is_interrupted_anywhere(mesh4: ProcMesh) -> None:
     big = bytes(300_000_000)
     for delay_s in (0.02, 0.1, 0.3):

@@ -63,6 +63,7 @@ thread = threading.Thread(target=late); thread.start()
     assert [second.text(r) for r in range(4)] == ["second\nstill second\n"] * 4
 
 
+@pytest.mark.slow
 def test_rich_results_and_plots_arrive_with_their_rank(mesh4: ProcMesh) -> None:
     pytest.importorskip("matplotlib")
     got = _run(mesh4, "import matplotlib.pyplot as plt\nplt.plot([1, rank])\n{'rank': rank}")
@@ -175,6 +176,7 @@ def _said(event: object) -> list[str]:
     return [str(event.data["text/html"])] if isinstance(event, DisplayData) else []
 
 
+@pytest.mark.slow
 def test_text_and_displays_of_a_rank_come_in_the_order_of_the_code(mesh4: ProcMesh) -> None:
     expected: list[str] = []
     for k in range(40):

@@ -156,6 +156,7 @@ def _agents_count(mesh: ProcMesh, tmp_path: Path, call: Callable[[], object]) ->
     return min(after - before for before, after in itertools.pairwise(counts)) / (CALLS // 5)
 
 
+@pytest.mark.slow
 @only_on_3_11
 def test_a_call_costs_its_agent_few_calls_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _counted_agent(tmp_path, monkeypatch) as mesh:
@@ -172,6 +173,7 @@ def _count_on_new_threads() -> None:
     threading.setprofile(_count_here)
 
 
+@pytest.mark.slow
 @only_on_3_11
 def test_a_call_of_an_actor_costs_few_calls_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _counted_agent(tmp_path, monkeypatch) as mesh:
@@ -207,6 +209,7 @@ class Caller(Actor):
             await other.no_op.call_one()
 
 
+@pytest.mark.slow
 def test_a_call_of_a_rank_by_another_wakes_only_the_two() -> None:
     with this_host().spawn_procs({"gpus": 2}) as mesh:
         idle: Any = mesh.slice(gpus=1).spawn("idle", Idle)

@@ -418,6 +418,7 @@ def test_groups_can_be_aborted_and_formed_by_hand(mesh4: ProcMesh) -> None:
     mesh4.rebuild_groups().get(30)
 
 
+@pytest.mark.slow
 def test_two_hosts_are_freed_alike(mesh2x2: ProcMesh) -> None:
     error = fail(mesh2x2, "if rank == 3:\n    1 / 0\ndist.barrier()")
     assert error.freed == dict.fromkeys((0, 1, 2), "barrier (cell 7, line 4)")

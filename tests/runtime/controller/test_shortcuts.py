@@ -148,6 +148,7 @@ def test_calls_one_after_the_other_go_past_the_agent(procs: ProcMesh, clerks: An
         _assert_agent_sleeps(procs, call)
 
 
+@pytest.mark.slow
 def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, clerks: Any) -> None:
     first, clerk = procs.slice(gpus=0), clerks.slice(gpus=0)
     futures = []
@@ -174,6 +175,7 @@ def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, cler
     assert clerk.read.call_one().get(30) == list(range(600))
 
 
+@pytest.mark.slow
 def test_calls_to_several_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
     clerks.read.call().get(60)  # each rank has made its own
     for call in (lambda: procs.execute(abs, -3).get(30).values() == [3] * 3, lambda: len(clerks.note.call(3).get(30))):
@@ -182,6 +184,7 @@ def test_calls_to_several_go_past_the_agent(procs: ProcMesh, clerks: Any) -> Non
         _assert_agent_sleeps(procs, call)
 
 
+@pytest.mark.slow
 def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None:
     warm(lambda number: procs.execute(note, number).get(30))
     warm(lambda number: clerks.note.call(number).get(30))
@@ -249,6 +252,7 @@ def test_calls_of_several_with_large_answers_go_by_the_agent(procs: ProcMesh, mo
     assert len(sent) == 3
 
 
+@pytest.mark.slow
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
     clerk, first, wrong = clerks.slice(gpus=0), procs.slice(gpus=0), []
 
@@ -572,6 +576,7 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
+@pytest.mark.quick("call(0.0).get(30); detach()-results6")
 @pytest.mark.parametrize(
     ("last_words", "results"),
     [
@@ -619,6 +624,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     timer.join()
 
 
+@pytest.mark.quick("call(0.0).get(30); die_after_one('Call'); call(0.3, 78); time.sleep(9)-results9-77 78")
 @pytest.mark.parametrize(
     ("last_words", "results", "ran"),
     [

@@ -128,6 +128,7 @@ def test_a_line_is_for_one_prompt_only(mesh4: ProcMesh) -> None:
     assert "[0] 1\n" in debug(mesh4, run, "p count", "c")
 
 
+@pytest.mark.slow
 def test_collectives_wait_for_a_stopped_rank_beyond_the_timeout_of_their_group(mesh4: ProcMesh) -> None:
     code = (
         "from datetime import timedelta\nquick = dist.new_group(timeout=timedelta(seconds=1))\n"

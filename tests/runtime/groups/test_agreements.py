@@ -238,6 +238,7 @@ class Learner(Actor):
         return float(x[0])
 
 
+@pytest.mark.slow
 def test_actors_that_disagree_are_told_and_their_groups_are_formed_again(mesh4: ProcMesh) -> None:
     learners = mesh4.spawn("learner", Learner)
     try:
@@ -384,6 +385,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.quick("reshaped messages")
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str, groups: _Watched) -> None:
     mesh4.run(f"x = torch.ones(4)\n{_dedent(HEALTHY[kind])}").get(60)

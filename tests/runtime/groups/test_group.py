@@ -15,6 +15,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_every_collective_is_right_and_counted_alike(ranks: Ranks) -> None:
     results = ranks.run("every_collective")
     for rank, (got, issued, sent, received) in enumerate(results):
@@ -23,11 +24,13 @@ def test_every_collective_is_right_and_counted_alike(ranks: Ranks) -> None:
         assert (sent, received) == ({(rank + 1) % 4: 1}, {(rank - 1) % 4: 1})
 
 
+@pytest.mark.slow
 def test_an_abort_frees_every_kind_of_wait_and_what_was_made_before_serves_on(ranks: Ranks) -> None:
     for took in ranks.run("aborted")[1:]:
         assert len(took) == 14 and max(took.values()) < 3, took
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_every_kind_of_wait(ranks: Ranks) -> None:
     for took in ranks.run("interrupted")[1:]:
         assert len(took) == 5 and max(took.values()) < 3, took
@@ -63,6 +66,7 @@ def test_ranks_that_wait_to_form_groups_are_freed(ranks: Ranks) -> None:
         assert "rank 0 raised ValueError" in error and took < 3 and counted == 4
 
 
+@pytest.mark.quick("ddp-backward")
 @pytest.mark.parametrize("cut", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training_goes_on_after_an_iteration_was_cut_off(ranks: Ranks, kind: str, cut: str) -> None:
@@ -78,6 +82,7 @@ def test_a_fresh_rank_joins_the_groups_of_the_others(ranks: Ranks) -> None:
         assert whole == [2.0 * row, 2.0 * row + 1]
 
 
+@pytest.mark.slow
 def test_handles_of_another_size_say_what_to_make_again(ranks: Ranks) -> None:
     for rank, (counted, errors) in enumerate(ranks.run("another_size")[:3]):
         assert counted == 3 and len(errors) == (2 if rank < 2 else 1)

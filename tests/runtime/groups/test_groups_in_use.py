@@ -88,6 +88,9 @@ except RuntimeError:
     assert mesh4.run(code).get(30).values() == [[0, 1, 2, 3]] * 4
 
 
+@pytest.mark.quick(
+    "if rank == 1: raise ValueError\\nwork = dist.all_reduce(torch.ones(3), async_op=True)\\nraise KeyError"
+)
 @pytest.mark.parametrize(
     "code",
     [
@@ -165,6 +168,7 @@ def test_an_init_that_was_interrupted_on_one_rank_leaves_nothing(mesh2: ProcMesh
     mesh2.run(PROVE).get(30)
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_reset_is_mended_by_heal_or_after_the_failure(mesh2: ProcMesh) -> None:
     for heals in (True, False):
         mesh2.run(PROVE).get(30)
@@ -200,6 +204,7 @@ raise ValueError
         assert mesh.run("rank").get(30).values() == [0, 1] and not mesh.lost
 
 
+@pytest.mark.slow
 def test_groups_that_were_formed_again_leave_no_threads_of_gloo(mesh2: ProcMesh) -> None:
     def threads() -> list[int]:
         return mesh2.execute(_threads_of_gloo).get(30).values()

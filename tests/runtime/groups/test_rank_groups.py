@@ -18,6 +18,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_importing_starts_no_thread_and_opens_no_socket(ranks: Ranks) -> None:
     threads, sockets = ranks.threads_and_sockets
     assert (threads, sockets) == (b"1", b"1")  # the socket that it was given
@@ -108,6 +109,7 @@ def test_ddp_trains_as_one_process_does(ranks: Ranks) -> None:
     assert ranks.run("data_parallel") == ["same"] * 4
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("axes", [{"gpus": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp", "hsdp"])
 def test_fsdp_trains_as_one_process_does(ranks: Ranks, axes: dict[str, int]) -> None:
     assert ranks.run("fully_sharded", axes=axes) == ["same"] * 4
@@ -183,5 +185,6 @@ def test_a_value_that_cannot_be_had_is_an_error_on_every_rank(ranks: Ranks) -> N
         assert "there is no rank 9" in no_such_rank and "there is no process group" in no_group
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_a_collective_says_which_and_where(ranks: Ranks) -> None:
     assert ranks.run("seen_in_a_collective")[1:] == ["in all_reduce (cell 7, line 5)"] * 3

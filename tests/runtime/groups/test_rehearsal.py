@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import gc, json, os, sys, threading
 from meshbook.launchers.starting.templates import WITH_TORCH, _ENVIRONMENT
@@ -62,6 +64,7 @@ print(json.dumps([before, state(), first, formed_by_a_fork()]))
 """
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_nothing_but_memory_that_forks_need_no_more() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True, timeout=300)
     before, after, first, second = json.loads(done.stdout)

@@ -231,6 +231,7 @@ def test_pods_that_run_outlive_their_driver() -> None:
     assert log.why_ended("k8s-2", 1) == "the driver of Kubernetes has ended (exit code 1): ValueError: no"
 
 
+@pytest.mark.slow
 def test_no_cluster_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kubernetes")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))

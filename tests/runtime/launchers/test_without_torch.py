@@ -106,6 +106,7 @@ def test_collectives_and_groups_are_refused_in_words(clean_end: None) -> None:
         assert mesh.run("rank").get(30).values() == [0, 1]
 
 
+@pytest.mark.slow
 def test_code_may_import_torch_itself_and_tensors_then_travel(clean_end: None) -> None:
     with _spawn(1) as mesh:
         assert mesh.run("import torch; torch.ones(3).sum().item()").get(60).values() == [3.0]
@@ -120,6 +121,7 @@ def test_a_rank_that_ended_comes_back_without_torch_and_the_mesh_grows_so(clean_
         assert grown.run(HAS_TORCH).get(60).values() == [False] * 3
 
 
+@pytest.mark.slow
 def test_a_mesh_beside_it_has_torch_and_the_two_templates_stay(clean_end: None) -> None:
     with _spawn() as mesh, this_host().spawn_procs({"gpus": 2}) as other:
         assert other.run("dist.all_reduce(t := torch.ones(1)); t.item()").get(30).values() == [2, 2]

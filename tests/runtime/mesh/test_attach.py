@@ -472,6 +472,7 @@ def test_ranks_take_the_words_of_whoever_attaches_them(zygote: Zygote, watch: Wa
         kept.run("import sys; sys.exit()").get(60)
 
 
+@pytest.mark.slow
 def test_hosts_that_dial_before_the_next_controller_looks_for_them_are_let_in(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:

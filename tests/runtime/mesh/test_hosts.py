@@ -89,6 +89,7 @@ def test_hosts_are_shut_down_once() -> None:
     job.kill()
 
 
+@pytest.mark.slow
 def test_a_handle_of_hosts_stops_what_it_has_spawned_itself() -> None:
     job = ProcessJob({"hosts": 2})
     first, second = job.state().hosts, job.state().hosts
@@ -110,6 +111,7 @@ class Slow(Actor):
         Path(path).touch()
 
 
+@pytest.mark.slow
 def test_actors_on_their_way_are_made_before_their_hosts_end(tmp_path: Path) -> None:
     hosts = ProcessJob({"hosts": 1}).state().hosts
     procs = hosts.spawn_procs(torch=False)
@@ -121,6 +123,7 @@ def test_actors_on_their_way_are_made_before_their_hosts_end(tmp_path: Path) -> 
         procs.run("rank").get(60)
 
 
+@pytest.mark.slow
 def test_actors_that_are_never_made_do_not_hold_up_the_end_of_their_hosts(tmp_path: Path) -> None:
     hosts = ProcessJob({"hosts": 1}).state().hosts
     procs = hosts.spawn_procs(torch=False)

@@ -162,6 +162,7 @@ def test_a_mesh_without_a_group_is_healed_without_one() -> None:
         assert mesh.run(who).get(30).values() == [(False, "0"), (False, "1")]
 
 
+@pytest.mark.slow
 def test_a_lost_agent_is_started_again_with_its_ranks() -> None:
     hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
     with hosts.spawn_procs({"gpus": 2}, name="hosts", owns_hosts=True) as mesh:
@@ -183,6 +184,7 @@ def wait_for_file(path: str) -> int:
     return int(os.environ["RANK"])
 
 
+@pytest.mark.slow
 def test_what_the_others_run_goes_on_while_the_first_host_is_healed(tmp_path: Path) -> None:
     hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
     with hosts.spawn_procs({"gpus": 2}, name="held", owns_hosts=True) as mesh:
@@ -200,6 +202,7 @@ def test_what_the_others_run_goes_on_while_the_first_host_is_healed(tmp_path: Pa
         assert mesh.run(SUM).get(60).values() == [4] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("find", [torch_templates_of, children_of])
 def test_a_template_that_is_gone_is_started_again(
     mesh2: ProcMesh, mesh4: ProcMesh, find: Callable[[int, Container[int]], list[psutil.Process]]
@@ -326,6 +329,7 @@ for leave in (shutdown, detach):
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_that_its_process_has_left_is_not_healed_and_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVERS], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["MeshStoppedError"] * 2 + ["MeshDetachedError"] * 2, done.stderr
@@ -345,6 +349,7 @@ class MovedLauncher(LocalLauncher):
         return self
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_started_again_is_a_device_mesh_error_and_can_be_healed_later() -> None:
     launcher = MovedLauncher(separate_hosts=True)
     hosts = start_hosts({"hosts": 2}, launcher)

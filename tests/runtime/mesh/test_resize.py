@@ -99,6 +99,7 @@ def test_several_axes_and_split_ones() -> None:
         assert change.procs.run("dist.get_world_size(mesh.get_group('tp'))").get(30).values() == [2] * 6
 
 
+@pytest.mark.slow
 def test_hosts_come_and_go_with_a_mesh_that_owns_them() -> None:
     hosts = start_hosts({"hosts": 1}, LocalLauncher(separate_hosts=True))
     with hosts.spawn_procs({"gpus": 2}, name="wide", owns_hosts=True) as mesh:

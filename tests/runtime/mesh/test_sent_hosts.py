@@ -53,6 +53,7 @@ def hosts(clean_end: None) -> Iterator[HostMesh]:
     meshbook.shutdown()
 
 
+@pytest.mark.slow
 def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) -> None:
     with hosts.slice(hosts=0).spawn_procs(torch=False) as procs:
         starter = procs.spawn("starter", Starter)
@@ -68,6 +69,7 @@ def test_an_actor_starts_processes_on_hosts_that_it_was_sent(hosts: HostMesh) ->
             part.shutdown()
 
 
+@pytest.mark.slow
 def test_the_own_host_of_a_rank_is_the_same_wherever_it_is_sent(hosts: HostMesh) -> None:
     with hosts.spawn_procs(torch=False) as procs:
         starters = procs.spawn("starters", Starter)
@@ -79,6 +81,7 @@ def test_the_own_host_of_a_rank_is_the_same_wherever_it_is_sent(hosts: HostMesh)
             assert more.host_mesh == hosts.slice(hosts=1)
 
 
+@pytest.mark.slow
 def test_some_of_the_hosts_are_not_shut_down_by_themselves(hosts: HostMesh) -> None:
     part = hosts.slice(hosts=1)
     for refused in (part, part.rename(), hosts.split(hosts=("a", "b"), a=1).slice(b=0)):
@@ -91,6 +94,7 @@ def test_some_of_the_hosts_are_not_shut_down_by_themselves(hosts: HostMesh) -> N
     hosts.rename(hosts="nodes").shutdown().get()
 
 
+@pytest.mark.slow
 def test_a_rank_knows_its_own_host_from_others(hosts: HostMesh) -> None:
     with hosts.spawn_procs(torch=False) as procs:
         starters = procs.spawn("starters", Starter)

@@ -40,6 +40,7 @@ def _environment(folder: Path, more: str = "pass") -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other_python: Path) -> None:
     host = this_host().with_python_executable(other_python)
     with host.spawn_procs({"gpus": 2}) as procs:
@@ -58,6 +59,7 @@ def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other
         assert _executables(procs) == [sys.executable]
 
 
+@pytest.mark.slow
 def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> None:
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=$$\nexec {sys.executable} "$@"\n')

@@ -82,6 +82,7 @@ def test_numpy_axes_select_the_same() -> None:
     assert same(Region.of({"hosts": 2, "gpus": 4}), np.arange(8).reshape(2, 4))
 
 
+@pytest.mark.slow
 @given(st.data())
 @quick
 def test_slice_is_numpy_indexing(data: st.DataObject) -> None:
@@ -95,6 +96,7 @@ def test_slice_is_numpy_indexing(data: st.DataObject) -> None:
             members.slice(**axes)
 
 
+@pytest.mark.slow
 @given(st.data())
 @quick
 def test_pick_is_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
@@ -108,6 +110,7 @@ def test_pick_is_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
     assert same(members.pick(**axes), expected)
 
 
+@pytest.mark.slow
 @given(st.data())
 @quick
 def test_split_is_reshape_and_flatten_undoes_it(data: st.DataObject) -> None:
@@ -128,6 +131,7 @@ def test_split_is_reshape_and_flatten_undoes_it(data: st.DataObject) -> None:
         assert list(part.flatten(label).ranks()) == ranks
 
 
+@pytest.mark.slow
 @given(views())
 @quick
 def test_flatten_works_exactly_where_one_stride_describes_the_ranks(members: Members) -> None:
@@ -141,6 +145,7 @@ def test_flatten_works_exactly_where_one_stride_describes_the_ranks(members: Mem
             members.flatten("rank")
 
 
+@pytest.mark.slow
 @given(st.data())
 @quick
 def test_select_keeps_the_order_given(data: st.DataObject) -> None:

@@ -122,6 +122,7 @@ def test_the_repr_groups_equal_values_by_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_repr_stays_on_one_screen_with_a_thousand_ranks_and_huge_values() -> None:
     mesh = Region.of({"hosts": 125, "gpus": 8})
     matrix = np.ones((30, 30))

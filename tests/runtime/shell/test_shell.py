@@ -189,6 +189,7 @@ def rank(new_rank: Callable[[int], RankProcess]) -> RankProcess:
 # ---- start ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_construction_starts_no_thread_writes_no_file_and_leaves_the_templates_main_alone(template: Template) -> None:
     assert template.facts["threads"] == 1
     assert template.facts["home"] == []
@@ -278,6 +279,7 @@ def test_question_marks_show_help(rank: RankProcess) -> None:
     assert 'return f"hello {name}"' in plain(shown["data"]["text/plain"])
 
 
+@pytest.mark.slow
 def test_figures_are_shown_at_the_end_of_the_cell_without_being_asked_for(rank: RankProcess) -> None:
     pytest.importorskip("matplotlib")
     ran = rank.cell(
@@ -749,6 +751,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.slow
 def test_forbidden_collectives_raise_at_once_and_only_in_that_cell(rank: RankProcess, tmp_path: Path) -> None:
     started = rank.cell(
         "import warnings; warnings.simplefilter('ignore')\n"

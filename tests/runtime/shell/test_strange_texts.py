@@ -41,6 +41,7 @@ def test_labels_values_and_errors(mesh4: ProcMesh) -> None:
     assert failed.value.failures[0].evalue == SHOWN
 
 
+@pytest.mark.quick("def _render_traceback_(self): return [3, None]")
 @pytest.mark.parametrize(
     "body",
     [
@@ -124,6 +125,7 @@ def _break_actors() -> None:
     ActorRunner._finish = fault  # type: ignore[assignment, method-assign]
 
 
+@pytest.mark.slow
 def test_an_actor_whose_thread_ends_by_a_fault_of_ours_leaves_nobody_waiting(mesh2: ProcMesh) -> None:
     odd = mesh2.spawn("odd", Odd)
     odd.echo.call("before").get(20)

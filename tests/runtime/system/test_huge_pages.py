@@ -70,6 +70,7 @@ def test_memory_that_is_hardly_used_or_shared_is_left() -> None:
             os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_a_template_that_nobody_asks_for_anything_does_it() -> None:
     hosts = start_hosts({}, LocalLauncher())
     hosts.spawn_procs({"gpus": 1}, group=False, device="cpu").stop().get(60)

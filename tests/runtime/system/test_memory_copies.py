@@ -56,6 +56,7 @@ def never() -> None:
     """A copy that is always wanted."""
 
 
+@pytest.mark.quick("1-1-0")
 @pytest.mark.parametrize("shift", [0, 1, 13])
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_each_byte_is_read_and_written_and_none_beside_it(size_bytes: int, shift: int) -> None:
@@ -76,6 +77,7 @@ def test_each_byte_is_read_and_written_and_none_beside_it(size_bytes: int, shift
         assert np.array_equal(back[shift + size_bytes :], theirs[shift + size_bytes :])
 
 
+@pytest.mark.slow
 def test_what_the_check_raises_ends_the_copy_for_all_threads(threads: int) -> None:
     memory = numbered(SLICE_BYTES * 12)
     mine = np.zeros_like(memory)
@@ -96,6 +98,7 @@ def test_what_the_check_raises_ends_the_copy_for_all_threads(threads: int) -> No
         assert np.array_equal(before, mine)
 
 
+@pytest.mark.quick("3")
 def test_a_process_that_dies_in_the_midst_is_told_of() -> None:
     memory = numbered(SLICE_BYTES * 12)
     mine = np.zeros_like(memory)

@@ -79,6 +79,7 @@ def find(world: Path, **variables: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_mesh_starts_without_a_home_or_a_runtime_folder_and_beside_a_squatter(world: Path) -> None:
     (world / f"meshbook-{NOBODY}").mkdir()
     ran = run_as_nobody(SPAWN, world, XDG_RUNTIME_DIR="/run/user/of-somebody-gone")
@@ -176,6 +177,7 @@ def old_kernel(refusal: str, calls: str, code: str) -> subprocess.CompletedProce
     return run_on_old_kernel(refusal, calls, code, TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refusal", "calls"),
     [
@@ -264,6 +266,7 @@ NO_LINUX = """
 """
 
 
+@pytest.mark.slow
 def test_on_other_systems_imports_work_and_spawn_says_in_a_sentence_what_it_needs() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(NO_LINUX)],
@@ -295,6 +298,7 @@ ONLY_IPV6 = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "own"),
     [

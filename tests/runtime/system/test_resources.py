@@ -79,6 +79,7 @@ def _check_chatter(mesh: ProcMesh, why: str) -> None:
     assert said == [f"its log is incomplete from here on: {why}\n"] * len(mesh), "said once"
 
 
+@pytest.mark.slow
 def test_output_reaches_the_notebook_when_its_log_cannot_grow(mesh2: ProcMesh) -> None:
     with limited(_agent_of(mesh2), resource.RLIMIT_FSIZE, 20_000):
         _check_chatter(mesh2, "file too large (the limit on the size of files was met: ulimit -f)")
@@ -95,6 +96,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_logs_costs_the_logs_only(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown()
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
@@ -129,6 +131,7 @@ def test_a_folder_that_cannot_be_made_is_a_spawn_error(tmp_path: Path, monkeypat
 # ---- descriptors ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_agent_without_descriptors_refuses_a_spawn_and_serves_on(mesh2: ProcMesh) -> None:
     agent = _agent_of(mesh2)
     before = len(os.listdir(f"/proc/{agent}/fd"))
@@ -176,6 +179,7 @@ meshbook.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [2, 6, 14])
 def test_a_process_without_descriptors_cannot_begin_and_can_later(left: int) -> None:
     done = subprocess.run(

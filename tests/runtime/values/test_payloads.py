@@ -38,6 +38,7 @@ def segments_in_use(mesh: ProcMesh) -> int:
     return len(mesh._controller._dispatcher.payloads._pool.in_use)
 
 
+@pytest.mark.slow
 def test_values_are_those_at_the_moment_of_the_call(mesh2x2: ProcMesh) -> None:
     keepers = mesh2x2.spawn("keepers", Keeper)
     keepers.initialized.get(60)
@@ -54,6 +55,7 @@ def test_values_are_those_at_the_moment_of_the_call(mesh2x2: ProcMesh) -> None:
     assert mesh2x2.run("int(x.max()), int(pieces[0].max())").get(30).values() == [(0, 0)] * 4
 
 
+@pytest.mark.slow
 def test_values_that_actors_send_are_those_at_the_moment_of_sending(mesh2x2: ProcMesh) -> None:
     keepers = mesh2x2.spawn("senders", Keeper)
     port, receiver = Channel[object].open()
@@ -83,6 +85,7 @@ def most_anonymous_bytes(until: Callable[[], bool]) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_what_waits_for_many_hosts_lies_in_memory_once(three_hosts: ProcMesh) -> None:
     array = np.ones(96 * MB, np.uint8)
     three_hosts.push({"x": array[:MB]}).get(60)
@@ -94,6 +97,7 @@ def test_what_waits_for_many_hosts_lies_in_memory_once(three_hosts: ProcMesh) ->
     wait_until(lambda: segments_in_use(three_hosts) == 0)
 
 
+@pytest.mark.slow
 def test_a_stalled_host_holds_up_nobody_else_and_no_copies(three_hosts: ProcMesh) -> None:
     pids = three_hosts.execute(os.getppid).get(30).values()
     os.kill(pids[2], signal.SIGSTOP)
@@ -109,6 +113,7 @@ def test_a_stalled_host_holds_up_nobody_else_and_no_copies(three_hosts: ProcMesh
     wait_until(lambda: segments_in_use(three_hosts) == 0)
 
 
+@pytest.mark.slow
 def test_a_payload_of_a_lost_host_is_freed(three_hosts: ProcMesh) -> None:
     agent = three_hosts.execute(os.getppid).get(30).values()[2]
     os.kill(agent, signal.SIGSTOP)
@@ -147,6 +152,7 @@ def test_payloads_of_calls_that_are_dropped_while_they_queue_are_freed(mesh2: Pr
         failing.get(30)
 
 
+@pytest.mark.slow
 def test_payloads_of_calls_that_queue_when_a_mesh_is_stopped_are_freed(mesh2: ProcMesh) -> None:
     _, queued = push_behind_a_failure(mesh2)
     mesh2.stop()

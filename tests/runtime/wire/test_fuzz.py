@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_nothing_that_comes_over_the_wire_does_harm() -> None:
     command = [sys.executable, "-m", "benchmarks.fuzz", "--frames", "20000", "--handshakes", "1000"]
     fuzzed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)

@@ -78,6 +78,7 @@ def test_a_print_of_70_mb_is_cut_and_counted(mesh2: ProcMesh, code: str) -> None
     assert mesh2.run("rank").get(20).values() == [0, 1]
 
 
+@pytest.mark.quick("raise ValueError('x' * 73400320)")
 @pytest.mark.parametrize(
     "code",
     [
@@ -105,6 +106,7 @@ class Loud(Actor):
         return time.monotonic()
 
 
+@pytest.mark.slow
 def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
     heard: list[OutputEvent] = []
     set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard.append))

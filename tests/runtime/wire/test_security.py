@@ -114,6 +114,7 @@ def test_a_port_that_cannot_be_shut_stays_open() -> None:
         socket.create_connection(listener.getsockname(), timeout=20).close()
 
 
+@pytest.mark.quick("scan")
 @pytest.mark.parametrize(
     "attack", [strangers.send_garbage, strangers.scan, strangers.ask_by_http, strangers.claim_2_gb]
 )

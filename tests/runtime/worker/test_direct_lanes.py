@@ -204,6 +204,7 @@ def test_an_interrupt_reaches_what_was_called_directly(clerks: Any) -> None:
         assert clerks.echo.call(1).get(5).values() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_end_of_a_mesh_ends_calls_to_it(procs: ProcMesh, clerks: Any) -> None:
     with this_host().spawn_procs({"gpus": 1}, group=False, torch=False) as mesh:
         other: Any = mesh.spawn("other", Clerk)

@@ -56,6 +56,7 @@ def test_an_exception_on_another_host_is_raised_where_it_is_waited_for(mesh2x2: 
         mesh2x2.slice(hosts=0, gpus=1).execute(mail_ranks.ask, there.on(3), "fail").get(30)
 
 
+@pytest.mark.slow
 def test_large_payloads_cross_in_pieces_and_are_freed(mesh2x2: ProcMesh) -> None:
     there = open_desks(mesh2x2)
     array = np.arange(3_000_000.0)
@@ -102,6 +103,7 @@ def test_who_waits_for_a_host_that_is_lost_is_told_and_calls_its_successor(morta
     assert mortal.slice(hosts=1).execute(mail_ranks.ask, there, "echo", 2).get(20).values() == [{0: 2, 1: 2}]
 
 
+@pytest.mark.slow
 def test_a_flood_to_another_host_is_held_back(mesh2x2: ProcMesh) -> None:
     there = open_desks(mesh2x2)
     slow = mesh2x2.status()[3].pid

@@ -118,6 +118,7 @@ def test_large_payloads_go_through_shared_memory_and_are_freed(mesh4: ProcMesh, 
     wait_until(lambda: set(mesh4.execute(mail_ranks.segments_in_use).get(20).values()) == {0})
 
 
+@pytest.mark.slow
 def test_a_flood_is_held_back_and_stalls_nobody(mesh4: ProcMesh) -> None:
     there = open_desks(mesh4)
     status = mesh4.status()
@@ -139,6 +140,7 @@ def test_a_flood_is_held_back_and_stalls_nobody(mesh4: ProcMesh) -> None:
     assert [number for _, _, number in notes] == list(range(4000))
 
 
+@pytest.mark.slow
 def test_a_flood_to_a_rank_that_dies_goes_on(mesh4: ProcMesh, mesh2: ProcMesh) -> None:
     there = open_desks(mesh2)
     victim = mesh2.status()[1].pid

@@ -74,6 +74,7 @@ def registry(mesh: ProcMesh) -> Iterator[LocalDesk]:
     registry.close()
 
 
+@pytest.mark.quick("mesh4")
 def test_ranks_call_the_process_of_the_controller(mesh: ProcMesh, registry: LocalDesk) -> None:
     assert mesh.execute(mail_ranks.ask_controller, registry.mailbox, "echo", 5).get(20).values() == [5] * 4
     array = np.arange(3_000_000.0)

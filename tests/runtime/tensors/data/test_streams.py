@@ -252,6 +252,7 @@ def test_reading_overlaps_the_work_of_the_ranks(grid: Mesh) -> None:
     assert next(batches).sum().item() == 2
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_no_batch_is_lost_when_a_rank_ends(mesh2: ProcMesh, prefetch: int) -> None:
     mesh = Mesh(mesh2)

@@ -208,6 +208,7 @@ def test_own_tensors_end_with_their_ranks() -> None:
             assert inspect(torch.ones(3).reduce(), gpus=1).tolist() == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_what_living_ranks_hold_survives_a_repair() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="torn") as procs:
         mesh = Mesh(procs)

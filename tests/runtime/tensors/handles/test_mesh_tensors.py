@@ -37,6 +37,7 @@ def equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.quick("[None, 'tp']")
 @pytest.mark.parametrize("spec", LAYOUTS, ids=str)
 def test_operations_give_what_they_give_in_one_process(grid: Mesh, spec: list[object]) -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 3)
@@ -53,6 +54,7 @@ def test_operations_give_what_they_give_in_one_process(grid: Mesh, spec: list[ob
     assert x.argmax().item() == a.argmax().item()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_process(grid: Mesh) -> None:
     a, w = torch.randn(6, 4), torch.randn(4, 4)
     plain = w.clone().requires_grad_()
@@ -69,6 +71,7 @@ def test_gradients_are_those_of_one_process(grid: Mesh) -> None:
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
+@pytest.mark.quick("5-soft_margin_loss")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [4, 5])
 def test_losses_that_dtensor_gets_wrong_are_right(grid: Mesh, name: str, rows: int) -> None:
@@ -106,6 +109,7 @@ def test_factories(grid: Mesh) -> None:
     assert 0 <= meshbook.rand(100, **layout).min().item() < meshbook.rand(100, **layout).max().item() < 1
 
 
+@pytest.mark.quick("spec6")
 @pytest.mark.parametrize("spec", [*LAYOUTS, [("tp", "dp"), None]])
 def test_tensors_of_equal_values_are_made_in_parts(grid: Mesh, spec: list[object]) -> None:
     for shape in ((5, 3), (3, 1), (0, 2)):
@@ -243,6 +247,7 @@ def test_layouts_change_and_are_told(grid: Mesh) -> None:
     assert len(large) < 1000
 
 
+@pytest.mark.slow
 def test_a_failure_comes_where_the_result_is_used_and_names_its_line(grid: Mesh) -> None:
     table = meshbook.distribute(torch.randn(4, 3), grid)
     bad = torch.nn.functional.embedding(meshbook.distribute(torch.tensor([1, 9]), grid), table)
@@ -312,6 +317,7 @@ def test_what_cannot_be_is_refused(grid: Mesh, lone: Mesh) -> None:
         x @ x
 
 
+@pytest.mark.quick("['dp', None]")
 @pytest.mark.parametrize("spec", LAYOUTS, ids=str)
 def test_views_and_what_they_are_of_see_each_others_writes(grid: Mesh, spec: list[object]) -> None:
     a = torch.arange(24.0).view(6, 4)
@@ -330,6 +336,7 @@ def test_views_and_what_they_are_of_see_each_others_writes(grid: Mesh, spec: lis
         assert equal(got, wanted)
 
 
+@pytest.mark.quick("[None, 'tp']")
 @pytest.mark.parametrize("spec", [*LAYOUTS, [None, None, "tp"], ["dp", None, "tp"]], ids=str)
 def test_parts_in_another_order_of_memory_than_the_whole_are_flattened(grid: Mesh, spec: list[object]) -> None:
     """As gradients of transposed tensors are, that begin with the ones of a sum."""
@@ -417,6 +424,7 @@ def _write(x: torch.Tensor) -> torch.Tensor:
     return x.clone().mul_(x).exp_().view(-1)[3:]
 
 
+@pytest.mark.quick("[None, 'tp']-sin")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # which torch imports for it
 @pytest.mark.parametrize("function", [torch.sin, _attend, _write])
 @pytest.mark.parametrize("spec", [["dp", None], [None, "tp"]], ids=str)
@@ -456,6 +464,7 @@ def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
     assert held() <= before + 2
 
 
+@pytest.mark.quick("ldl_factor")
 @pytest.mark.parametrize("name", ["cholesky", "inv", "lu_factor", "ldl_factor", "tensorinv"])
 def test_a_matrix_that_has_no_such_form_is_an_error(square: ProcMesh, name: str) -> None:
     function = getattr(torch.linalg, name)

@@ -30,6 +30,7 @@ def shapes_of_line(rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(8, 1), torch.empty(8, 1)
 
 
+@pytest.mark.slow
 def test_data_parallel_training_averages_gradients_over_an_axis(grid: ProcMesh) -> None:
     replicas = grid.slice(stages=0)
     with replicas.activate():
@@ -126,6 +127,7 @@ class Learner(Actor):
         return found
 
 
+@pytest.mark.slow
 def test_grpo_whose_learner_is_an_actor_that_drives_tensors(grid: ProcMesh) -> None:
     samplers = grid.slice(stages=0).spawn("samplers", Sampler)
     learner = this_proc().spawn("learner", Learner)

@@ -99,6 +99,7 @@ def grid(square: ProcMesh) -> Mesh:
     return Mesh(square)
 
 
+@pytest.mark.quick("embedding by column-1")
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_with_styles_trains_as_in_one_process(grid: Mesh, plan: str, axes: int) -> None:
@@ -141,6 +142,7 @@ def test_a_module_that_writes_to_its_input_does_so_whatever_the_layout(grid: Mes
         assert torch.allclose(got.full_tensor(), wanted)
 
 
+@pytest.mark.slow
 def test_a_step_with_styles_can_be_recorded(grid: Mesh) -> None:
     torch.manual_seed(1)
     model = meshbook.module_to_mesh(transformer(), grid, SEQUENCE_PARALLEL)

@@ -30,6 +30,7 @@ def test_a_mesh_of_a_mesh_is_of_its_processes(square: ProcMesh) -> None:
     assert Mesh(Mesh(square)).procs is square
 
 
+@pytest.mark.quick("{'dp': 0}")
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_part_does_what_a_mesh_does(square: ProcMesh, part: dict[str, int | slice]) -> None:
     mesh = Mesh(square).slice(**part)
@@ -57,6 +58,7 @@ def test_a_part_does_what_a_mesh_does(square: ProcMesh, part: dict[str, int | sl
             square.push({"x": x}).get(20)
 
 
+@pytest.mark.slow
 def test_parts_work_at_the_same_time_and_are_not_mixed(square: ProcMesh) -> None:
     batches = [torch.randn(4, 3), torch.randn(4, 3)]
     meshes = [Mesh(square).slice(dp=index) for index in range(2)]
@@ -81,6 +83,7 @@ def test_parts_work_at_the_same_time_and_are_not_mixed(square: ProcMesh) -> None
         first + meshbook.ones(4, mesh=square)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("rank", range(4))
 def test_a_part_is_repaired_whichever_rank_ended(hurt: ProcMesh, rank: int) -> None:
     whole = Mesh(hurt)
@@ -121,6 +124,7 @@ def test_a_mesh_that_has_grown_or_shrunk_can_be_called_when_tensors_of_before_ar
         assert meshbook.ones(6, mesh=Mesh(now), sharding_spec=["dp"]).sum().item() == 6
 
 
+@pytest.mark.slow
 def test_tensors_go_from_a_mesh_as_it_was_to_what_it_has_become() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="grown") as procs:
         a, mesh = torch.randn(6, 4), Mesh(procs)

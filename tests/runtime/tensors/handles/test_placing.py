@@ -35,6 +35,7 @@ def layouts(dims: int, axes: int) -> list[list[Placement]]:
     return [list(chosen) for chosen in itertools.product(choices, repeat=axes)]
 
 
+@pytest.mark.quick("(0, 4)-[]")
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("shape", [(5, 7), (301, 130), (1, 2), (0, 4)], ids=str)
 def test_a_rank_keeps_its_block_and_no_more(grid: Mesh, shape: tuple[int, ...], spec: list[str]) -> None:
@@ -73,6 +74,7 @@ def test_it_is_a_copy_at_the_moment_of_the_call(grid: Mesh) -> None:
     assert y.mean().item() == 2
 
 
+@pytest.mark.slow
 def test_machines_are_sent_the_blocks_of_their_ranks_once(mesh2x2: ProcMesh) -> None:
     mesh = Mesh(mesh2x2)
     whole = torch.randn(301, 303)

@@ -106,6 +106,7 @@ FOUND = {
 """Programs that were done otherwise."""
 
 
+@pytest.mark.quick("equal ends of a histogram")
 @pytest.mark.parametrize("name", FOUND)
 def test_a_program_that_once_was_wrong_is_right(square: ProcMesh, name: str) -> None:
     assert difference(FOUND[name], Mesh(square)) == ""
@@ -163,6 +164,7 @@ def test_a_sparse_tensor_is_refused_by_name(square: ProcMesh) -> None:
         torch.stft(meshbook.ones(64, mesh=square), 16, return_complex=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch does not have it")
 def test_an_operator_that_torch_defines_late_is_known_to_the_ranks(square: ProcMesh) -> None:
     lines = ("t2 = F.linear_cross_entropy(t0, t1, t0.detach().argmax(-1))",)

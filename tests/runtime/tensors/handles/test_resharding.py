@@ -54,6 +54,7 @@ def test_pieces_make_each_part_and_no_rank_is_sent_what_it_has() -> None:
                     assert [piece.source for piece in found] == [target]
 
 
+@pytest.mark.quick("flat-row")
 @pytest.mark.parametrize("to", EVERY)
 @pytest.mark.parametrize("origin", EVERY)
 def test_values_and_layout_arrive(meshes: dict[str, Mesh], origin: str, to: str) -> None:
@@ -69,6 +70,7 @@ def test_values_and_layout_arrive(meshes: dict[str, Mesh], origin: str, to: str)
 DTYPES = (torch.bool, torch.int16, torch.int64, torch.uint8, torch.bfloat16, torch.float64, torch.complex64)
 
 
+@pytest.mark.quick("()")
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (3, 2, 2)], ids=str)
 def test_any_dtype_and_shape(meshes: dict[str, Mesh], shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
@@ -93,6 +95,7 @@ def test_sums_are_summed_and_what_was_sent_is_a_copy(meshes: dict[str, Mesh]) ->
     assert (view.sum().item(), x.sum().item()) == (132.0, 0.0)
 
 
+@pytest.mark.slow
 def test_gradients_come_back_to_where_the_tensor_was(meshes: dict[str, Mesh]) -> None:
     a, w = torch.randn(5, 4), torch.randn(4, 3).requires_grad_()
     plain = a.clone().requires_grad_()
@@ -154,6 +157,7 @@ def test_meshes_that_were_spawned_apart_share_no_group(meshes: dict[str, Mesh], 
         x.to_mesh(meshes["left"], ["tp"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_meanwhile_hangs_nobody() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)

@@ -79,12 +79,13 @@ PLANS = {
 }
 
 
-@pytest.mark.quick("2-D")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
     assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
 
 
+@pytest.mark.quick("AdamW-{'fused': True}")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_step_as_in_one_process(grid: Mesh, optimizer: str, options: dict[str, bool]) -> None:
@@ -102,7 +103,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.quick("convolution")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None:
     losses: dict[bool, list[float]] = {}
@@ -123,6 +124,7 @@ def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None
     assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
+@pytest.mark.quick("causal-None")
 @pytest.mark.parametrize("spec", [["dp"], ["dp", "tp"], [None, ("dp", "tp")], [None, None, "tp"], None], ids=str)
 @pytest.mark.parametrize("how", ["causal", "masked", "heads that share keys"])
 def test_attention_is_that_of_one_process(grid: Mesh, how: str, spec: list[Any] | None) -> None:
@@ -144,6 +146,7 @@ def test_attention_is_that_of_one_process(grid: Mesh, how: str, spec: list[Any] 
         assert torch.allclose(got.grad.full_tensor(), wanted.grad, atol=1e-4)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_of_gradients_scales_and_leaves_out_steps_as_in_one_process(grid: Mesh, fused: bool) -> None:
     def train(model: nn.Module, x: torch.Tensor) -> tuple[list[float], list[list[float]]]:
@@ -193,6 +196,7 @@ def train_step(mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, b
     return loss.item()
 
 
+@pytest.mark.slow
 def test_a_repair_of_the_processes_is_one_of_their_tensors() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -223,6 +227,7 @@ def test_a_view_across_parts_does_not_outlive_a_repair() -> None:
         assert x.view(10).add_(1).sum().item() == x.sum().item() == 55.0
 
 
+@pytest.mark.slow
 def test_what_was_made_while_a_rank_died_is_whole_after_the_repair() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -245,6 +250,7 @@ def test_what_was_made_while_a_rank_died_is_whole_after_the_repair() -> None:
         assert made.sum().item() == 24.0
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
     torch.manual_seed(2)
     batches = [torch.randn(8, 16) for _ in range(6)]
@@ -277,6 +283,7 @@ def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
     assert losses == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_repair() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -310,6 +317,7 @@ def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_rep
         assert view_alone.zero_().tolist() == [[0.0] * 4] * 3
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -335,6 +343,7 @@ MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.quick("padding within-True")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("masked", MASKS)
@@ -401,6 +410,7 @@ def _collectives_so_far() -> int:
     return sum(getattr(group, "issued", 0) for group in dist.distributed_c10d._world.pg_map)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_together(grid: Mesh) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])

@@ -49,6 +49,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.quick("products-['dp', None]")
 @pytest.mark.parametrize("spec", (["dp", None], ["dp", "tp"]), ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_gives_the_same_each_time(grid: Mesh, name: str, spec: list[object]) -> None:
@@ -60,6 +61,7 @@ def test_an_operation_gives_the_same_each_time(grid: Mesh, name: str, spec: list
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_values_come_back_bit_for_bit(grid: Mesh) -> None:
     x = meshbook.distribute(torch.randn(8, 6), grid, ["dp", None])
     weight = meshbook.distribute(torch.randn(6, 6), grid).requires_grad_()

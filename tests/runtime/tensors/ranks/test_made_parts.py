@@ -79,6 +79,7 @@ def test_parts_of_arange(dtype: torch.dtype) -> None:
     assert make_part(Factory("arange", (0, 1, 0.1), torch.float32), [2], [3]) is None
 
 
+@pytest.mark.quick("placements2")
 @pytest.mark.parametrize(
     "placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Replicate()], [Replicate(), Replicate()]]
 )

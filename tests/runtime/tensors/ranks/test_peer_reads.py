@@ -44,6 +44,7 @@ def sent_bytes(tensor: DTensor) -> int:
     return own_groups().moved_bytes
 
 
+@pytest.mark.quick("(Shard(dim=1), Replicate())")
 @pytest.mark.parametrize("given", LAYOUTS, ids=str)
 def test_values_arrive_in_every_layout_and_none_are_sent(grid: Mesh, given: tuple[Placement, ...]) -> None:
     a = torch.randn(523, 541)  # uneven, and in short runs where columns are cut
@@ -85,6 +86,7 @@ def test_a_box_is_cut_into_the_longest_runs() -> None:
         assert found == cut.reshape(-1).tolist()
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_meanwhile_costs_the_tensor_and_hangs_nobody() -> None:
     with this_host().spawn_procs({"dp": 3}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -146,6 +148,7 @@ def assert_reads(mesh: Mesh, x: torch.Tensor, a: torch.Tensor) -> None:
     assert torch.equal(laid.full_tensor(), a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nobody(
     hurt: Mesh, tmp_path: Path, ended: int
@@ -169,6 +172,7 @@ def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nob
     assert_reads(hurt, x, a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obeys", [True, False])
 def test_an_interrupt_in_the_middle_of_a_read_costs_its_result_alone(hurt: Mesh, tmp_path: Path, obeys: bool) -> None:
     a = torch.randn(600, 700)
@@ -202,6 +206,7 @@ def huge_bytes(tensor: DTensor) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 def test_large_parts_lie_in_huge_pages(grid: Mesh) -> None:
     a = torch.randn(4 * HUGE_PAGE_BYTES, 2)

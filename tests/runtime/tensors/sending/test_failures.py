@@ -36,7 +36,7 @@ def embed(mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
-@pytest.mark.quick("spec2")
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [["dp"], ["tp"], [("dp", "tp")], [None, "tp"], [None]])
 def test_rows_that_a_table_does_not_have_are_refused_however_it_is_cut(grid: Mesh, spec: list[str | None]) -> None:
     table = meshbook.ones(4, 4, mesh=grid, sharding_spec=spec)
@@ -51,7 +51,7 @@ def embed_in(table: torch.Tensor, mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
-@pytest.mark.quick("spec1")
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [["dp"], [("dp", "tp")], [None]])
 def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
     grid: Mesh, spec: list[str | None]
@@ -71,6 +71,7 @@ def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
     assert torch.equal(torch.nn.functional.one_hot(torch.tensor([3, 0, 1])), wanted)  # of plain tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 1, 2, 9), (9, 0, 1, 2), (9, 0, 0, 9)])
 def test_what_is_issued_behind_is_done_and_what_depends_is_not(grid: Mesh, indices: tuple[int, ...]) -> None:
     x = meshbook.distribute(torch.arange(16.0).view(4, 4), grid, ["dp", "tp"])
@@ -89,6 +90,7 @@ def test_what_is_issued_behind_is_done_and_what_depends_is_not(grid: Mesh, indic
             lost.sum().item()
 
 
+@pytest.mark.slow
 def test_several_failures_each_have_their_line(grid: Mesh) -> None:
     x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
     failed = [embed(grid, 0, 9), embed(grid, 9, 0), embed(grid, 1, 8)]
@@ -102,6 +104,7 @@ def test_several_failures_each_have_their_line(grid: Mesh) -> None:
             each.tolist()
 
 
+@pytest.mark.slow
 def test_batches_behind_are_done_as_well(grid: Mesh) -> None:
     x = meshbook.ones(6, mesh=grid, sharding_spec=["dp"])
     bad = embed(grid, 9, 1)
@@ -115,6 +118,7 @@ def test_batches_behind_are_done_as_well(grid: Mesh) -> None:
         more.tolist()
 
 
+@pytest.mark.slow
 def test_a_write_of_what_failed_is_told_once_and_not_done(grid: Mesh) -> None:
     x = meshbook.ones(2, 3, mesh=grid)
     row, apart = x[0], meshbook.ones(3, mesh=grid)
@@ -129,6 +133,7 @@ def test_a_write_of_what_failed_is_told_once_and_not_done(grid: Mesh) -> None:
     assert row.tolist() == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_what_some_ranks_have_written_is_refused_until_it_is_overwritten(grid: Mesh) -> None:
     x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
     bad = embed(grid, 0, 9).sum(1)  # the first ranks have it
@@ -161,6 +166,7 @@ def test_values_of_the_ranks_are_asked_for_again(grid: Mesh) -> None:
     assert "mean" in repr(meshbook.ones(2000, mesh=grid) + x.sum())
 
 
+@pytest.mark.slow
 def test_an_optimizer_does_not_step_with_what_failed(grid: Mesh) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Embedding(4, 3)
@@ -187,7 +193,7 @@ def _has_elements(seed: int) -> bool:
     return all(leaf.make().numel() for leaf in write_program(seed, 2).leaves)
 
 
-@pytest.mark.quick("40006")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", list(filter(_has_elements, range(40_000, 40_020)))[:8])
 def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
     program, chance = write_program(seed, 2), random.Random(seed)
@@ -207,6 +213,7 @@ def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
             each.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1])
 def test_an_interrupt_behind_a_failure_leaves_the_mesh_usable(grid: Mesh, delay_s: float) -> None:
     x, kept = meshbook.ones(4, mesh=grid, sharding_spec=["dp"]), meshbook.ones(4, mesh=grid)
@@ -249,6 +256,7 @@ def dropped_by_an_interrupt(busy: ProcMesh, path: Path) -> Iterator[None]:
         holding.get(60)
 
 
+@pytest.mark.slow
 def test_what_an_interrupt_drops_on_busy_ranks_behind_a_failure_is_told(grid: Mesh, tmp_path: Path) -> None:
     x, kept = meshbook.zeros(4, mesh=grid, sharding_spec=["dp"]), meshbook.ones(4, mesh=grid)
     view = x.view(4)
@@ -301,6 +309,7 @@ def test_nothing_is_sent_to_ranks_that_are_being_given_their_tensors(grid: Mesh)
     assert x.sum().item() == 8.0
 
 
+@pytest.mark.slow
 def test_a_recorded_step_behind_a_failure_is_done(grid: Mesh) -> None:
     w = meshbook.zeros(4, 4, mesh=grid, sharding_spec=["dp", "tp"])
 
@@ -329,6 +338,7 @@ def test_a_recorded_step_behind_a_failure_is_done(grid: Mesh) -> None:
         assert w.sum().item() == 16 * 8.0 and row.sum().item() == 4 * 8.0
 
 
+@pytest.mark.slow
 def test_a_hunt_finds_what_is_behind_a_failure(grid: Mesh) -> None:
     x = meshbook.distribute(torch.tensor([1.0, -1.0, 2.0, 3.0]), grid, ["dp"])
     with pytest.raises(TensorError, match=r"aten\.log\.default .* a NaN is on ranks 0,1"), meshbook.detect_anomaly():
@@ -378,6 +388,7 @@ def root_step(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).sqrt().sum()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hunt_goes_on_behind_a_repair(mesh2: ProcMesh, rank: int) -> None:
     mesh = Mesh(mesh2)
@@ -397,6 +408,7 @@ def test_a_hunt_goes_on_behind_a_repair(mesh2: ProcMesh, rank: int) -> None:
     assert x.tolist() == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_a_hunt_says_that_a_rank_which_ended_kept_it_from_looking(mesh2: ProcMesh) -> None:
     mesh = Mesh(mesh2)
     x = meshbook.ones(4, mesh=mesh)
@@ -414,6 +426,7 @@ def test_a_hunt_says_that_a_rank_which_ended_kept_it_from_looking(mesh2: ProcMes
         assert x.sum().item() == 4.0
 
 
+@pytest.mark.slow
 def test_a_hunt_that_the_end_of_a_rank_ends_leaves_nothing_behind(mesh2: ProcMesh) -> None:
     mesh = Mesh(mesh2)
     x = meshbook.ones(4, mesh=mesh)
@@ -433,6 +446,7 @@ def test_a_hunt_that_the_end_of_a_rank_ends_leaves_nothing_behind(mesh2: ProcMes
         assert root_step(x).item() == pytest.approx(4 * 2**0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
 def test_tensors_go_to_other_meshes_behind_a_failure_that_nobody_knew_of(grid: Mesh, indices: tuple[int, ...]) -> None:
     x, part = meshbook.distribute(torch.arange(8.0), grid, ["dp"]), grid.slice(dp=0)
@@ -445,6 +459,7 @@ def test_tensors_go_to_other_meshes_behind_a_failure_that_nobody_knew_of(grid: M
         assert moved.tolist() == back.tolist() == x.tolist()
 
 
+@pytest.mark.slow
 def test_functions_on_the_ranks_see_what_was_issued_behind_a_failure(grid: Mesh) -> None:
     x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
     wrong = [embed(grid, 9, 0), embed(grid, 0, 9)]
@@ -466,6 +481,7 @@ def written_so_far() -> list[float]:
     return list(__main__.written.to_local().tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
 def test_cells_see_what_was_issued_behind_a_failure_once_a_value_was_read(
     mesh2: ProcMesh, indices: tuple[int, int]
@@ -487,6 +503,7 @@ def test_cells_see_what_was_issued_behind_a_failure_once_a_value_was_read(
             bad.sum().item()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_the_local_view_goes_on_behind_a_failure_that_nobody_knew_of(square: ProcMesh, bad_rank: int) -> None:
     with square.activate():

@@ -86,6 +86,7 @@ def test_stacks_show_the_line_and_the_operation(grid: Mesh) -> None:
     assert "aten.mm.default" in stacks
 
 
+@pytest.mark.slow
 def test_an_interrupt_names_the_line_and_leaves_the_others_tensors(grid: Mesh) -> None:
     x, kept = _cut(grid), _cut(grid) + 1
     kept.sum().item()
@@ -106,6 +107,7 @@ def test_an_interrupt_names_the_line_and_leaves_the_others_tensors(grid: Mesh) -
     assert (kept * 2).sum().item() == 2 * (64 + sum(range(64)))
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_a_rank_has_begun_is_told_with_the_line(mesh2: ProcMesh, tmp_path: Path) -> None:
     x = meshbook.distribute(torch.ones(4, 2), Mesh(mesh2), ["gpus", None])
     assert x.softmax(0).sum().item() == 2

@@ -86,7 +86,7 @@ def train(mesh: Mesh, compile: Callable[[Step], Step], optimizer: str) -> tuple[
     return losses, grads | {name: t.full_tensor() for name, t in model.state_dict().items()}
 
 
-@pytest.mark.quick("AdamW, clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_repeated_step_is_the_step_bit_for_bit(mesh: Mesh, replays: list[int], optimizer: str) -> None:
     losses, values = train(mesh, as_it_is, optimizer)
@@ -178,7 +178,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.quick("learn_slower", "add_a_layer")
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(mesh: Mesh, replays: list[int], change: Callable[..., None]) -> None:
     found: list[list[Any]] = []
@@ -265,6 +265,7 @@ def test_ranks_keep_nothing_of_a_repeated_step(mesh: Mesh, replays: list[int]) -
     assert len({len(held) + len(given_up) for held, given_up in counts[-4:]}) == 1
 
 
+@pytest.mark.slow
 def test_a_repeated_step_that_fails_says_where_and_the_next_ones_go_on(mesh: Mesh, replays: list[int]) -> None:
     table = meshbook.ones(5, 3, mesh=mesh)
     step = meshbook.compile(lambda rows: nn.functional.embedding(rows, table).sum())
@@ -310,6 +311,7 @@ def assert_trained(trained: dict[str, torch.Tensor], mesh: Mesh, batches: Sequen
         assert torch.equal(trained[name], value), name
 
 
+@pytest.mark.slow
 def test_of_several_steps_under_way_those_behind_one_that_fails_are_not_done(mesh: Mesh, replays: list[int]) -> None:
     step, trained = looking(mesh)
     good, bad = (meshbook.distribute(torch.tensor(rows), mesh) for rows in ([1, 2], [1, 7]))
@@ -326,6 +328,7 @@ def test_of_several_steps_under_way_those_behind_one_that_fails_are_not_done(mes
     assert_trained(trained(), mesh, [good] * 8)
 
 
+@pytest.mark.slow
 def test_who_looks_at_no_loss_is_told_of_a_failed_step_by_a_later_one(mesh: Mesh, replays: list[int]) -> None:
     step, trained = looking(mesh)
     good, bad = (meshbook.distribute(torch.tensor(rows), mesh) for rows in ([1, 2], [1, 7]))
@@ -366,6 +369,7 @@ def test_steps_that_an_interrupt_cuts_off_are_done_or_not_and_counted_so(
     assert_trained(found, mesh, [rows] * int(found["steps 0"]))
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_under_several_steps_costs_those_that_were_not_done(replays: list[int]) -> None:
     with this_host().spawn_procs({"dp": 2}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -388,6 +392,7 @@ def test_a_rank_that_dies_under_several_steps_costs_those_that_were_not_done(rep
         assert_trained(trained(), mesh, [rows] * (done + 1))
 
 
+@pytest.mark.slow
 def test_a_step_is_repeated_after_a_repair_and_one_that_a_rank_did_not_survive_is_undone(replays: list[int]) -> None:
     plain: list[float] = []
     for kills in (False, True):
@@ -410,6 +415,7 @@ def test_a_step_is_repeated_after_a_repair_and_one_that_a_rank_did_not_survive_i
     assert len(replays) >= 12
 
 
+@pytest.mark.slow
 def test_a_step_that_lays_tensors_out_anew_is_repeated(square: ProcMesh, replays: list[int]) -> None:
     mesh = Mesh(square)
     weight = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"]).requires_grad_()

@@ -44,6 +44,7 @@ def training(mesh: Mesh, optimizer: Callable[..., torch.optim.Optimizer]) -> Cal
     return repeated(mesh, step, x)
 
 
+@pytest.mark.slow
 @only_on_3_11
 def test_a_repeated_step_is_asked_for_by_few_calls_of_python(mesh: Mesh) -> None:
     x = meshbook.randn(4, 8, mesh=mesh)

@@ -84,7 +84,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads | {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}  # type: ignore[operator]
 
 
-@pytest.mark.quick("AdamW")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["SGD", "AdamW"])
 def test_a_planned_step_is_the_step_bit_for_bit(mesh: Mesh, way: str) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -142,6 +142,7 @@ def test_views_of_what_a_planned_step_writes_see_it(mesh: Mesh) -> None:
     assert counted.any().item() is False and flat.any().item() is False
 
 
+@pytest.mark.slow
 def test_a_planned_step_that_fails_says_where_and_the_next_ones_go_on(mesh: Mesh) -> None:
     table = meshbook.ones(4, 3, mesh=mesh)
 
@@ -161,6 +162,7 @@ def test_a_planned_step_that_fails_says_where_and_the_next_ones_go_on(mesh: Mesh
         assert step(rows(0, 1, 2, 3)).tolist() == [8.0] * 3
 
 
+@pytest.mark.slow
 def test_a_planned_step_that_was_cut_off_by_an_earlier_failure_goes_on(mesh: Mesh) -> None:
     """One rank fails before the step, while the other is in it and waits."""
     model, step = talking(mesh, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
