@@ -1,4 +1,5 @@
 # Each target makes or updates .venv by itself. PYTHON picks the interpreter that makes it: make setup PYTHON=python3.12
+# pip knows where this machine has its PyTorch from, and uv brings the rest in half of the time.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -23,8 +24,8 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt kernel/meshbook_kernel/kernelspec/kernel.json
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing PyTorch, Jupyter and the tools into .venv; the first time this takes minutes."
-	@$(BIN)/python -m pip install -q -c constraints.txt torch
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt uv torch
+	@$(BIN)/python -m uv pip install -q --compile-bytecode -p $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
 fix: $(READY)
@@ -56,7 +57,7 @@ test-gpu: $(READY)
 # gloo. A machine with a GPU has PyTorch for it, so without .venv its own interpreter runs this, and nothing is installed.
 VERIFY_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 verify-gpu:
-	PYTHONPATH=$(CURDIR)/runtime:$(CURDIR)/kernel:$(CURDIR)/extension:$(CURDIR) $(VERIFY_PYTHON) -m benchmarks.verify --write docs/verified.md $(ARGS)
+	PYTHONPATH="$(CURDIR)/runtime:$(CURDIR)/kernel:$(CURDIR)/extension:$(CURDIR)" $(VERIFY_PYTHON) -m benchmarks.verify --write docs/verified.md $(ARGS)
 
 # The tests that depend on how ipykernel takes its messages, under other versions of it; each downloads 120 kB.
 test-ipykernels: $(READY)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-LINE = re.compile(r"^ (\S+) -m meshbook\.join <<< (mb1-\S+)$", re.MULTILINE)
+LINE = re.compile(r"^ (.+) -m meshbook\.join <<< (mb1-\S+)$", re.MULTILINE)
 
 
 def command(shown: str) -> str:
     """The last command that was shown, for this interpreter."""
     _, ticket = LINE.findall(shown)[-1]
-    return f"{sys.executable} -m meshbook.join <<< {ticket}"
+    return f"'{sys.executable}' -m meshbook.join <<< {ticket}"
 
 
 class Machine(subprocess.Popen[str]):

@@ -55,7 +55,7 @@ class LocalLauncher:
         """
         hosts: list[LaunchedHost] = []
         with _launching:
-            template = _template_for(tickets)
+            template = _template_for(tickets) if tickets else None
             for ticket in tickets:
                 ticket = msgspec.structs.replace(ticket, shares_memory=self._shares_memory)
                 hosts.append(_start(ticket, Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", template))

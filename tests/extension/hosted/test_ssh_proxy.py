@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 pytest.importorskip("jupyter_server_proxy", reason="no jupyter-server-proxy: pip install jupyter-server-proxy")
 
-PROXY = f"{sys.executable} -m meshbook_extension.hosted.ssh_proxy"
+PROXY = [sys.executable, "-m", "meshbook_extension.hosted.ssh_proxy"]
 PATIENCE_S = 60
 
 _SERVER = """
@@ -66,7 +67,7 @@ class HostedServer:
         (self.folder / "token").write_text(f"{TOKEN}\n")
         (self.folder / "known-studio").write_text(f"studio {(self.folder / 'host.pub').read_text()}")
         self.config = self.folder / "config-studio"
-        self.config.write_text(_CLIENT.format(folder=self.folder, proxy=PROXY, url=self.url))
+        self.config.write_text(_CLIENT.format(folder=self.folder, proxy=shlex.join(PROXY), url=self.url))
 
     def launch(self) -> HostMesh:
         """The host behind it."""
@@ -103,7 +104,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostedServer]:
 
 def told(*arguments: str) -> str:
     """What the command says when it cannot connect."""
-    ran = subprocess.run([*PROXY.split(), *arguments], input="", capture_output=True, text=True, timeout=PATIENCE_S)
+    ran = subprocess.run([*PROXY, *arguments], input="", capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 1
     assert ran.stdout == ""
     return ran.stderr.strip()

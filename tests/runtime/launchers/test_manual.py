@@ -252,14 +252,14 @@ def test_tickets_that_are_none(crowd: People, shown: Shown) -> None:
     assert code == 2 and "a ticket is the whole line beginning with mb1-" in said and "copy it once more" in said
     real = read_invitation(line.rpartition(" ")[2])
     forged = Invitation(real.endpoint, real.key, "guessed")
-    code, said = run(f"{sys.executable} -m meshbook.join <<< {forged}")
+    code, said = run(f"'{sys.executable}' -m meshbook.join <<< {forged}")
     assert code == 77 and "no mesh here has this ticket" in said
     assert "turned away" in hosts._hosts[0].launched.waits_for(), "the notebook says so too"
     gate = Gate("tcp://127.0.0.1:*", lambda question: question)
-    code, said = run(f"{sys.executable} -m meshbook.join <<< {Invitation(gate.endpoint, real.key, real.token)}")
+    code, said = run(f"'{sys.executable}' -m meshbook.join <<< {Invitation(gate.endpoint, real.key, real.token)}")
     gate.close()
     assert code == 69 and "this ticket is an old one" in said
-    code, said = run(f"{sys.executable} -m meshbook.join {real}")
+    code, said = run(f"'{sys.executable}' -m meshbook.join {real}")
     assert code == 2 and "does not go on the command line" in " ".join(said.split())
     (session,) = own_sessions()
     assert "was turned away: no mesh here has this ticket" in (session.logs / "gate.log").read_text()

@@ -314,7 +314,7 @@ def test_an_interpreter_that_is_not_there(there: SshHosts) -> None:
 def bare_python(folder: Path) -> str:
     """An interpreter that finds no meshbook."""
     path = folder / "bare"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
     path.chmod(0o700)
     return str(path)
 
@@ -328,7 +328,7 @@ def python_with(folder: Path, host: str) -> str:
     """An interpreter that runs the sitecustomize of ``folder`` on one host."""
     python = folder / "python"
     there = f'case "$SSH_CONNECTION" in *{HOSTS[host]}*) export PYTHONPATH={folder};; esac'
-    python.write_text(f'#!/bin/sh\n{there}\nexec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\n{there}\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return str(python)
 
@@ -370,7 +370,7 @@ def python_of_another_time(folder: Path, patch: str) -> str:
     """An interpreter whose meshbook is patched."""
     path = folder / "other"
     code = f"{patch}; from meshbook.launchers.starting.templates import be_host; be_host('meshbook.agent.host_agent')"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
     path.chmod(0o700)
     return str(path)
 

@@ -62,7 +62,7 @@ def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other
 @pytest.mark.slow
 def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> None:
     wrapper = tmp_path / "python"
-    wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=$$\nexec {sys.executable} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=$$\nexec "{sys.executable}" "$@"\n')
     wrapper.chmod(0o700)
     host, read = this_host().with_python_executable(wrapper), "import os; os.environ['WRAPPED']"
     with host.spawn_procs({"gpus": 2}, torch=False) as procs, host.spawn_procs(name="beside", torch=False) as beside:
@@ -80,7 +80,7 @@ def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> Non
 
 def test_a_mesh_of_a_rank_is_named_once_its_processes_can_be_called(tmp_path: Path) -> None:
     slow = tmp_path / "python"
-    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec "{sys.executable}" "$@"\n')
     slow.chmod(0o700)
     started = f"this_host().with_python_executable({str(slow)!r}).spawn_procs({{'x': 2}}, name='inner', torch=False)"
     with this_host().spawn_procs({"gpus": 1}, torch=False) as procs:
