@@ -99,6 +99,7 @@ def test_restart_while_a_cell_runs_is_prompt(start_kernel: StartKernel) -> None:
     assert kernel.value("6 * 7") == "42"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_prewarm")
 def test_kernel_works_and_says_so_when_the_extension_is_broken(start_kernel: StartKernel, tmp_path: Path) -> None:
     (tmp_path / "meshbook_extension.py").write_text("raise ImportError('widgets are from another age')")

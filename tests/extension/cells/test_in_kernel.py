@@ -452,6 +452,7 @@ def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Ke
     assert kernel.wait(request).reply["ename"] == "CallInterrupted"
 
 
+@pytest.mark.slow
 def test_actors_of_a_class_of_the_notebook_print_fail_and_are_interrupted_in_the_calling_cell(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
     defined = kernel.run(

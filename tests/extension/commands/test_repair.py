@@ -85,6 +85,7 @@ def test_respawn_takes_a_target_and_replays_when_told_to(mesh: Any) -> None:
     assert "say which ranks" in mesh.fail("%mesh respawn")
 
 
+@pytest.mark.slow
 def test_names_follow_a_mesh_that_grows_and_shrinks(mesh: Any) -> None:
     mesh.run("%mesh slice left gpus=0:2")
     mesh.run("%mesh slice last gpus=3")

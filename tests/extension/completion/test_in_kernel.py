@@ -113,6 +113,7 @@ def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield front
 
 
+@pytest.mark.slow
 def test_names_of_ranks_are_known_in_mesh_cells_and_nowhere_else(front: FrontEnd) -> None:
     reply = front.complete("%%mesh\nonly_on")
     assert reply["matches"] == ["only_on_ranks"]

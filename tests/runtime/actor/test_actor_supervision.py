@@ -157,6 +157,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(tmp_path: Any) -> None:
     path = tmp_path / "program.py"
     path.write_text(SCRIPT)

@@ -127,6 +127,7 @@ def test_a_failing_rank_is_named_and_the_others_results_are_kept(mesh4: ProcMesh
     assert isinstance(caught.value.failures[0].load(), ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_while_others_are_busy(mesh4: ProcMesh) -> None:
     mesh4.run("import time").get(30)
     started = time.monotonic()

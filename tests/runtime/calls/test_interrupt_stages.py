@@ -336,6 +336,7 @@ def test_a_cancel_that_overtakes_its_call_drops_it(mesh4: ProcMesh) -> None:
     assert works(mesh4)
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_for_its_payload_is_dropped_at_once(mesh2x2: ProcMesh) -> None:
     mesh2x2.run("big = None").get(30)
     future: Any = mesh2x2.push({"big": torch.zeros(10_000_000)})

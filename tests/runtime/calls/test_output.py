@@ -143,6 +143,7 @@ def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
     run.interrupt()
 
 
+@pytest.mark.slow
 def test_a_job_keeps_its_listener_however_many_other_cells_are_run(mesh4: ProcMesh) -> None:
     got = Collector()
     job = mesh4.slice(gpus=0).start_cell("import time\nwhile True: print('step'); time.sleep(0.05)", on_output=got)

@@ -217,6 +217,7 @@ def test_a_call_of_a_rank_by_another_wakes_only_the_two() -> None:
         _assert_wakes_few(mesh, lambda: caller.call.call_one(idle, 30).get(30), WAKE_UPS_MAX + 2.6 * 30, 20)
 
 
+@pytest.mark.slow
 def test_an_actor_with_an_event_loop_wakes_no_more() -> None:
     with this_host().spawn_procs({"gpus": 1}) as mesh:
         caller: Any = mesh.spawn("caller", Caller)

@@ -305,6 +305,7 @@ def test_a_call_that_queues_behind_a_failed_one_can_be_cancelled(mesh4: ProcMesh
     assert mesh4.run("'ran' in globals()").get(30).values() == [False] * 4
 
 
+@pytest.mark.slow
 def test_a_job_of_other_ranks_goes_on_while_some_are_freed(square: ProcMesh) -> None:
     """Its groups stay as they are until it has ended; then all are formed again."""
     square.run("import time, os, tempfile\nflag = os.path.join(tempfile.gettempdir(), f'go-{os.getppid()}')").get(30)

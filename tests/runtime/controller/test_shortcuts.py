@@ -140,6 +140,7 @@ def _assert_agent_sleeps(mesh: ProcMesh, call: Callable[[], bool]) -> None:
     assert _agents_sleeps(mesh) - before < 150 + 50 * took_s, f"in {took_s:.2f} s"
 
 
+@pytest.mark.slow
 def test_calls_one_after_the_other_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
     first, clerk = procs.slice(gpus=0), clerks.slice(gpus=0)
     for call in (lambda: first.execute(abs, -3).get(30).values() == [3], lambda: clerk.note.call_one(3).get(30) == 3):

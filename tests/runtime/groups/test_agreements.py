@@ -53,6 +53,7 @@ def test_other_shapes_are_told_while_a_rank_hangs_and_when_the_cell_ends(mesh4: 
     assert notices or not error.freed
 
 
+@pytest.mark.quick("dist.all_reduce(x, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)-sum against max")
 @pytest.mark.parametrize(
     ("code", "how"),
     [
@@ -393,6 +394,7 @@ def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str, groups: _Wat
     assert groups.told == {True}
 
 
+@pytest.mark.slow
 def test_calls_of_some_ranks_whose_operations_overlap_give_no_alarm(mesh4: ProcMesh, groups: _Watched) -> None:
     for _ in range(5):
         some = mesh4.slice(gpus=slice(0, 2)).run("for n in range(1, 30): dist.all_reduce(torch.ones(n))")

@@ -113,6 +113,7 @@ def test_a_cell_that_fails_leaves_actors_that_train_alone(mesh4: ProcMesh, code:
     trainers.stop().get(30)
 
 
+@pytest.mark.quick("0.02")
 @pytest.mark.parametrize("pause_s", [0.0, 0.02, 0.05, 0.1])
 def test_a_call_after_an_actor_has_failed_meets_nothing_of_the_failed_one(mesh4: ProcMesh, pause_s: float) -> None:
     learners = mesh4.spawn("learners", Learner)

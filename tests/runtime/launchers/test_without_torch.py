@@ -57,6 +57,7 @@ print(json.dumps([here, len(below), with_torch]))
 """
 
 
+@pytest.mark.quick("program0")
 @pytest.mark.parametrize("program", [MESH_OF_CELLS, MESH_OF_ACTORS])
 def test_no_process_of_a_program_that_wants_no_torch_imports_it(program: str) -> None:
     said = subprocess.run([sys.executable, "-c", program + WHO_HAS_WHAT], capture_output=True, text=True, timeout=90)
@@ -70,6 +71,7 @@ def _spawn(count: int = 2) -> ProcMesh:
     return this_host().spawn_procs({"procs": count}, torch=False)
 
 
+@pytest.mark.slow
 def test_ranks_are_there_without_torch_and_serve_cells_values_and_actors(clean_end: None) -> None:
     with _spawn() as mesh:
         said = Collector()

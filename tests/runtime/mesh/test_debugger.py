@@ -87,6 +87,7 @@ def test_an_interrupt_at_a_breakpoint_ends_the_cell_and_the_debugger_goes_on(mes
     again.interrupt()
 
 
+@pytest.mark.slow
 def test_a_rank_is_as_fast_as_before_when_the_debugger_has_gone(mesh4: ProcMesh, attach) -> None:
     client, _ = attach(mesh4, 1)
     stop_at(client, 4)

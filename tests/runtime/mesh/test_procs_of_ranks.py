@@ -90,6 +90,7 @@ class AsyncSpawner(Actor):
         return [min(ticks, 3), *(await procs.spawn("echoes", Echo).echo.call(5)).values()]
 
 
+@pytest.mark.slow
 def test_several_meshes_come_up_side_by_side_and_their_first_use_waits(mesh4: ProcMesh, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     spawner = mesh4.slice(gpus=1).spawn("spawner", Spawner, str(gate))
@@ -106,6 +107,7 @@ def test_several_meshes_come_up_side_by_side_and_their_first_use_waits(mesh4: Pr
     wait_until(lambda: not twos.alive)
 
 
+@pytest.mark.slow
 def test_an_async_endpoint_awaits_them_beside_other_work(mesh4: ProcMesh, tmp_path: Path) -> None:
     spawner = mesh4.slice(gpus=2).spawn("async", AsyncSpawner, str(tmp_path / "gate"))
     assert spawner.spawn.call_one().get(60) == [3, 5, 5]
@@ -141,6 +143,7 @@ def test_arguments_that_cannot_be(mesh4: ProcMesh, options: dict[str, Any], word
     spawner.stop().get(60)
 
 
+@pytest.mark.slow
 def test_processes_that_come_when_their_owner_has_ended_end_too(mesh4: ProcMesh, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     spawner = mesh4.slice(gpus=3).spawn("spawner", Spawner, str(gate))

@@ -368,6 +368,7 @@ def test_a_host_that_cannot_be_started_again_is_a_device_mesh_error_and_can_be_h
         assert mesh.evaluate("globals().get('x')").get(60).values() == [0, None]
 
 
+@pytest.mark.slow
 def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:
     agent = mesh2._mesh.hosts[0].hello
     assert agent is not None

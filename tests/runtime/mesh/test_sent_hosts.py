@@ -120,6 +120,7 @@ def test_nothing_is_started_on_hosts_that_were_shut_down(hosts: HostMesh) -> Non
         pickle.loads(sent)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_was_stopped_is_not_entered_again(clean_end: None) -> None:
     procs = meshbook.this_host().spawn_procs(torch=False)
     with procs:

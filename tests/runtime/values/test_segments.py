@@ -134,6 +134,7 @@ def test_another_process_reads_the_payload(pool: SegmentPool, start_peer: Callab
         assert peer.do("[len(views[0]), int(views[0].min()), views[1].tobytes()]") == [size, 7, b"end"]
 
 
+@pytest.mark.quick("1048577")
 @pytest.mark.parametrize("size", [100, LARGE])
 def test_what_a_receiver_writes_stays_its_own(
     pool: SegmentPool, released: list[int], start_peer: Callable[[], Peer], size: int

@@ -62,6 +62,7 @@ def test_late_text_waits_within_the_bounds_of_other_text(tmp_path) -> None:
     assert (tmp_path / "log").stat().st_size == 10_000_000
 
 
+@pytest.mark.quick("print('x' * 73400320)")
 @pytest.mark.parametrize(
     "code",
     [

@@ -63,6 +63,7 @@ def test_calls_run_once_and_in_order_across_cuts(relayed: tuple[ProcMesh, Relay]
     assert mesh.pull("numbers").get(30).values() == [list(range(300))] * 2
 
 
+@pytest.mark.quick("unix")
 def test_a_large_payload_survives_a_cut(relayed: tuple[ProcMesh, Relay]) -> None:
     mesh, relay = relayed
     big = torch.arange(8_000_000, dtype=torch.float32)

@@ -398,6 +398,7 @@ def test_a_key_of_one_session_is_nothing_in_another(front: Front) -> None:
 # ---- ranks that lie to their agent -----------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("none")
 @pytest.mark.parametrize(
     "nonsense",
     [b"\xff" * 64, b"\x01\x00\x00\x00\x01\x00\x00\x00\xc1", b"\x00\x00\x00\x00"],

@@ -40,6 +40,7 @@ def test_a_rank_calls_another_mesh_on_other_hosts(mesh2x2: ProcMesh, mesh2: Proc
     assert mesh2.execute(mail_ranks.ask, back, "echo", 4).get(30).values() == [dict.fromkeys(range(4), 4)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3])
 def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh2x2: ProcMesh, seed: int) -> None:
     there = open_desks(mesh2x2)

@@ -34,6 +34,7 @@ def test_a_rank_calls_ranks_of_another_mesh(mesh4: ProcMesh, mesh2: ProcMesh) ->
     assert mesh4.execute(mail_ranks.ask, there, "echo", 3).get(30).values() == [{0: 3, 1: 3}] * 4
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh4: ProcMesh, seed: int) -> None:
     there = open_desks(mesh4)

@@ -180,6 +180,7 @@ def test_never_more_are_ahead_and_an_interrupt_loses_none(grid: Mesh, tmp_path: 
     assert no_thread_is_left()
 
 
+@pytest.mark.slow
 def test_freed_batches_leave_the_ranks(grid: Mesh) -> None:
     def count() -> int:
         grid.stream.settle()
@@ -295,6 +296,7 @@ def test_a_stream_of_a_mesh_that_ended_says_so(mesh2: ProcMesh) -> None:
     late.close()
 
 
+@pytest.mark.slow
 def test_recorded_steps_take_batches_as_arguments(grid: Mesh) -> None:
     w = meshbook.ones(2, mesh=grid).requires_grad_()
     optimizer = torch.optim.SGD([w], lr=0.1)

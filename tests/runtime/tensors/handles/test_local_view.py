@@ -127,6 +127,7 @@ def test_what_endpoints_of_actors_return_stays_on_the_ranks(square: ProcMesh, ow
     scalers.stop().get()
 
 
+@pytest.mark.slow
 def test_remote_functions_run_on_ranks(own: meshbook.MeshTensor) -> None:
     def split(x: torch.Tensor, by: float) -> tuple[torch.Tensor, str]:
         return x[:2] * by, type(x).__name__
@@ -165,6 +166,7 @@ def test_training_with_averaged_gradients(square: ProcMesh) -> None:
     assert torch.allclose(inspect(model.weight, dp=1, tp=1), plain.weight, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_has_no_one_value_is_refused(square: ProcMesh, own: meshbook.MeshTensor) -> None:
     parts = meshbook.ones(4, mesh=square)
     for bad in (own.sum().item, own.tolist, own.full_tensor):

@@ -150,6 +150,7 @@ def test_tensors_go_from_a_mesh_as_it_was_to_what_it_has_become() -> None:
         assert meshbook.ones(6, mesh=small, sharding_spec=["tp"]).sum().item() == 6
 
 
+@pytest.mark.slow
 def test_one_tensor_after_the_other_is_taken_over_in_place_of_itself() -> None:
     """The one that was freed on the mesh as it was is no reason not to take the next one."""
     with this_host().spawn_procs({"dp": 2}, name="freed") as procs:

@@ -114,6 +114,7 @@ def test_gradients_come_back_to_where_the_tensor_was(meshes: dict[str, Mesh]) ->
         assert x.grad.placements == x.placements
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_learn_as_one_module_does(meshes: dict[str, Mesh]) -> None:
     torch.manual_seed(1)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
@@ -139,6 +140,7 @@ def test_stages_of_a_pipeline_learn_as_one_module_does(meshes: dict[str, Mesh]) 
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_failed_before_is_told_where_it_is_to_go(meshes: dict[str, Mesh]) -> None:
     table = meshbook.distribute(torch.randn(4, 3), meshes["left"])
     bad = torch.nn.functional.embedding(meshbook.distribute(torch.tensor([1, 9]), meshes["left"]), table)

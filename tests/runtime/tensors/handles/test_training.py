@@ -215,6 +215,7 @@ def test_a_repair_of_the_processes_is_one_of_their_tensors() -> None:
         assert across.shape == (4,)
 
 
+@pytest.mark.slow
 def test_a_view_across_parts_does_not_outlive_a_repair() -> None:
     with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
         x = meshbook.distribute(torch.arange(10.0).view(5, 2), procs, ["dp"])

@@ -120,6 +120,7 @@ def test_a_program_goes_on_with_the_mesh_that_was_healed(tmp_path: Path, capsys:
     assert line.startswith('mesh "procs": rank 3 started again, all 4 ranks joined in ')
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_mesh_is_returned_when_the_whole_was_healed() -> None:
     with monarch.Mesh(shape=(2, 2), mesh_dim_names=("rows", "columns")) as mesh:
         part = mesh.slice(rows=0)

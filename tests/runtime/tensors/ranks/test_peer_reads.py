@@ -61,6 +61,7 @@ def test_values_arrive_in_every_layout_and_none_are_sent(grid: Mesh, given: tupl
     assert torch.equal(x.full_tensor(), a)
 
 
+@pytest.mark.quick("dtype2")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
 def test_other_types_and_dims_arrive(grid: Mesh, dtype: torch.dtype) -> None:
     a = (torch.randn(7, 129, 3, 511) * 3).to(dtype)
@@ -69,6 +70,7 @@ def test_other_types_and_dims_arrive(grid: Mesh, dtype: torch.dtype) -> None:
     assert torch.equal(x.permute(3, 1, 0, 2).redistribute(["dp"]).full_tensor(), a.permute(3, 1, 0, 2))
 
 
+@pytest.mark.slow
 def test_runs_longer_than_a_slice_arrive(grid: Mesh) -> None:
     a = torch.arange(3 * SLICE_BYTES // 4, dtype=torch.float32)
     x = meshbook.distribute(a, grid, ["dp"])

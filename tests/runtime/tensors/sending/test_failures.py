@@ -157,6 +157,7 @@ def test_ranks_remember_of_what_they_left_out_only_what_may_matter(grid: Mesh) -
     assert max(remembered.values()) <= 2
 
 
+@pytest.mark.slow
 def test_values_of_the_ranks_are_asked_for_again(grid: Mesh) -> None:
     x = meshbook.distribute(torch.arange(8.0), grid, ["dp"])
     bad = embed(grid, 0, 9)
@@ -278,6 +279,7 @@ def test_what_an_interrupt_drops_on_busy_ranks_behind_a_failure_is_told(grid: Me
     assert x.tolist() == view.tolist() == [300.0] * 4
 
 
+@pytest.mark.slow
 def test_a_write_of_a_tensor_that_some_ranks_have_not_got_is_told(grid: Mesh, tmp_path: Path) -> None:
     x = meshbook.ones(2, mesh=grid)
     assert x.sum().item() == 2.0

@@ -492,6 +492,7 @@ def test_what_is_in_objects_that_the_step_names_counts(mesh: Mesh, replays: list
     assert len(replays) >= 3
 
 
+@pytest.mark.slow
 def test_gradients_that_the_step_names_are_no_values_of_it(mesh: Mesh, replays: list[int]) -> None:
     weight, x = meshbook.ones(4, mesh=mesh).requires_grad_(), meshbook.ones(4, mesh=mesh)
 
