@@ -145,7 +145,7 @@ def prepare(row: Row, within_s: float) -> Path:
 def passes(row: Row, python: Path, arguments: list[str]) -> bool:
     """Run the tests under a row; returns whether they pass."""
     _say(f"Python {row.python}: its tests")
-    pytest = [str(python), "-m", "pytest", "-q", "-o", "filterwarnings=", "--timeout=400", *TESTS, *arguments]
+    pytest = [str(python), "-m", "pytest", "-q", "-m", "", "-o", "filterwarnings=", "--timeout=400", *TESTS, *arguments]
     return not subprocess.run(pytest, cwd=ROOT, timeout=TEST_S, check=False).returncode
 
 
