@@ -498,7 +498,7 @@ def test_describe_makes_failures_of_calls_outside_of_cells(rank: RankProcess) ->
     rank.cell("def f():\n    return missing")
     failure = rank.ask("describe", "f()")
     assert (failure.ename, failure.where) == ("NameError", "cell 1, line 3")
-    assert "meshbook" not in plain("".join(failure.traceback))
+    assert "runtime/meshbook" not in plain("".join(failure.traceback))
 
 
 def test_the_last_error_is_kept_for_postmortem_until_the_next_one(rank: RankProcess) -> None:
