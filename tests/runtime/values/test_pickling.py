@@ -598,10 +598,10 @@ def test_bounded_gives_up_before_it_costs_anything(make: Any) -> None:
     value = make()
     before = _resident_bytes()
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     try:
         assert dumps_bounded(value, 1 << 20) is None
-        taken_s, peak = time.monotonic() - started, tracemalloc.get_traced_memory()[1]
+        taken_s, peak = time.process_time() - started, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert taken_s < 1
