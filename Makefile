@@ -5,11 +5,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 ARGS ?=
 
-# Tests wait more than they compute, so three at a time for each core, up to eight; whole files, since the tests
+# Tests wait more than they compute, so two more at a time than there are cores, up to eight; whole files, since the tests
 # of one share meshes. What is slow computes more. ARGS="-n 0 tests/..." runs tests one after the other.
 CORES := $(shell nproc)
 TOGETHER := --dist loadfile --no-loadscope-reorder
-JOBS ?= $(shell echo $$(($(CORES) < 3 ? 3 * $(CORES) : 8)))
+JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 SLOW_JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 
 # Tests start hundreds of interpreters, which would compile all of our modules each.
