@@ -6,11 +6,10 @@ READY := .venv/.ready
 ARGS ?=
 
 # Tests wait more than they compute, so two more at a time than there are cores, up to eight; whole files, since the tests
-# of one share meshes. What is slow computes more. ARGS="-n 0 tests/..." runs tests one after the other.
+# of one share meshes. ARGS="-n 0 tests/..." runs tests one after the other.
 CORES := $(shell nproc)
 TOGETHER := --dist loadfile --no-loadscope-reorder
 JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
-SLOW_JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 
 # Tests start hundreds of interpreters, which would compile all of our modules each.
 export PYTHONDONTWRITEBYTECODE :=
@@ -45,7 +44,7 @@ test: $(READY)
 
 # What is long, random, needs a browser, a kernel for each test or a cluster, or serves programs written for Monarch.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m 'slow or cluster or kernel or monarch' -n $(SLOW_JOBS) $(TOGETHER) $(ARGS)
+	$(BIN)/python -m pytest -m 'slow or cluster or kernel or monarch' -n $(JOBS) $(TOGETHER) $(ARGS)
 
 test-all: test test-slow
 

@@ -36,7 +36,7 @@ from meshbook.shell.display import MimeBundle
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
-from meshbook.shell.streams import OutputBeside, flush_streams, install_streams
+from meshbook.shell.streams import OutputBeside, flush_c_streams, flush_streams, install_streams
 from meshbook.shell.tqdm import plain_progress_bars
 from meshbook.system.descriptors import FIRST, fill, open_above
 
@@ -122,7 +122,7 @@ class RankShell:
         complete(self._ipython, "warm.up", 7)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else each fork would write it again
-        flush_streams(())
+        flush_c_streams()
 
     def start_rank(self, *, rank: int, host: str, sink: OutputSink, namespace: Mapping[str, object]) -> None:
         """In the forked child, with fds 1 and 2 in place: become the rank's shell.

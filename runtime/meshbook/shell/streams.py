@@ -227,6 +227,11 @@ def flush_streams(streams: Iterable[RankStream]) -> None:
     for stream in streams:
         if stream.partial or stream.is_flushing or stream.in_run:  # another thread may write out the partial line
             stream.flush()
+    flush_c_streams()
+
+
+def flush_c_streams() -> None:
+    """Write out what C code has printed (``fflush(NULL)``)."""
     _libc.fflush(None)
 
 
