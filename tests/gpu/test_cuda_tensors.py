@@ -99,7 +99,11 @@ def test_each_rank_has_its_own_in_the_local_view(mesh: Mesh, procs: ProcMesh) ->
     axis = along(mesh)
     with procs.activate():
         x = torch.ones(4) * 2
+        drawn = torch.randn(4)
     x = x + procs.rank_tensor(axis)
+    assert {*procs.execute(lambda *each: [t.device.type for t in each] == ["cuda"] * 2, x, drawn).get(60).values()} == {
+        True
+    }
     total = x.reduce(axis, "sum")
     size = len(procs.ranks)
     first = inspect(total, **procs.members.point(0))

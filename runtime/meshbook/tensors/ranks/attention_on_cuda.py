@@ -12,6 +12,7 @@ import functools
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -51,7 +52,8 @@ def _backward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.enable_grad():
+    # torch has called this below autograd, where nothing is noted for a backward pass, whatever enable_grad says.
+    with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
         q, k, v = (each.detach().requires_grad_() for each in (query, key, value))
         made = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
         of_query, of_key, of_value = torch.autograd.grad(made, (q, k, v), grad)

@@ -84,7 +84,8 @@ class LocalTensors(RankTensors):
         return TensorDescription("each rank its own, here that of the first", shown.cpu(), "")
 
     def know(self, number: TensorId, tensor: torch.Tensor) -> Adopted:
-        self._tensors[number] = RankTensor(cast("Any", tensor.detach()))
+        """Take a tensor in, on the device of the mesh: ranks send each other from there, and receive there."""
+        self._tensors[number] = RankTensor(cast("Any", tensor.detach().to(self.mesh.device_type)))
         return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     def call(self, numbers: range, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

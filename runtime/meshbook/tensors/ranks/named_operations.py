@@ -72,7 +72,7 @@ class NamedOperations:
         if number not in self._templates:
             raise RuntimeError("this rank was interrupted before it was told what it is")
         try:
-            made = self._compiled[number] = CompiledTemplate(self._templates[number])
+            made = self._compiled[number] = CompiledTemplate(self._templates[number], self.mesh.device_type)
         except AttributeError as error:
             raise NotMade(f"the ranks do not know it: {error}") from error
         return made

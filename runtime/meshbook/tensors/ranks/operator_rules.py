@@ -111,7 +111,8 @@ BEARS_NOTHING = frozenset(
 class CompiledTemplate:
     """A template with its operator found."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, device: str) -> None:
+        """device: where the ranks have their tensors; the controller, for which they lie on the CPU, says so."""
         self.name = template.operator
         self.operator = find_operator(template.operator)
         self.args, self.kwargs = template.args, template.kwargs
@@ -120,6 +121,8 @@ class CompiledTemplate:
         self.is_view = not self.written and gives_alias(self.operator)
         self.needs_equal_parts = self.operator in UNVIEWS or (self.is_view and self.operator not in EASY_VIEWS)
         self.is_random = is_random(self.operator)
+        if "device" in self.kwargs and not self.is_random:  # numbers are drawn on the CPU, for the same everywhere
+            self.kwargs = {**self.kwargs, "device": torch.device(device)}
         self.is_fused = self.name.startswith("aten._fused_") and bool(self.written)
         base_name = self.name.split(".")[1].removesuffix("_")
         named = zip(schema.arguments, self.args, strict=False)
