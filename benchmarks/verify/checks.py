@@ -157,6 +157,22 @@ def collectives_of_two(device: str) -> Iterator[str]:
     yield "the same, send and recv, and the group of an axis"
 
 
+EXCHANGE = """
+mine, theirs = torch.full((16 << 20,), float(rank), device=DEVICE), torch.empty(16 << 20, device=DEVICE)
+both = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+for work in dist.batch_isend_irecv(both): work.wait()
+theirs.mean().item()
+"""
+
+
+def exchanged(device: str) -> Iterator[str]:
+    """Two ranks send each other 64 MB at once, which neither could begin with."""
+    with spawn_pair(device) as mesh:
+        got = values(mesh, EXCHANGE)
+    check(got == [1.0, 0.0], f"ranks got tensors of {got}")
+    yield "64 MB each way by batch_isend_irecv"
+
+
 # ---- failures ------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ STEPS = (
     Step("form", "meshes of one rank and of two form", checks.form, limit_s=120),
     Step("one", "collectives of one rank", checks.collectives_of_one),
     Step("two", "collectives of two ranks on one device", checks.collectives_of_two),
+    Step("exchange", "two ranks send each other large tensors", checks.exchanged),
     Step("freed", "all_reduce is freed after another rank raised", checks.freed_from_collectives),
     Step("item", "`.item()` behind a failed rank is freed", checks.freed_from_item),
     Step("kernel", "a kernel that loops behind a failed rank", checks.kernel_behind_failure, limit_s=90),
