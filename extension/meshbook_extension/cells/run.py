@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -84,26 +85,29 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     procs = session.target(arguments.words, arguments.pairs)
     debug_name = session.debug_name(procs, whole)
     profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
-    cell = start(
-        session,
-        procs,
-        code,
-        cell_number=cell_number,
-        line_offset=line_offset,
-        group=arguments.text("--group") or "equal",
-        forbid_collectives=arguments.flag("--no-collective"),
-        debug_name=debug_name,
-        profile=profile,
-    )
-    if arguments.flag("--async"):
-        _leave_running(session, cell, arguments)
-        return
     out, timeout_s = arguments.text("--out"), arguments.number("--timeout")
-    try:
-        wait_for(session, cell, out=out, timeout_s=timeout_s, show_time=arguments.flag("--time"), profile=profile)
-    except CellLeft:
-        _leave_running(session, cell, arguments)
-        return
+    with contextlib.ExitStack() as holding:
+        cell = start(
+            session,
+            procs,
+            code,
+            holding,
+            cell_number=cell_number,
+            line_offset=line_offset,
+            group=arguments.text("--group") or "equal",
+            forbid_collectives=arguments.flag("--no-collective"),
+            debug_name=debug_name,
+            profile=profile,
+        )
+        if arguments.flag("--async"):
+            _leave_running(session, cell, arguments)
+            return
+        try:
+            show_time = arguments.flag("--time")
+            wait_for(session, cell, holding, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
+        except CellLeft:
+            _leave_running(session, cell, arguments)
+            return
     if arguments.flag("--setup"):
         cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
         session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
@@ -131,8 +135,9 @@ def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None)
     cell_number = _cell_number(session)
     check_syntax(code, cell_number, 0)
     profile = CellProfile(cell_number, path)
-    cell = start(session, procs, code, cell_number=cell_number, profile=profile)
-    wait_for(session, cell, profile=profile)
+    with contextlib.ExitStack() as holding:
+        cell = start(session, procs, code, holding, cell_number=cell_number, profile=profile)
+        wait_for(session, cell, holding, profile=profile)
 
 
 def _cell_number(session: Session) -> int:
@@ -143,6 +148,7 @@ def start(
     session: Session,
     procs: ProcMesh,
     code: str,
+    holding: contextlib.ExitStack,
     *,
     cell_number: int,
     line_offset: int = 0,
@@ -151,7 +157,10 @@ def start(
     debug_name: str = "",
     profile: CellProfile | None = None,
 ) -> RunningCell:
-    """Send the cell to the ranks; its output goes where the magic's own would go now."""
+    """Send the cell to the ranks; its output goes where the magic's own would go now.
+
+    holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
+    """
     output = open_output(session, procs, group=group)
     run: CellRun = procs.start_cell(
         code,
@@ -161,6 +170,7 @@ def start(
         forbid_collectives=forbid_collectives,
         debug_name=debug_name,
         profile=profile.name if profile is not None else "",
+        holding=holding,
     )
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
@@ -168,6 +178,7 @@ def start(
 def wait_for(
     session: Session,
     cell: RunningCell,
+    holding: contextlib.ExitStack,
     *,
     out: str | None = None,
     timeout_s: float | None = None,
@@ -183,7 +194,7 @@ def wait_for(
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
     try:
-        session.keep_result(cell.result(timeout_s), out)
+        session.keep_result(cell.result(timeout_s, holding), out)
     except CallError as error:
         session.keep_result(partial_result(cell.procs, error), out)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -83,15 +84,19 @@ class RunningCell:
         """What ranks raised so far."""
         return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
-    def result(self, timeout_s: float | None = None) -> ValueMesh[object]:
+    def result(self, timeout_s: float | None = None, holding: contextlib.ExitStack | None = None) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
+        holding: what holds interrupts back since the cell was sent, as in `ProcMesh.start_cell`; closed here, where
+        an interrupt is dealt with.
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
         cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
         at their prompts.
         """
         error: CallError
         try:
+            if holding is not None:
+                holding.close()
             self._tell_ahead_at = time.monotonic() + WAITS_S
             clock = self.procs.stopped_ranks.clock
             if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, TypeVar
 
@@ -205,6 +206,9 @@ def _replay(session: Session, procs: ProcMesh, setup: Setup, ranks: tuple[int, .
     if chosen:
         part, number, offset = procs.base().select(chosen), setup.cell_number, setup.line_offset
         alone = len(chosen) < len(target)
-        cell = start(session, part, setup.code, cell_number=number, line_offset=offset, forbid_collectives=alone)
-        wait_for(session, cell)
+        with contextlib.ExitStack() as holding:
+            cell = start(
+                session, part, setup.code, holding, cell_number=number, line_offset=offset, forbid_collectives=alone
+            )
+            wait_for(session, cell, holding)
     return bool(chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshbook.calls.cell_run import CellRun
 from meshbook.calls.output import OutputListener, OutputTarget
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
+from meshbook.concurrency.sigint import held_back
 from meshbook.errors import (
     LayoutError,
     SerializationError,
@@ -54,6 +56,7 @@ class CodeCalls(ProcView):
         forbid_collectives: bool = False,
         debug_name: str = "",
         profile: str = "",
+        holding: contextlib.ExitStack | None = None,
     ) -> CellRun:
         """Run a notebook's cell; ``on_output`` gets everything that it prints and shows, also later.
 
@@ -61,6 +64,7 @@ class CodeCalls(ProcView):
         forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.
         debug_name: what a debugger calls the cell's file.
         profile: have torch.profiler record it under this name, to be collected by `meshbook.mesh.profiles`.
+        holding: what is to hold interrupts back from the sending on, until it is closed by whoever waits for the cell.
         """
         self._present()
         if self._mesh.before_calls:
@@ -70,6 +74,9 @@ class CodeCalls(ProcView):
         arguments = (code, cell_number, line_offset, forbid_collectives, debug_name, profile)
         pickled = dumps((arguments, {}), what="the cell")
         request = CallRequest("run_cell", self._members, pickled, what, fail_fast=False, on_reply=run.on_reply)
+        self._controller.wait_for_room()
+        if holding is not None:
+            holding.enter_context(held_back())
         run.attach(self._controller.call(self._mesh, request, OutputTarget(run.id, on_output)))
         return run
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import wait_until
@@ -15,7 +16,8 @@ from rank_lines import by_rank, each_of
 
 from meshbook import errors
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook_extension.cells.running import CellTimeout
+from meshbook_extension.cells.prompt import CellPrompt
+from meshbook_extension.cells.running import CellTimeout, RunningCell
 
 
 def test_the_last_expression_is_shown_and_kept(notebook) -> None:
@@ -195,13 +197,34 @@ def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_pa
     assert notebook["_mesh"].values() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("made", [RunningCell, CellPrompt], ids=lambda made: made.__name__)
+def test_an_interrupt_just_after_the_sending_stops_the_ranks(
+    notebook, monkeypatch: pytest.MonkeyPatch, made: Any
+) -> None:
+    """Pressed where the cell is on its way and the wait for it has not begun."""
+    make = made.__init__
+
+    def make_and_press(self: object, *args: object) -> None:
+        make(self, *args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(made, "__init__", make_and_press)
+    began = time.monotonic()
+    ran = notebook.try_to_run("%%mesh\nimport time\ntime.sleep(50)")
+    assert isinstance(ran.error, errors.CallInterrupted), ran.error
+    assert time.monotonic() - began < 30
+    monkeypatch.undo()
+    notebook.run("%%mesh\nrank")
+    assert notebook["_mesh"].values() == [0, 1, 2, 3]
+
+
 def test_ranks_that_do_not_stop_are_named_with_their_place(notebook, tmp_path: Path) -> None:
     code = f"""
 import time, pathlib
-pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
 interrupted = []
 while not interrupted or (rank == 2 and time.monotonic() < interrupted[0] + 1.5):
     try:
+        pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
         time.sleep(0.05)
     except KeyboardInterrupt:
         interrupted.append(time.monotonic())
