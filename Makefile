@@ -15,7 +15,7 @@ JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
+.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -42,11 +42,15 @@ check: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(TOGETHER) $(ARGS)
 
-# What is long, random, needs a browser, a kernel for each test or a cluster, or serves programs written for Monarch.
+# What is long, needs a browser, a kernel for each test or a cluster, or serves programs written for Monarch.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m 'slow or cluster or kernel or monarch' -n $(JOBS) $(TOGETHER) $(ARGS)
+	$(BIN)/python -m pytest -m '(slow or cluster or kernel or monarch) and not nightly' -n $(JOBS) $(TOGETHER) $(ARGS)
 
-test-all: test test-slow
+# Long searches: random programs and faults, every operator, and further kinds of what test-slow has one of.
+test-nightly: $(READY)
+	$(BIN)/python -m pytest -m nightly -n $(JOBS) $(TOGETHER) $(ARGS)
+
+test-all: test test-slow test-nightly
 
 # On a machine with a CUDA device; one is enough. Elsewhere all of it is skipped.
 test-gpu: $(READY)

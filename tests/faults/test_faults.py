@@ -29,7 +29,7 @@ def test_nothing_hangs_and_nothing_is_lost() -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_campaign_finds_nothing(name: str) -> None:

@@ -74,7 +74,7 @@ class Kernel(RunningKernel):
 
     def start(self, code: str) -> str:
         """Send ``code`` and return at once, with the id of the request."""
-        return str(self.client.execute(code, allow_stdin=False, stop_on_error=False))
+        return self.execute(code)
 
     def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> None:
         """Read output until ``text`` shows in a stream."""

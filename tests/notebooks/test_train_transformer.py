@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from executed_notebooks import execute, kinds_that_differ, text_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -120,11 +120,11 @@ def run_command(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedP
 def test_steps_run_over_gloo_and_are_written(tmp_path: Path) -> None:
     file = tmp_path / "verified.md"
     options = ["--patience", "4", "--write", str(file), "--logs", str(tmp_path)]
-    done = run_command("--device", "cpu", "--only", "form,item,ddp,calls", *options, timeout_s=460)
+    done = run_command("--device", "cpu", "--only", "form,calls", *options, timeout_s=460)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    assert f"4 passed, {len(STEPS) - 4} not run" in done.stdout and "backend gloo" in done.stdout
+    assert f"2 passed, {len(STEPS) - 2} not run" in done.stdout and "backend gloo" in done.stdout
     text = file.read_text()
-    assert text.count("| passed |") == 4 and "| call all | 2 hosts x 1 rank | meshbook |" in text
+    assert text.count("| passed |") == 2 and "| call all | 2 hosts x 1 rank | meshbook |" in text
 
 
 @pytest.mark.slow

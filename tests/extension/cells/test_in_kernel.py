@@ -45,7 +45,7 @@ class Kernel(StockKernel):
         self.requests: dict[str, Request] = {}
 
     def send(self, code: str, **options: Any) -> Request:
-        request = Request(self.client.execute(code, allow_stdin=False, stop_on_error=False, **options))
+        request = Request(self.execute(code, **options))
         self.requests[request.id] = request
         return request
 

@@ -311,7 +311,7 @@ def test_unloading_leaves_completion_to_ipython(front: FrontEnd) -> None:
 
 
 def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) -> None:
-    request = front.client.execute("%%mesh\nprint('begun')\ntime.sleep(30)", allow_stdin=False, stop_on_error=False)
+    request = front.execute("%%mesh\nprint('begun')\ntime.sleep(30)")
     try:
         while front.client.get_iopub_msg(timeout=TIMEOUT_S)["msg_type"] != "stream":
             pass
@@ -336,7 +336,7 @@ def test_a_subshell_completes_what_is_the_notebooks_own_meanwhile(front: FrontEn
     control, session = front.client.control_channel, front.client.session
     control.send(session.msg("create_subshell_request"))
     subshell = control.get_msg(timeout=TIMEOUT_S)["content"]["subshell_id"]
-    request = front.client.execute("%%mesh\ntime.sleep(30)", allow_stdin=False, stop_on_error=False)
+    request = front.execute("%%mesh\ntime.sleep(30)")
     try:
         for cell, expected in [("her", "here"), ("%%mesh\nonly_on_r", "only_on_ranks")]:
             message = session.msg("complete_request", {"code": cell, "cursor_pos": len(cell)})

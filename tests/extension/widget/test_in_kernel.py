@@ -23,7 +23,7 @@ class FrontEnd(StockKernel):
 
     def run(self, code: str) -> list[dict[str, Any]]:
         """Execute a cell that must succeed; returns its messages."""
-        request = self.client.execute(code, allow_stdin=False, stop_on_error=False)
+        request = self.execute(code)
         return self.wait_for(request)
 
     def wait_for(self, request: str, status: str = "ok") -> list[dict[str, Any]]:
@@ -137,9 +137,7 @@ def test_nothing_is_asked_while_nobody_looks(front: FrontEnd, model: str) -> Non
 
 def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "b", "visible": True})
-    request = front.client.execute(
-        "%%mesh\nimport time\nprint('begun')\ntime.sleep(60)", allow_stdin=False, stop_on_error=False
-    )
+    request = front.execute("%%mesh\nimport time\nprint('begun')\ntime.sleep(60)")
     front.until(lambda: front.updates(model)[-1:] and front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
     live = front.updates(model)[-1]
     assert live["cells"][0]["what"].startswith("cell ") and live["cells"][0]["ended"] == 0
@@ -160,7 +158,7 @@ def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: 
 
 def test_the_output_is_brought_up_to_date_when_nobody_looks(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "g", "visible": True})
-    request = front.client.execute("%%mesh\nimport time\ntime.sleep(3)", allow_stdin=False, stop_on_error=False)
+    request = front.execute("%%mesh\nimport time\ntime.sleep(3)")
     front.until(lambda: front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
     front.send(model, {"kind": "look", "view": "g", "visible": False})
     front.until(lambda: any(m["msg_type"] == "update_display_data" for m in front.messages), timeout_s=20)
@@ -196,8 +194,8 @@ def test_what_the_process_groups_move_is_told(front: FrontEnd, model: str) -> No
 def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
     """Under ipykernel 6 the widget reads the socket in which other requests wait."""
     front.run("order = []")
-    first = front.client.execute("%%mesh\nimport time\ntime.sleep(1.5)", allow_stdin=False, stop_on_error=False)
-    later = [front.client.execute(f"order.append({i})", allow_stdin=False, stop_on_error=False) for i in range(3)]
+    first = front.execute("%%mesh\nimport time\ntime.sleep(1.5)")
+    later = [front.execute(f"order.append({i})") for i in range(3)]
     front.send(model, {"kind": "act", "action": "stacks", "ranks": []})
     for request in (first, *later):
         front.until(lambda request=request: any(_is_idle(m, request) for m in front.messages))
@@ -212,17 +210,15 @@ def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str)
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
     front.until(lambda: len(front.answers(model)) > before, timeout_s=20)
     assert "ranks 0-3 stopped" in front.answers(model)[-1]["text"]
-    request = front.client.execute("%mesh wait 1", allow_stdin=False, stop_on_error=False)
+    request = front.execute("%mesh wait 1")
     front.wait_for(request, status="error")
 
 
 def test_a_rank_that_does_not_obey_is_told_and_insisting_frees_it(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "f", "visible": True})
-    request = front.client.execute(
+    request = front.execute(
         "%%mesh\nimport time\nwhile rank == 0:\n    try:\n        time.sleep(20)\n        break\n"
-        "    except KeyboardInterrupt: pass",
-        allow_stdin=False,
-        stop_on_error=False,
+        "    except KeyboardInterrupt: pass"
     )
     front.until(lambda: front.updates(model)[-1]["states"] == "BIII", timeout_s=20)
     front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
@@ -234,9 +230,7 @@ def test_a_rank_that_does_not_obey_is_told_and_insisting_frees_it(front: FrontEn
 
 
 def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
-    failing = front.client.execute(
-        "%%mesh\nif rank == 2: raise ValueError('bad <b>shard</b>')", allow_stdin=False, stop_on_error=False
-    )
+    failing = front.execute("%%mesh\nif rank == 2: raise ValueError('bad <b>shard</b>')")
     front.wait_for(failing, status="error")
     request = front.client.execute(
         "%%mesh\nimport sys, time\n"
@@ -302,7 +296,7 @@ def test_a_bar_of_tqdm_on_all_ranks_is_one_bar(front: FrontEnd, model: str, modu
 def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "h", "visible": True})
     front.until(lambda: front.updates(model), timeout_s=60)
-    request = front.client.execute("%%mesh rank=1\nimport os; os._exit(3)", allow_stdin=False, stop_on_error=False)
+    request = front.execute("%%mesh rank=1\nimport os; os._exit(3)")
     front.wait_for(request, status="error")
 
     def ends() -> list[dict[str, Any]]:

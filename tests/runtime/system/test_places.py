@@ -299,10 +299,11 @@ ONLY_IPV6 = """
 
 
 @pytest.mark.slow
+@pytest.mark.some("routed")
 @pytest.mark.parametrize(
     ("more", "own"),
     [
-        pytest.param("true", "::1", id="loopback", marks=pytest.mark.slow),
+        pytest.param("true", "::1", id="loopback"),
         pytest.param(
             "ip addr add fd77::7/128 dev lo nodad && ip -6 route add default dev lo src fd77::7", "fd77::7", id="routed"
         ),

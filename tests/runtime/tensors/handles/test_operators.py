@@ -28,7 +28,7 @@ def test_operators_of_everyday_are_right(mesh2: ProcMesh) -> None:
     assert len(found) > len(OFTEN_USED) - 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_operators_of_everyday_are_right_on_two_axes(square: ProcMesh) -> None:
     found = sweep(Mesh(square), OFTEN_USED, samples=1)
@@ -36,7 +36,7 @@ def test_operators_of_everyday_are_right_on_two_axes(square: ProcMesh) -> None:
     assert len(found) > len(OFTEN_USED) - 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_no_operator_is_silently_wrong(mesh2: ProcMesh) -> None:
     found = sweep(Mesh(mesh2), samples=1)

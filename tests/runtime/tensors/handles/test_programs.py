@@ -28,7 +28,7 @@ def test_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
     check(Mesh(square).slice(dp=0), 1_000, FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_many_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
     check(Mesh(square), 10_000, MANY)

@@ -251,6 +251,7 @@ FORBIDDEN = """
 
 
 @pytest.mark.slow
+@pytest.mark.some("EPERM")
 @pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS"])
 def test_where_the_kernel_forbids_it_they_send_what_others_lack(refusal: str) -> None:
     ran = run_on_old_kernel(refusal, "process_vm_readv", FORBIDDEN, TIMEOUT_S)

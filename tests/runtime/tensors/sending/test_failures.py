@@ -194,7 +194,7 @@ def _has_elements(seed: int) -> bool:
     return all(leaf.make().numel() for leaf in write_program(seed, 2).leaves)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", list(filter(_has_elements, range(40_000, 40_020)))[:8])
 def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
     program, chance = write_program(seed, 2), random.Random(seed)
