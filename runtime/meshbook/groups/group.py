@@ -27,7 +27,17 @@ from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, N
 from meshbook.groups.collectives_off import public_name, refuse_if_off
 from meshbook.groups.disposal import dispose
 from meshbook.groups.group_state import BEING_FORMED, GroupState
-from meshbook.groups.operands import Description, describe, describe_message, parts_of, payload_bytes
+from meshbook.groups.operands import (
+    IN_ONE_PIECE,
+    Description,
+    Landing,
+    describe,
+    describe_message,
+    laid_in_one_piece,
+    lies_in_one_piece,
+    parts_of,
+    payload_bytes,
+)
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
 from meshbook.groups.records import MessageRecord, Record
 from meshbook.groups.torn import COPIED_BYTES, copy_small
@@ -344,7 +354,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
     operation = public_name(method)
     in_place = method in ("allreduce", "broadcast", "reduce")
     writes = method not in ("barrier", "_end_coalescing")
-    may_be_aside = "reduce_scatter" in method
+    may_be_aside, in_one_piece = "reduce_scatter" in method, method in IN_ONE_PIECE
     has_parts = public_name(method).startswith("all_to_all")
 
     def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
@@ -357,6 +367,9 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
         if inner.begun and not is_captured:  # a graph is spoilt by a question
             inner.forget_completed()
         by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
+        landing: Landing = ()
+        if in_one_piece and not lies_in_one_piece(args) and not _on_cuda(args):
+            args, landing = laid_in_one_piece(operation, args)
         with self._counting:
             number = self.issued = self.issued + 1
             if by_cells is not None:
@@ -371,7 +384,9 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
             guard.used.add(self)
             guard.moved_bytes += what.size_bytes if in_place else payload_bytes((*args, *kwargs.values()))
             is_small = in_place and what.size_bytes <= COPIED_BYTES
-            operands = (args[0], copy_small(args[0][0], what.size_bytes) if is_small else None) if writes else None
+            operands = None
+            if writes and not landing:
+                operands = (args[0], copy_small(args[0][0], what.size_bytes) if is_small else None)
             on_cuda = self._uses_cuda and _on_cuda(args)
             if on_cuda:
                 _ask_for_work(args)
@@ -386,8 +401,8 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
                 raise
         if raw is None or (on_cuda and is_captured):  # one of several that NCCL begins together, or of a CUDA graph
             return raw
-        if may_be_aside and not on_cuda:
-            work: CollectiveWork = AsideWork(inner, operation, number, raw)
+        if (may_be_aside and not on_cuda) or landing:
+            work: CollectiveWork = AsideWork(inner, operation, number, raw, landing)
             inner.add(work, operation, number, None, operands)
         else:
             inner.begun.append((raw, operation, number, None, time.monotonic(), operands))

@@ -106,6 +106,50 @@ def parts_of(args: TorchArgs, members: int) -> Parts | None:
     return parts if len(parts.given) == len(parts.taken) == members else None
 
 
+IN_ONE_PIECE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"})
+"""Operations for which gloo takes the memory from a tensor's first element on, whatever its strides."""
+
+Landing: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]]"
+"""Tensors of the caller, each with the copy that an operation writes in its place."""
+
+
+def lies_in_one_piece(value: object) -> bool:
+    """Whether all (nested) tensors have their elements in memory as in a list of them."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is not torch.strided or (value.is_contiguous() and not value.is_neg())
+    return all(map(lies_in_one_piece, value)) if isinstance(value, (list, tuple)) else True
+
+
+def laid_in_one_piece(operation: str, args: TorchArgs) -> tuple[TorchArgs, Landing]:
+    """Put copies in the place of tensors that do not lie in one piece; of what is written they are to be copied back.
+
+    Raises: ValueError for a tensor that is written and has several elements in one place.
+    """
+    landing: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def laid(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [laid(each) for each in value]
+        if not isinstance(value, torch.Tensor) or lies_in_one_piece(value):
+            return value
+        return value.detach().resolve_neg().contiguous()
+
+    def written(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [written(each) for each in value]
+        copy = laid(value)
+        if copy is not value:
+            if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+                raise ValueError(
+                    f"{operation} writes to its tensor, and this one of {tuple(value.shape)} is expanded: several "
+                    "of its elements are one in memory. Give tensor.contiguous()"
+                )
+            landing.append((value, copy))
+        return copy
+
+    return (written(args[0]), *(laid(each) for each in args[1:])), landing
+
+
 def payload_bytes(arguments: Iterable[object]) -> int:
     """The size of an operation with these (nested) tensors: the larger of what goes in and what comes out.
 

@@ -28,6 +28,7 @@ from meshbook.groups.roads import LOOK_S
 
 if TYPE_CHECKING:
     from meshbook.groups.backend_group import BackendGroup
+    from meshbook.groups.operands import Landing
     from meshbook.groups.torn import Operands
 
 _STEP = timedelta(seconds=STEP_S)
@@ -229,21 +230,42 @@ class CollectiveWork(AbortableWork):
 
 
 class AsideWork(CollectiveWork):
-    """A collective of gloo that is made of others (reduce_scatter): its wait takes no timeout, so it waits aside."""
+    """A collective of gloo that is awaited on a thread of its own.
 
-    def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work) -> None:
+    One that is made of others (reduce_scatter), whose wait takes no timeout; and one that works on copies, which are
+    copied back at its end, also where nobody waits for it.
+    """
+
+    def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work, landing: Landing = ()) -> None:
         super().__init__(inner, operation, number, raw)
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._landing, self._to_land, self._land_one = landing, landing, threading.Lock()
         run_in_background(self._await_raw)
 
     def _await_raw(self) -> None:
         try:
             self._raw.wait()
+            self._land()
         except BaseException as error:
             self._error = error
             self._note_failed(error)
         self._done.set()
+
+    def _land(self) -> None:
+        """Copy back, once; as C++ would, past autograd and its counts of versions."""
+        with self._land_one, torch.inference_mode():
+            left, self._to_land = self._to_land, ()
+            for tensor, copy in left:
+                tensor.data.copy_(copy)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for tensor, _ in self._landing] or super().result()
+
+    def _outcome(self, raw: torch.futures.Future[object]) -> object:
+        value = super()._outcome(raw)
+        self._land()
+        return [tensor for tensor, _ in self._landing] or value
 
     def is_completed(self) -> bool:
         return self._done.is_set()
