@@ -31,6 +31,9 @@ class NoGroups:
     def prepare(self, *_args: object, **_options: object) -> None:
         pass  # the ranks do not meet
 
+    def keep_environment(self) -> None:
+        pass
+
     def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
         pass
 

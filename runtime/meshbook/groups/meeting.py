@@ -168,24 +168,25 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
     return loopback_address() if on_one_host else own_address(), port
 
 
-def set_environment(place: Identity, master: tuple[str, str]) -> None:
+def set_environment(place: Identity, master: tuple[str, str]) -> dict[str, str]:
     """Set torchrun's variables, and what gloo and NCCL read when the first group is made; the user's own choices stay.
 
-    master: MASTER_ADDR and MASTER_PORT.
+    master: MASTER_ADDR and MASTER_PORT. Returns: torchrun's variables.
     """
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
-        GROUP_RANK=str(place.host_rank),
-        GROUP_WORLD_SIZE=str(place.hosts),
-        ROLE_NAME="default",
-        ROLE_RANK=str(place.rank),
-        ROLE_WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR=master[0],
-        MASTER_PORT=master[1],
-    )
+    torchrun = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.host_rank),
+        "GROUP_WORLD_SIZE": str(place.hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+    }
+    os.environ.update(torchrun)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if place.hosts == 1:  # gloo then uses the loopback interface, which needs no name lookup
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -194,3 +195,4 @@ def set_environment(place: Identity, master: tuple[str, str]) -> None:
     if place.device.startswith("cuda"):  # else a collective that times out ends the process, state and all
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    return torchrun

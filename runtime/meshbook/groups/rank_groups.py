@@ -11,6 +11,7 @@ Importing this module starts no thread, opens no socket and makes no group: work
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -83,6 +84,7 @@ class RankGroups:
 
     def __init__(self) -> None:
         self._place: Identity | None = None
+        self._torchrun: dict[str, str] = {}
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)
@@ -196,7 +198,7 @@ class RankGroups:
         lineage = self._lineage_for(place)
         agreement = meeting.meet(rpc, place, epoch, timeout_s, lineage, keep_link=keep_link, reaches=reaches)
         master = meeting.master(agreement)
-        set_environment(place, master)
+        self._torchrun = set_environment(place, master)
         self._default.meeting_point, self._default.master = MeetingPoint(self._our_link, meeting.scope), master
         self._default.wrap_init()
         self._factory.install()
@@ -342,6 +344,11 @@ class RankGroups:
     def log_operations(self, log: OperationLog | None) -> None:
         """From now on put what groups do into ``log``; None: into none."""
         self._guard.log = log
+
+    def keep_environment(self) -> None:
+        """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""
+        for name, value in self._torchrun.items():
+            os.environ.setdefault(name, value)
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.

@@ -57,10 +57,14 @@ class RankDisplayHook(DisplayHook):
         """The notebook labels results."""
 
     def compute_format_data(self, result: object) -> tuple[MimeBundle, MimeBundle]:
-        shown = self.shell.tracebacks_shown
-        data, metadata = super().compute_format_data(result)
-        if not data and self.shell.tracebacks_shown != shown:
-            data = {"text/plain": f"<{type(result).__name__} object, whose representation failed as shown>"}
+        """Raises: what a result raises that cannot be shown in any way; other ranks may wait in its representation."""
+        with self.shell.formatting_result() as errors:
+            data, metadata = super().compute_format_data(result)
+        if not data and errors:
+            self._is_active = False
+            raise errors[-1]
+        for error in errors:
+            self.shell.print_error(error)
         return data, metadata
 
     def write_format_data(self, format_dict: MimeBundle, md_dict: MimeBundle | None = None) -> None:

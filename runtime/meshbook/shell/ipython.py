@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
+_RUNS = (InteractiveShell.safe_execfile.__code__, InteractiveShell.safe_run_module.__code__)
+"""What ``%run`` comes to."""
+
+
 class Show(NamedTuple):
     """How the shell reaches its rank."""
 
@@ -65,10 +69,11 @@ class RankIPython(InteractiveShell):
 
     show: Show | None = None
     rank_debugger: RankDebugger
-    tracebacks_shown = 0
     _user_code_depth = 0
-    _held: list[BaseException] | None = None
-    """While a cell runs: errors shown outside of its code, of which one may be its outcome."""
+    _held: list[tuple[BaseException, bool]] | None = None
+    """While a cell runs: errors shown outside of its code, and whether each is its outcome when it has no other."""
+    _of_result: list[BaseException] | None = None
+    """While a result is formatted: what its representations raise."""
     _rank_names: dict[str, object]
 
     def run_rank_cell(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> CellResult:
@@ -84,13 +89,13 @@ class RankIPython(InteractiveShell):
         finally:
             self._held = None
         error = result.error_before_exec or result.error_in_exec
-        for held in shown:
+        for held, is_outcome in shown:
             if held is error:
                 continue
-            if error is None and isinstance(held, KeyboardInterrupt):
-                error = held  # came in a callback, or in a cell within the cell as %%capture makes it
+            if error is None and is_outcome:
+                error = held
             else:
-                self._print_error(held)
+                self.print_error(held)
         return CellResult(result.result, error, ran=result.error_before_exec is None)
 
     def warm_up(self) -> None:
@@ -137,20 +142,30 @@ class RankIPython(InteractiveShell):
                 result.error_in_exec = error
             if isinstance(error, self.custom_exceptions):
                 self.CustomTB(type(error), error, error.__traceback__)
+            elif self._user_code_depth and self._held is not None:  # of a cell within the cell, as %%capture makes it
+                self._held.append((error, True))
             else:
                 self.showtraceback((type(error), error, error.__traceback__))
             return True
         return False
 
     def showtraceback(self, exc_tuple: ExcInfo | None = None, *args: object, **kwargs: object) -> None:
-        """Print an error that user code or a callback shows; the one that ends the cell becomes its outcome."""
+        """Print an error that user code or a callback shows; the one that ends the cell becomes its outcome.
+
+        What ends a script of ``%run`` is raised, where IPython would go on with the next line: other ranks would wait
+        for this one, and be told of nothing.
+        """
         error = (exc_tuple or sys.exc_info())[1] or getattr(sys, "last_value", None)
         if error is None:
             print("No traceback available to show.", file=sys.stderr)
+        elif self._held is not None and sys._getframe(1).f_code in _RUNS:
+            raise error
+        elif self._of_result is not None:
+            self._of_result.append(error)
         elif self._held is None or (self._user_code_depth and not isinstance(error, KeyboardInterrupt)):
-            self._print_error(error)
+            self.print_error(error)
         else:
-            self._held.append(error)
+            self._held.append((error, isinstance(error, KeyboardInterrupt)))
 
     def showsyntaxerror(self, filename: str | None = None, *args: object, **kwargs: object) -> None:
         self.showtraceback()
@@ -233,6 +248,9 @@ class RankIPython(InteractiveShell):
 
     # ---- what IPython does at start, and we do not --------------------------------------------------------------
 
+    def init_prompts(self) -> None:
+        """No ``sys.ps1``: libraries take it for a person who types here, and refuse to train on several ranks."""
+
     def init_virtualenv(self) -> None:
         """The worker's ``sys.path`` is the runtime's to decide."""
 
@@ -271,9 +289,8 @@ class RankIPython(InteractiveShell):
         for inputs in (history.input_hist_parsed, history.input_hist_raw):
             inputs += [""] * (number - len(inputs))
 
-    def _print_error(self, error: BaseException) -> None:
+    def print_error(self, error: BaseException) -> None:
         """Print past ``%%capture``, as Jupyter kernels do: else nobody would hear of it."""
-        self.tracebacks_shown += 1
         drop_own_frames(error)
         print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.__stderr__)
 
@@ -284,6 +301,16 @@ class RankIPython(InteractiveShell):
             yield
         finally:
             self._user_code_depth -= 1
+
+    @contextlib.contextmanager
+    def formatting_result(self) -> Iterator[list[BaseException]]:
+        """What representations raise inside of the block is kept rather than shown."""
+        kept: list[BaseException] = []
+        self._of_result = kept
+        try:
+            yield kept
+        finally:
+            self._of_result = None
 
     def _mark_place(self) -> None:
         if self.show is not None:

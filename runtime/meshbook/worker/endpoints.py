@@ -87,6 +87,7 @@ def run_cell(
     """
     if worker.debug_session is not None:
         worker.debug_session.trace_again()
+    worker.groups.keep_environment()
     with recorded(profile, worker.groups, worker.gate.shield) if profile else contextlib.nullcontext():
         outcome = worker.shell.run_cell(
             code,

@@ -197,6 +197,22 @@ def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_pa
     assert notebook["_mesh"].values() == [0, 1, 2, 3]
 
 
+def test_a_script_that_fails_on_one_rank_frees_the_others(notebook, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(
+        "import torch.distributed as dist, torch\nif dist.get_rank() == 1: raise ValueError('bad shard')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    ran = notebook.try_to_run(f"%%mesh\n%run {script}\nwent_on = True")
+    assert isinstance(ran.error, errors.CallFailed) and "rank 1 raised ValueError: bad shard" in str(ran.error)
+    assert notebook.run("%%mesh\n'went_on' in globals()") and notebook["_mesh"].values() == [False] * 4
+
+
+def test_torchruns_variables_are_there_again_in_the_next_cell(notebook) -> None:
+    notebook.run("%%mesh\nimport os\ndel os.environ['WORLD_SIZE']; os.environ['MASTER_PORT'] = '1'")
+    notebook.run("%%mesh\nos.environ['WORLD_SIZE'], os.environ['MASTER_PORT']")
+    assert notebook["_mesh"].values() == [("4", "1")] * 4
+
+
 @pytest.mark.parametrize("made", [RunningCell, CellPrompt], ids=lambda made: made.__name__)
 def test_an_interrupt_just_after_the_sending_stops_the_ranks(
     notebook, monkeypatch: pytest.MonkeyPatch, made: Any

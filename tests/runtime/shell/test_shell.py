@@ -258,10 +258,12 @@ def test_text_comes_before_the_display_that_follows_it(rank: RankProcess) -> Non
     assert ran.stdout == "unfinished<display>\nafter\n"
 
 
-def test_a_representation_that_raises_is_a_text_and_the_cell_is_ok(rank: RankProcess) -> None:
+def test_a_result_that_cannot_be_shown_fails_the_cell(rank: RankProcess) -> None:
+    """Other ranks may wait in its representation."""
     ran = rank.cell("class Broken:\n    def __repr__(self): raise ValueError('no words')\nBroken()")
-    assert ran.outcome.ok
-    assert "Broken object" in ran.displays[0]["data"]["text/plain"]
+    assert (ran.failure.ename, ran.failure.evalue, ran.displays) == ("ValueError", "no words", [])
+    ran = rank.cell("Broken._repr_html_ = lambda self: 'words'\nBroken()")
+    assert ran.outcome.ok and ran.displays[0]["data"]["text/html"] == "words"
     assert "no words" in ran.stderr
     assert rank.cell("1 + 1").outcome.value == "2"
 
@@ -309,6 +311,33 @@ def test_magics_work(rank: RankProcess, tmp_path: Path) -> None:
     assert rank.cell("%run module_of_mine.py\nanswer").outcome.value == "42"
     assert rank.cell("import warnings; warnings.simplefilter('ignore')\n%load_ext autoreload\n%autoreload 2").outcome.ok
     assert "UsageError" in rank.cell("%nonsense").failure.ename
+
+
+@pytest.mark.parametrize("how", ["{file}", "-i {file}", "-m {module}", "-e {file}"])
+def test_an_error_ends_a_script_and_the_cell_that_runs_it(rank: RankProcess, tmp_path: Path, how: str) -> None:
+    rank.cell(f"%cd {tmp_path}\nimport sys; sys.path.insert(0, ''); after = 0")
+    (tmp_path / "script_of_mine.py").write_text("import sys\n1 / 0\n")
+    line = "%run " + how.format(file="script_of_mine.py", module="script_of_mine")
+    ran = rank.cell(f"{line}\nafter = 1")
+    assert ran.failure.ename == "ZeroDivisionError" and ran.stderr == ""
+    assert "script_of_mine.py" in ran.traceback and "safe_execfile" not in ran.traceback
+    assert rank.cell("after").outcome.value == "0"
+
+
+def test_a_script_that_exits_with_an_error_fails_the_cell(rank: RankProcess, tmp_path: Path) -> None:
+    rank.cell(f"%cd {tmp_path}")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    assert rank.cell("%run ends.py 3").failure.ename == "SystemExit"
+    assert rank.cell("%run ends.py 0").outcome.ok and rank.cell("%run -e ends.py 3").outcome.ok
+
+
+def test_a_cell_within_the_cell_fails_it(rank: RankProcess) -> None:
+    ran = rank.cell("get_ipython().run_cell('1 / 0')\nprint('went on')")
+    assert ran.failure.ename == "ZeroDivisionError" and ran.stdout == "went on\n"
+
+
+def test_no_library_takes_a_rank_for_a_person(rank: RankProcess) -> None:
+    assert rank.cell("import sys\nhasattr(sys, 'ps1')").outcome.value == "False"
 
 
 def test_commands_write_to_the_pipes_in_order_and_expand_names(rank: RankProcess) -> None:
@@ -434,7 +463,7 @@ def test_a_syntax_error_shows_its_line_and_caret(rank: RankProcess) -> None:
 
 
 def test_errors_in_captured_cells_are_shown_with_the_notebooks_lines(rank: RankProcess) -> None:
-    assert re.search(r"(line |:|> )4", plain(rank.cell("%%capture\nx = 1\n1 / 0\n").stderr))
+    assert re.search(r"(line |:|> )4", plain(rank.cell("%%capture\nx = 1\n1 / 0\n").traceback))
     rank.cell("%%capture\nimport os, time; os.write(1, b'set\\n'); time.sleep(60)", wait=False)
     assert rank.interrupt_after("set").outcome.interrupted
 
