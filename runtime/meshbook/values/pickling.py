@@ -171,7 +171,29 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: object) -> object:
         reduced = self.out_of_band.reduce(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is not NotImplemented:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple):
+            return _with_slots(obj, reduced)
+        return reduced
+
+
+def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Have a class that goes by value made with its slots.
+
+    cloudpickle makes it without, and sets ``__slots__`` afterwards, so instances have a dict there and their state does
+    not fit the class here.
+    """
+    if reduced[0] is not cloudpickle.cloudpickle._make_skeleton_class:
+        return reduced
+    make, (metaclass, name, bases, options, tracked, extra), (attributes, rest), *others = reduced
+    slots = vars(kind)["__slots__"]
+    names = [slots] if isinstance(slots, str) else list(slots)
+    private = {f"_{name.lstrip('_')}{each}" for each in names if each.startswith("__") and not each.endswith("__")}
+    kept = {each: value for each, value in attributes.items() if each != "__slots__" and each not in private}
+    made_with = (metaclass, name, bases, {**options, "__slots__": slots}, tracked, extra)
+    return (make, made_with, (kept, rest), *others)
 
 
 class _BoundedSink(io.BytesIO):

@@ -319,3 +319,27 @@ def test_a_reloaded_extension_finds_its_meshes(notebook) -> None:
     meshbook_extension.load_ipython_extension(notebook.shell)
     notebook.run("%%mesh\nrank")
     assert notebook["_mesh"].ranks == (0, 1, 2, 3)
+
+
+SLOTTED = """
+import dataclasses
+@dataclasses.dataclass(slots=True)
+class Point:
+    x: int = 1
+class Private:
+    __slots__ = "__value", "__weakref__"
+    def __init__(self, value): self.__value = value
+    def read(self): return self.__value
+class Open(Private):
+    pass
+"""
+
+
+def test_values_of_classes_with_slots_make_the_round_trip(notebook) -> None:
+    notebook.run(f"{SLOTTED}\nopen_one = Open(4)\nopen_one.more = 5\nsent = [Point(3), Private(2), open_one]")
+    notebook.run("%mesh push sent")
+    notebook.run("%mesh pull sent")
+    notebook.run("first = sent.get(0)\nfirst[0] == Point(3), first[1].read(), first[2].read(), first[2].more")
+    assert notebook["_"] == (True, 2, 4, 5)
+    error = notebook.try_to_run("%%mesh\nsent[0].other = 1").error
+    assert "AttributeError" in str(error)
