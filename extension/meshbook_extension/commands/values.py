@@ -78,8 +78,7 @@ def pull(session: Session, arguments: Arguments) -> None:
     if out is not None and len(names) > 1:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
-    pulled = {name: answer(future) for name, future in [(name, procs.pull(name)) for name in names]}
-    for name, values in pulled.items():
+    for name, values in answer(procs.pull_together(names)).items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
         print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from meshbook.errors import Failure, MeshError
@@ -22,6 +22,8 @@ class Outcome(NamedTuple):
     """The value's pickle, where it is known already."""
     what: str = "the result"
     """How an error names the value that cannot travel."""
+    roots: Mapping[str, object] | None = None
+    """Names of its parts, for such an error to begin with."""
     position: int = 0
     """Which of as large values it is that are to be joined."""
 
@@ -61,7 +63,7 @@ def pack(
     if not answer.has_value:
         return answer.status, [], b"", None
     try:
-        pickled = answer.pickled or dumps(answer.value, what=answer.what)
+        pickled = answer.pickled or dumps(answer.value, what=answer.what, roots=answer.roots)
         head, large = pickled.head, pickled.buffers
         frames: list[Buffer]
         inline, frames = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,6 +146,22 @@ class CodeCalls(ProcView):
     def pull(self, name: str) -> Future[Values]:
         """Bring the value of ``name`` from every member."""
         return self.evaluate(name)
+
+    def pull_together(self, names: Sequence[str]) -> Future[dict[str, Values]]:
+        """Bring the values of names from every member; what two of them share there, they share here.
+
+        So an optimizer that comes with its model steps that model.
+        """
+
+        def column(rows: ValueMesh[Sequence[object]], at: int) -> Values:
+            return ValueMesh.lazy(self._members, lambda rank: rows.get(rank)[at])
+
+        def by_name(rows: ValueMesh[Sequence[object]]) -> dict[str, Values]:
+            return {name: column(rows, at) for at, name in enumerate(names)}
+
+        if len(names) == 1:
+            return MappedFuture(self.pull(names[0]), lambda values: {names[0]: values})
+        return MappedFuture(self._call("pull", (list(names),), what=", ".join(names)), by_name)
 
     def free(self) -> Future[ValueMesh[Freed]]:
         """Let go of the frames of each member's last exception, with their tensors, and of device caches.

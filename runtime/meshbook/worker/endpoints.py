@@ -148,8 +148,10 @@ def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[
     values = [_evaluate(worker, name) for name in names]
     rank = worker.identity.rank
     position = joins.index(rank) if rank in joins else 0
-    value, what = (values[0], names[0]) if len(names) == 1 else (tuple(values), "values")
-    return Outcome(wire.OK, value, has_value=True, what=what, position=position)
+    if len(names) > 1:
+        roots = dict(zip(names, values, strict=True))
+        return Outcome(wire.OK, tuple(values), has_value=True, what="values", roots=roots, position=position)
+    return Outcome(wire.OK, values[0], has_value=True, what=names[0], position=position)
 
 
 def _evaluate(worker: Worker, expression: str) -> object:

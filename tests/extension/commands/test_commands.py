@@ -343,3 +343,17 @@ def test_values_of_classes_with_slots_make_the_round_trip(notebook) -> None:
     assert notebook["_"] == (True, 2, 4, 5)
     error = notebook.try_to_run("%%mesh\nsent[0].other = 1").error
     assert "AttributeError" in str(error)
+
+
+def test_names_that_are_pulled_together_share_what_they_share_on_the_ranks(notebook) -> None:
+    notebook.run(
+        "%%mesh\nmodel = torch.nn.Linear(2, 1)\nopt = torch.optim.SGD(model.parameters(), lr=1.0)\n"
+        "a = torch.arange(4.); part = a[1:3]"
+    )
+    notebook.run("%mesh pull model opt a part")
+    notebook.run("opt.get(1).param_groups[0]['params'][0] is model.get(1).weight")
+    assert notebook["_"] is True
+    notebook.run("a.get(0)[1] = 9; part.get(0).tolist(), a.get(1).tolist()")
+    assert notebook["_"] == ([9.0, 2.0], [0.0, 1.0, 2.0, 3.0])
+    notebook.run("%%mesh\nimport threading; held = [threading.Lock()]")
+    assert "held[0] is a _thread.lock" in notebook.fail("%mesh pull a held")
