@@ -20,11 +20,12 @@ mapped from shared memory cannot be resized in place; ``clone()`` it first.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -173,10 +174,36 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self.out_of_band.reduce(obj)
         if reduced is not NotImplemented:
             return reduced
+        if type(obj) in _KEEPERS and (own := _without_what_it_keeps(obj)) is not None:
+            return own
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple):
             return _with_slots(obj, reduced)
         return reduced
+
+
+_KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
+"""What keeps results of a function: ``@cache``, ``@lru_cache``, ``@cached_property``."""
+
+
+def _without_what_it_keeps(keeper: Any) -> tuple[Any, ...] | None:
+    """Reduce one of `_KEEPERS` to a new one, that keeps nothing yet; None where its function goes by reference."""
+    function = keeper.func if isinstance(keeper, functools.cached_property) else keeper.__wrapped__
+    if cloudpickle.cloudpickle._should_pickle_by_reference(function):
+        return None
+    if isinstance(keeper, functools.cached_property):
+        return _new_cached_property, (function, keeper.attrname)
+    return _new_cache, (function, keeper.cache_parameters())
+
+
+def _new_cache(function: Callable[..., object], parameters: dict[str, Any]) -> object:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _new_cached_property(function: Callable[[Any], object], name: str | None) -> object:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -357,3 +357,20 @@ def test_names_that_are_pulled_together_share_what_they_share_on_the_ranks(noteb
     assert notebook["_"] == ([9.0, 2.0], [0.0, 1.0, 2.0, 3.0])
     notebook.run("%%mesh\nimport threading; held = [threading.Lock()]")
     assert "held[0] is a _thread.lock" in notebook.fail("%mesh pull a held")
+
+
+def test_functions_that_keep_their_results_can_be_sent(notebook) -> None:
+    notebook.run(
+        "import functools\n"
+        "@functools.cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)\n"
+        "class Table:\n"
+        "    def __init__(self, n): self.n = n\n"
+        "    @functools.lru_cache(maxsize=7)\n    def at(self, i): return self.n * i\n"
+        "    @functools.cached_property\n    def twice(self): return 2 * self.n\n"
+        "table = Table(3)\ndef use(n): return fib(n)"
+    )
+    notebook.run("%mesh push fib use table")
+    notebook.run(
+        "%%mesh\nfib(30), use(20), table.at(4), table.twice, vars(table)['twice'], type(table).at.cache_info().maxsize"
+    )
+    assert notebook["_mesh"].values() == [(832040, 6765, 12, 6, 6, 7)] * 4
