@@ -32,9 +32,6 @@ _ENDS = TUNNEL_ENDS + "[0-9a-f]" * 24
 NEW_S = 60.0
 """An end is young for so long: sshd makes it before it listens there."""
 
-KEPT_S = 7 * 86400.0
-"""Logs in which nothing was written for so long may go; of sessions of other machines nothing else tells their end."""
-
 
 def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
     """Write to a log of this machine from now on; returns the ticket as it is to be used here, and the connection.
@@ -44,7 +41,7 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
     if ticket.by_tunnel and not tunnel_of(ticket).is_socket():
         raise SpawnError(f"meshbook: no tunnel at {tunnel_of(ticket)}; remote port forwarding failed")
     base = log_base()
-    trim_logs(base, KEPT_S)
+    trim_logs(base)
     sweep()
     session, _, host = ticket.log_dir.partition("/")
     folder = private_folder(private_folder(base / session) / host)

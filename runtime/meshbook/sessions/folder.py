@@ -6,6 +6,7 @@
         memory/<key>    what the notebook wants remembered
         control         the Unix socket
     <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks; those of the last sessions stay
+        session         where the session is: machine, boot and the folder above
 
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
 one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import platform
 import re
 import shutil
 import threading
@@ -28,7 +30,7 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.sessions import lock
-from meshbook.system.processes import in_endpoint, is_same_process, loopback_address, own_address
+from meshbook.system.processes import boot_id, in_endpoint, is_same_process, loopback_address, own_address
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 from meshbook.wire.messages import StartCommand
 
@@ -36,6 +38,11 @@ KEPT_LOG_SESSIONS = 20
 KEPT_LOG_BYTES = 2 << 30
 """All logs of sessions that have ended, together; one rank may write half of it (`meshbook.agent.output`)."""
 
+UNKNOWN_S, ELSEWHERE_S = 7 * 86400.0, 30 * 86400.0
+"""Logs in which nothing was written for so long are those of a session that has ended: where nothing says which session
+that was, as on a host of an agent; and where it was one of another machine, with which we share a home."""
+
+_OF_SESSION = "session"
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -139,6 +146,7 @@ class SessionFolder:
     def __init__(self, path: Path, state: SessionState) -> None:
         self.path, self.id, self.state = path, path.name, state
         self.logs = private_folder(log_base() / self.id)
+        write_private(self.logs / _OF_SESSION, msgspec.json.encode((platform.node(), boot_id(), str(path))))
         self._lock = threading.Lock()
         self._closed = False
 
@@ -168,7 +176,12 @@ class SessionFolder:
             lock.give_up(path)
             return None
         lock.sign(path)
-        folder = cls(path, state)
+        try:
+            folder = cls(path, state)
+        except BaseException:
+            lock.unsign(path)
+            lock.give_up(path)
+            raise
         folder.state.epoch += 1
         folder.state.left_at = 0.0
         folder.save()
@@ -269,21 +282,35 @@ def boot_clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def trim_logs(base: Path, untouched_s: float = 0.0) -> None:
-    """Of sessions that have ended keep the newest logs within the bounds, and the very last in any case.
-
-    untouched_s: and those in which something was written so lately.
-    """
-    ended = [folder for folder in base.iterdir() if not (runtime_base() / folder.name).exists()]
+def trim_logs(base: Path) -> None:
+    """Of sessions that surely have ended keep the newest logs within the bounds, and the very last in any case."""
+    ended = [folder for folder in base.iterdir() if _has_ended(folder)]
     left_bytes = KEPT_LOG_BYTES
     for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
-        inside = [Path(at, name) for at, _, names in os.walk(folder) for name in names]  # as far as others leave them
-        left_bytes -= sum(map(_size_bytes, inside))
-        lately = untouched_s and time.time() - max(map(_modified, [folder, *inside])) < untouched_s
-        if number and not lately and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
+        left_bytes -= sum(map(_size_bytes, _files_in(folder)))
+        if number and (number >= KEPT_LOG_SESSIONS or left_bytes < 0):
             if folder.is_file():  # of an agent whose program was killed before there was a session
                 folder.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_ended(logs: Path) -> bool:
+    """Whether the session of these logs has ended, for certain or as far as their age tells."""
+    try:
+        machine, boot, path = msgspec.json.decode(read_private(logs / _OF_SESSION) or b"", type=tuple[str, str, str])
+    except msgspec.DecodeError:
+        machine = boot = path = ""
+    if machine == platform.node():
+        return boot != boot_id() or not Path(path).exists()
+    if (runtime_base() / logs.name).exists():
+        return False
+    last_written = max(map(_modified, [logs, *_files_in(logs)]))
+    return time.time() - last_written > (ELSEWHERE_S if machine else UNKNOWN_S)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """As far as others leave them."""
+    return [Path(at, name) for at, _, names in os.walk(folder) for name in names]
 
 
 def _modified(path: Path) -> float:

@@ -229,8 +229,12 @@ def network_id() -> str:
 
 
 def _namespace_id(kind: str) -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
+    return f"{boot_id()}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
+
+
+def boot_id() -> str:
+    """Which start of which machine this is. Raises: OSError where there is no Linux."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def python_version() -> str:

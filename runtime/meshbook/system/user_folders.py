@@ -103,11 +103,17 @@ def _owner(path: Path) -> int | None:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make ``folder`` for us alone. Raises: SpawnError for one that another user can enter or has prepared."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make ``folder`` for us alone, and what is missing above it. One of ours that others can read is closed to them.
+
+    Raises: SpawnError for one that another user owns, or may have prepared.
+    """
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISDIR(status.st_mode):
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
         raise SpawnError(f"{folder} must be a folder of yours with mode 0700. Remove it, or run chmod 700 on it.")
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
     return folder
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_bytes
+from meshbook.system.processes import boot_id
 
 MOST_BYTES = 16 << 20
 """Of all sources that are sent at once: more is no folder of modules, but somebody's home."""
@@ -53,8 +54,7 @@ class FoundModules:
 def file_system() -> str:
     """Equal on two processes exactly when a path is the same file for both."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/mnt').st_ino}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/mnt').st_ino}"
     except OSError:  # no Linux: one machine is taken for one file system
         return platform.node()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 from meshbook.agent.logs import read_on
 from meshbook.agent.rank_log import RankLog, settle_logs
 from meshbook.controller.logs import LogFollower
+from meshbook.errors import SpawnError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions import folder as session_folder
 from meshbook.sessions.folder import SessionFolder
 from meshbook.system.exits import log_tail
+from meshbook.system.user_folders import write_private
 from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
 
 
@@ -108,12 +111,59 @@ def test_logs_of_ended_sessions_are_kept_within_bounds_the_oldest_go_first(
     assert [folder.logs.exists() for folder in begun] == [False] * 6 + [True, True]
 
 
+def test_logs_of_a_living_session_stay_wherever_it_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of the same home see another runtime folder, or are another machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(session_folder, "KEPT_LOG_SESSIONS", 1)
+    folders = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / place))
+        folders.append(SessionFolder.create("public", "secret", 60.0))
+    living, other = folders
+    (unknown := living.logs.parent / "unknown").mkdir()
+    (foreign := living.logs.parent / "foreign").mkdir()
+    write_private(foreign / "session", b'["another machine", "its boot", "/run/its/session"]')
+
+    def trim() -> list[bool]:
+        SessionFolder.create("public", "secret", 60.0).close()
+        SessionFolder.create("public", "secret", 60.0).close()
+        return [each.exists() for each in (living.logs, unknown, foreign)]
+
+    assert trim() == [True] * 3
+    for each, days in ((unknown, 8), (foreign, 8)):
+        for path in (*each.iterdir(), each):
+            os.utime(path, (time.time() - days * 86400,) * 2)
+    assert trim() == [True, False, True]
+    living.close()
+    assert trim() == [False, False, True]
+    other.close()
+
+
+def test_a_session_that_cannot_be_taken_over_can_be_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = SessionFolder.create("public", "secret", 60.0)
+    folder.leave()
+    folder.logs.chmod(0o777)
+    with pytest.raises(SpawnError, match="0700"):
+        SessionFolder.take_over(folder.path)
+    folder.logs.chmod(0o755)
+    taken = SessionFolder.take_over(folder.path)
+    assert taken is not None and taken.logs.stat().st_mode & 0o777 == 0o700
+    taken.close()
+
+
 def test_logs_that_another_session_removes_meanwhile_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / "ended" / name).mkdir(parents=True)
         (tmp_path / "ended" / name / "rank0.log").write_text("x")
+    write_private(tmp_path / "ended" / "session", f'["{platform.node()}", "an earlier boot", ""]'.encode())
 
     def remove_all(path: Path) -> int:
         shutil.rmtree(tmp_path / "ended", ignore_errors=True)

@@ -545,10 +545,13 @@ def test_a_folder_that_another_user_prepared_is_refused(tmp_path: Path) -> None:
     from meshbook.system.user_folders import private_folder
 
     trap = tmp_path / "trap"
-    trap.mkdir(mode=0o755)
-    trap.chmod(0o755)
+    trap.mkdir()
+    trap.chmod(0o775)
     with pytest.raises(SpawnError, match="0700"):
         private_folder(trap)
+    trap.chmod(0o755)
+    assert private_folder(trap).stat().st_mode & 0o777 == 0o700
+    assert private_folder(tmp_path / "a" / "b").parent.stat().st_mode & 0o777 == 0o700
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o700)
     link.symlink_to(real)
