@@ -93,7 +93,7 @@ def _exchange(parcel: _Parcel | None, src: int) -> tuple[_Header, object, LoadEr
         return header, parcel.value, None
     if isinstance(header, _TensorHeader):
         return header, _receive_tensor(header, src), None
-    pieces = [_broadcast_bytes(torch.empty(size, dtype=torch.uint8), src) for size in header.sizes]
+    pieces = [_broadcast_bytes(torch.empty(size, dtype=torch.uint8, device="cpu"), src) for size in header.sizes]
     head, *buffers = (memoryview(piece.numpy()) for piece in pieces)  # type: ignore[arg-type]
     try:
         return header, loads(head, buffers, where=f"rank {dist.get_rank()}"), None
@@ -108,7 +108,7 @@ def _broadcast_bytes(piece: torch.Tensor, src: int) -> torch.Tensor:
 
 
 def _all_have(it: bool) -> bool:
-    verdict = torch.tensor([it], dtype=torch.uint8)
+    verdict = torch.tensor([it], dtype=torch.uint8, device="cpu")
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
 
@@ -158,7 +158,7 @@ class _ByReference(pickle.Pickler):
 def _as_tensor(buffer: memoryview) -> torch.Tensor:
     flat = buffer.cast("B")
     if not flat.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(flat) if flat.readonly else flat, dtype=torch.uint8)
 
 

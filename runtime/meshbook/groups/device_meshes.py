@@ -45,7 +45,7 @@ class DeviceMeshes:
     def _build(
         self, device_type: str, axes: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]
     ) -> DeviceMesh:
-        laid = torch.tensor(ranks, dtype=torch.int).view(sizes)
+        laid = torch.tensor(ranks, dtype=torch.int, device="cpu").view(sizes)
         groups = [self._axis_group(laid, dim, axes[dim]) for dim in range(len(axes))]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=axes)

@@ -268,7 +268,7 @@ class RankGroups:
     def _prove(self, timeout_s: float) -> None:
         """All-reduce ones: every rank counts every rank, on each device that the group serves."""
         expected = dist.get_world_size()
-        ones = torch.ones(1, dtype=torch.int64)
+        ones = torch.ones(1, dtype=torch.int64, device="cpu")
         try:
             dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:

@@ -149,7 +149,8 @@ class _Span:
 
     def __reduce__(self) -> tuple[object, ...]:
         torch = sys.modules["torch"]
-        raw = torch.empty(0, dtype=torch.uint8).set_(self.storage, self.start, (self.stop - self.start,), (1,))
+        raw = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the user's default device is
+        raw.set_(self.storage, self.start, (self.stop - self.start,), (1,))
         return _build_storage, (pickle.PickleBuffer(raw.numpy()),)
 
 
@@ -176,9 +177,9 @@ def _build_tensor(
     import torch
 
     if storage is None:
-        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     else:
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(storage, offset, shape, strides)
     return tensor.requires_grad_() if requires_grad else tensor
 

@@ -185,7 +185,7 @@ def _attribute_path(path: str, owner: object, child: object, otherwise: str) -> 
         try:
             if getattr(owner, name) is child:
                 return f"{path}.{name}"
-        except AttributeError:  # a slot that is not set
+        except Exception:  # a slot that is not set, or what a tensor is too small for
             continue
     return f"{path} ({otherwise})"
 

@@ -374,3 +374,32 @@ def test_functions_that_keep_their_results_can_be_sent(notebook) -> None:
         "%%mesh\nfib(30), use(20), table.at(4), table.twice, vars(table)['twice'], type(table).at.cache_info().maxsize"
     )
     assert notebook["_mesh"].values() == [(832040, 6765, 12, 6, 6, 7)] * 4
+
+
+def test_a_default_device_of_the_user_is_for_the_users_tensors_alone(notebook) -> None:
+    """As "cuda" would be; here there is only "meta" beside the CPU."""
+    notebook.run("import torch\nw = torch.arange(4.)\ntorch.set_default_device('meta')")
+    notebook.run("%%mesh\ntorch.set_default_device('meta')")
+    try:
+        notebook.run("%mesh push w\n%mesh pull w --out back")
+        notebook.run("back.get(3).tolist()")
+        assert notebook["_"] == [0.0, 1.0, 2.0, 3.0]
+        notebook.run("%mesh scatter w\n%mesh gather w --out whole")
+        notebook.run("whole.tolist()")
+        assert notebook["_"] == [0.0, 1.0, 2.0, 3.0]
+        notebook.fail("%%mesh\nx = torch.ones(2, device='cpu')\nif rank == 1: 1 / 0\ndist.all_reduce(x)")
+        notebook.run("%%mesh\nx = torch.ones(2, device='cpu'); dist.all_reduce(x); x.tolist()")
+        assert notebook["_mesh"].values() == [[4.0, 4.0]] * 4
+        notebook.run("%mesh respawn gpus=1")
+        notebook.run("%%mesh\nx = torch.ones(2, device='cpu'); dist.all_reduce(x); x.tolist()")
+        assert notebook["_mesh"].values() == [[4.0, 4.0]] * 4
+        notebook.run("%%mesh\ntorch.set_default_device(None)")
+        notebook.run(
+            "import meshbook\nfrom meshbook.distributed import Mesh\nmesh = Mesh(meshbook.current_mesh())\n"
+            "t = meshbook.distribute(w, mesh, ['gpus'])\n"
+            "t.sum().item(), meshbook.randn(6, mesh=mesh, sharding_spec=['gpus']).mul(0).sum().item()"
+        )
+        assert notebook["_"] == (6.0, 0.0)
+    finally:
+        notebook.run("torch.set_default_device(None)")
+        notebook.run("%%mesh\ntorch.set_default_device(None)")

@@ -58,7 +58,7 @@ def _tensor_split(tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> 
 def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Places are packed, to find out what lies where; sizes of batches stay here, where recurrent layers read them."""
     lengths = _here(lengths)
-    places = torch.arange(padded.shape[0] * padded.shape[1]).view(*padded.shape[:2], 1)
+    places = torch.arange(padded.shape[0] * padded.shape[1], device="cpu").view(*padded.shape[:2], 1)
     packed, batch_sizes = aten._pack_padded_sequence.default(places, lengths, batch_first)
     return padded.flatten(0, 1).index_select(0, packed.flatten()), batch_sizes
 
@@ -66,7 +66,7 @@ def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tup
 def _pad(
     packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.arange(1, packed.shape[0] + 1)[:, None]  # the first is that of the padding
+    places = torch.arange(1, packed.shape[0] + 1, device="cpu")[:, None]  # the first is that of the padding
     padded, lengths = aten._pad_packed_sequence.default(places, _here(batch_sizes), batch_first, 0, total_length)
     rows = torch.cat([packed.new_full((1, *packed.shape[1:]), padding), packed])
     return rows.index_select(0, padded.flatten()).view(*padded.shape[:2], *packed.shape[1:]), lengths

@@ -87,7 +87,7 @@ def ones(*size: Any, **layout: Unpack[Layout]) -> MeshTensor:
 
 def full(size: Sequence[int], fill_value: float, **layout: Unpack[Layout]) -> MeshTensor:
     """As `torch.full`, on a mesh."""
-    layout["dtype"] = layout.get("dtype") or torch.full((), fill_value).dtype
+    layout["dtype"] = layout.get("dtype") or torch.full((), fill_value, device="cpu").dtype
     return _make("full", size, (tuple(size), fill_value), layout)
 
 

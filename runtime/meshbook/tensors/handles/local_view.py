@@ -140,7 +140,8 @@ class _Reduce(torch.autograd.Function):
             shape = [*sizes, *shape]
         if scatter:
             shape[0] //= sizes[0]
-        dtype = torch.result_type(torch.empty(1, dtype=tensor.dtype), 1.0) if reduction == "avg" else tensor.dtype
+        like = torch.empty(1, dtype=tensor.dtype, device="cpu")
+        dtype = torch.result_type(like, 1.0) if reduction == "avg" else tensor.dtype
         number = stream.new_number()
         stream.put("reduce", number, handle.number, names, reduction, scatter)
         return MeshTensor._of(tensor.mesh, NewOutput(tuple(shape), contiguous_strides(shape), dtype), number)

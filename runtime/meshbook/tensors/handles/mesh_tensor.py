@@ -323,7 +323,7 @@ def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: 
 
 def new_seed() -> int:
     """Drawn by the generator of this process, so that ``torch.manual_seed`` rules over the mesh as well."""
-    return int(torch.randint(1, 1 << 52, ()))
+    return int(torch.randint(1, 1 << 52, (), device="cpu"))
 
 
 def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:

@@ -90,7 +90,7 @@ class Search:
     def __init__(self, what: str, mesh: DeviceMesh, operations: int) -> None:
         self._what, self._mesh = what, mesh
         self._me = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
-        self._seen = torch.zeros(operations, 1 + mesh.size(), dtype=torch.int32)
+        self._seen = torch.zeros(operations, 1 + mesh.size(), dtype=torch.int32, device="cpu")
         """Of each operation: whether an operand had one; and for each rank, whether a result has one."""
 
     def note_operands(self, index: int, tensors: Iterable[Any]) -> None:

@@ -295,5 +295,6 @@ class Factory(NamedTuple):
         function = getattr(torch, self.function)
         if not self.seed:
             return cast("torch.Tensor", function(*self.args, dtype=self.dtype, device=device))
-        made = function(*self.args, dtype=self.dtype, generator=torch.Generator().manual_seed(self.seed))
+        drawing = torch.Generator(device="cpu").manual_seed(self.seed)
+        made = function(*self.args, dtype=self.dtype, generator=drawing, device="cpu")
         return cast("torch.Tensor", made)

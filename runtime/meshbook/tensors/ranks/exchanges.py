@@ -45,7 +45,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     here = meshes[moved.source.name] if me in moved.source.ranks else None
     there = meshes[moved.target.name] if me in moved.target.ranks else None
     why = "what it is to be made of has failed"
-    local, codes = torch.empty(0), torch.full((len(moved.source.sizes),), _FAILED)
+    local, codes = torch.empty(0, device="cpu"), torch.full((len(moved.source.sizes),), _FAILED, device="cpu")
     if here is not None:
         try:
             placements = here.layout_of(moved.number)
@@ -63,7 +63,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     elif there is not None:
         wanted = _encode(there.layout_of(layout))
     else:
-        wanted = torch.empty(len(moved.target.sizes), dtype=torch.int64)
+        wanted = torch.empty(len(moved.target.sizes), dtype=torch.int64, device="cpu")
     one_of = here or there
     assert one_of is not None
     device = one_of.mesh.device_type
@@ -91,7 +91,8 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
 
 
 def _encode(placements: Sequence[Placement]) -> torch.Tensor:
-    return torch.tensor([each.dim if isinstance(each, Shard) else -1 for each in placements], dtype=torch.int64)
+    dims = [each.dim if isinstance(each, Shard) else -1 for each in placements]
+    return torch.tensor(dims, dtype=torch.int64, device="cpu")
 
 
 def _decode(codes: torch.Tensor) -> tuple[Placement, ...]:

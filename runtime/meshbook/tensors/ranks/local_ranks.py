@@ -156,7 +156,7 @@ def take_copy(move: LocalMove) -> dict[TensorId, str]:
     me = dist.get_rank()
     box = tuple((0, size) for size in move.shape)
     pieces = [TensorPiece(source, target, box) for target, source in move.sources.items() if me in (source, target)]
-    local = torch.empty(0)
+    local = torch.empty(0, device="cpu")
     if me in move.sources.values():
         local = _local(move.source).own(move.number)
     if me not in move.sources:
@@ -218,7 +218,7 @@ def call_foreseen(
 
 def own_number(numbers: Mapping[int, int]) -> torch.Tensor:
     """This rank's of the numbers of all ranks."""
-    return torch.tensor(numbers[dist.get_rank()])
+    return torch.tensor(numbers[dist.get_rank()], device="cpu")
 
 
 def _local(name: str) -> LocalTensors:

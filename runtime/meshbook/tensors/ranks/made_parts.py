@@ -62,7 +62,7 @@ def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch
     """Rows of the whole, some at a time; None where a few rows are much already, or there are no more."""
     shape, at = shape_of(factory), DRAWN[factory.function]
     if not math.prod(sizes):
-        return torch.empty(tuple(sizes), dtype=factory.dtype)
+        return torch.empty(tuple(sizes), dtype=factory.dtype, device="cpu")
     each = math.prod(shape[1:])
     together = DRAWN_TOGETHER // math.gcd(each, DRAWN_TOGETHER)
     rows = max(PIECE_ELEMENTS // max(each * together, 1), 1) * together
@@ -72,7 +72,7 @@ def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch
     if (ends[-1] - ends[-2]) * each < DRAWN_TOGETHER:
         del ends[-2]
     draw = _source(factory, at)
-    made = torch.empty(tuple(sizes), dtype=factory.dtype)
+    made = torch.empty(tuple(sizes), dtype=factory.dtype, device="cpu")
     inner = tuple(slice(first, first + size) for first, size in zip(begin[1:], sizes[1:], strict=True))
     first, last = begin[0], begin[0] + sizes[0]
     for start, end in itertools.pairwise([0, *ends]):
@@ -91,7 +91,7 @@ def _source(factory: Factory, at: int) -> Callable[[tuple[int, ...]], torch.Tens
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
         args = (*factory.args[:at], shape, *factory.args[at + 1 :])
-        made: torch.Tensor = function(*args, dtype=factory.dtype, generator=generator)
+        made: torch.Tensor = function(*args, dtype=factory.dtype, generator=generator, device="cpu")
         return made
 
     return draw

@@ -173,7 +173,7 @@ def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
         return tensors[value.at]
     if kind is NumberPlace:
         number = numbers[value.at]
-        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype)
+        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype, device="cpu")
     if kind is list or kind is tuple:
         return [_fill(each, tensors, numbers) for each in value]
     return value

@@ -84,7 +84,7 @@ class PeerReads:
         if not self._is_open:
             let_peers_read()  # before any of them knows where
             self._is_open = True
-        table = torch.tensor([mine])
+        table = torch.tensor([mine], device="cpu")
         for axis in reversed(range(self._mesh.ndim)):
             parts = [torch.empty_like(table) for _ in range(self._sizes[axis])]
             dist.all_gather(parts, table, group=self._mesh.get_group(axis))
@@ -93,7 +93,7 @@ class PeerReads:
 
     def _agree(self, has_read: bool) -> bool:
         """Whether all have read what they lack."""
-        done = torch.tensor([has_read], dtype=torch.int32)
+        done = torch.tensor([has_read], dtype=torch.int32, device="cpu")
         for axis in range(self._mesh.ndim):
             dist.all_reduce(done, dist.ReduceOp.MIN, group=self._mesh.get_group(axis))
         return bool(done.item())
@@ -159,7 +159,7 @@ def _read_piece(pid: int, address: int, held: Box, made: torch.Tensor, part: Box
         _read_runs(pid, _offsets(part, box, first) * item_bytes + made.data_ptr(), there, run_bytes)
         return
     size_bytes = int(there[-1] - there[0]) + run_bytes
-    span = torch.empty(size_bytes // item_bytes, dtype=made.dtype)
+    span = torch.empty(size_bytes // item_bytes, dtype=made.dtype, device="cpu")
     _read_runs(pid, np.array([span.data_ptr()]), there[:1], size_bytes)
     shape = [end - begin for begin, end in box]
     within(made, part, box).copy_(span.as_strided(shape, contiguous_strides([b - a for a, b in held])))

@@ -140,7 +140,7 @@ class _Writes:
 
 def _equal_parts(part: LocalPart, ranks: Sequence[int], axes: Mapping[str, int]) -> list[list[int]]:
     """The ranks, put together where they hold the same of a tensor."""
-    places = torch.arange(len(ranks)).view(tuple(axes.values()))
+    places = torch.arange(len(ranks), device="cpu").view(tuple(axes.values()))
     found: dict[tuple[int, ...], list[int]] = {}
     for position, rank in enumerate(ranks):
         at = (places == position).nonzero()[0].tolist()
