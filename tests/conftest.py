@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the kinds of a parametrized test that its mark ``quick`` does not name; by ``some`` as nightly.
+    """Mark kinds of a parametrized test: slow but for those of ``quick``, nightly but for those of ``some`` as well.
 
     Files with tests that may take long begin first, so that none of them is left to run alone at the end.
     """
@@ -68,10 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             longest_s[item.path] = max(longest_s[item.path], limit.args[0])
     items.sort(key=lambda item: -longest_s[item.path])
     for item in items:
-        for names, other in (("quick", "slow"), ("some", "nightly")):
-            named = item.get_closest_marker(names)
-            if named is not None and isinstance(item, pytest.Function) and item.callspec.id not in named.args:
-                item.add_marker(other)
+        named: tuple[object, ...] = ()
+        for names, others in (("quick", "slow"), ("some", "nightly")):
+            if (mark := item.get_closest_marker(names)) is not None and isinstance(item, pytest.Function):
+                named += mark.args
+                if item.callspec.id not in named:
+                    item.add_marker(others)
 
 
 def pytest_collection_finish() -> None:

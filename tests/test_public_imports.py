@@ -62,6 +62,7 @@ def test_public_names_are_where_they_were(module: str) -> None:
     assert [name for name in sorted(names) if getattr(found, name, None) is None] == []
 
 
+@pytest.mark.some()
 @pytest.mark.quick("meshbook.errors")
 @pytest.mark.parametrize("module", PUBLIC)
 def test_whatever_is_imported_first_is_whole(module: str) -> None:

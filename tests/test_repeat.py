@@ -102,6 +102,7 @@ def test_computing_processes_have_sessions_of_their_own_and_end_with_the_block()
     assert all(loop.returncode == -signal.SIGKILL for loop in loops)
 
 
+@pytest.mark.some("9")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_end_from_outside_ends_the_run_and_what_computes(tmp_path: Path, how: signal.Signals) -> None:

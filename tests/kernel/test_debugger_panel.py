@@ -115,6 +115,7 @@ def test_while_stopped_the_panel_evaluates_and_copies_and_others_run_on(panel: P
     assert "6" in panel.do("%mesh eval rank=1 kept")
 
 
+@pytest.mark.some("meshbook")
 def test_the_panel_is_the_notebooks_own_without_a_rank(panel: Panel) -> None:
     panel.do("%mesh debug 1")
     assert "no longer under the debugger" in panel.do("%mesh debug --off")

@@ -45,6 +45,7 @@ def run(client: BlockingKernelClient, code: str) -> str:
     return "".join(texts)
 
 
+@pytest.mark.some("Ctrl-C")
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)], ids=["SIGTERM", "Ctrl-C"])
 def test_a_mesh_outlives_the_server(root: Path, watch: Watch, signals: tuple[signal.Signals, ...]) -> None:
     server = Server(root)

@@ -67,6 +67,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKern
     assert kernel.value("kept + 1") == "42"
 
 
+@pytest.mark.some()
 @pytest.mark.quick("idle")
 @pytest.mark.parametrize("state", ["idle", "busy", "awaiting"])
 def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state: str) -> None:

@@ -58,6 +58,7 @@ def test_kernel_starts_nothing_when_told_so(start_kernel: StartKernel, monkeypat
     assert kernel.family() == [kernel.process]
 
 
+@pytest.mark.some("idle")
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_shutdown_stops_the_mesh_in_time(start_kernel: StartKernel, watch: Watch, state: str) -> None:
     kernel = start_kernel()
@@ -155,6 +156,7 @@ def test_load_ext_in_the_meshbook_kernel_changes_nothing(start_kernel: StartKern
     assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
 
 
+@pytest.mark.some("python3")
 @pytest.mark.parametrize("name", ["meshbook", "python3"])
 def test_a_cell_that_heals_a_mesh_shows_what_was_done(start_kernel: StartKernel, name: str) -> None:
     kernel = start_kernel(name)

@@ -8,7 +8,7 @@ import pytest
 from executed_notebooks import execute, kinds_that_differ, text_of
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(340),
 ]  # it trains: 20 s on two quiet cores, several times that beside others
 

@@ -115,7 +115,7 @@ def run_command(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(480)
 def test_steps_run_over_gloo_and_are_written(tmp_path: Path) -> None:
     file = tmp_path / "verified.md"

@@ -118,6 +118,7 @@ def _is_due(sent: Sent, rank: int) -> bool:
     return sent.outcome in ("sent", "answered", "failed") or rank in sent.answered
 
 
+@pytest.mark.some()
 @pytest.mark.quick("one agent-one host-seed 1")
 @pytest.mark.parametrize("seed", [1, None], ids=["seed 1", "a new seed"])
 def test_each_actor_has_the_messages_of_each_sender_in_order_and_once(procs: ProcMesh, seed: int | None) -> None:

@@ -101,6 +101,7 @@ def test_an_actor_here_is_told_of_what_it_has_spawned() -> None:
     procs.stop()
 
 
+@pytest.mark.some()
 @pytest.mark.quick("program-kill")
 @pytest.mark.parametrize("how", ["stop", "abort", "kill"])
 @pytest.mark.parametrize("where", ["program", "rank"])

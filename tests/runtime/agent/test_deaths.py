@@ -141,6 +141,7 @@ parted, int(os.read(read, 20))
 """
 
 
+@pytest.mark.some("end of the host")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "end of the host"])
 def test_what_ranks_leave_in_sessions_of_their_own_ends_with_the_last_mesh(clean_end: None, how: str) -> None:

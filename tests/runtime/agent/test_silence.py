@@ -278,6 +278,7 @@ def test_a_machine_that_is_cut_off_is_lost_in_time(
     shutdown()
 
 
+@pytest.mark.some("lost")
 @pytest.mark.parametrize("replaced", [False, True], ids=["lost", "replaced"])
 def test_a_host_that_was_cut_off_ends_within_seconds_of_its_return(
     clean_end: None, cable: Namespace, monkeypatch: pytest.MonkeyPatch, replaced: bool

@@ -577,6 +577,7 @@ def zygote() -> Iterator[Zygote]:
         yield zygote
 
 
+@pytest.mark.some()
 @pytest.mark.quick("call(0.0).get(30); detach()-results6")
 @pytest.mark.parametrize(
     ("last_words", "results"),
@@ -625,6 +626,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     timer.join()
 
 
+@pytest.mark.some()
 @pytest.mark.quick("call(0.0).get(30); die_after_one('Call'); call(0.3, 78); time.sleep(9)-results9-77 78")
 @pytest.mark.parametrize(
     ("last_words", "results", "ran"),

@@ -386,6 +386,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.some()
 @pytest.mark.quick("reshaped messages")
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_programs_give_no_alarm(mesh4: ProcMesh, kind: str, groups: _Watched) -> None:

@@ -66,6 +66,7 @@ def test_ranks_that_wait_to_form_groups_are_freed(ranks: Ranks) -> None:
         assert "rank 0 raised ValueError" in error and took < 3 and counted == 4
 
 
+@pytest.mark.some()
 @pytest.mark.quick("ddp-backward")
 @pytest.mark.parametrize("cut", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -91,7 +92,7 @@ def test_handles_of_another_size_say_what_to_make_again(ranks: Ranks) -> None:
             assert "Make again, on all ranks" in error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_threads_and_descriptors_are_flat_over_recoveries(ranks: Ranks) -> None:
     """A group given up holds three threads and its sockets for a while; if one stayed each time, 60 would be more."""
     for first, *_, last in ranks.run("recoveries", times=30):

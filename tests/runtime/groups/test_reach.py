@@ -80,6 +80,7 @@ def test_a_network_that_is_asked_for_is_taken_and_one_that_is_not_there_is_told(
         pass
 
 
+@pytest.mark.some("10.99.0.15/32-10.99.0.15")
 @pytest.mark.parametrize(("interface", "address"), [("", "10.213."), (f"{NOWHERE}/32", NOWHERE)])
 def test_messages_of_other_hosts_come_in_where_was_asked_for(far: Namespace, interface: str, address: str) -> None:
     hosts = start_hosts({"hosts": 2}, FarLauncher(far))
@@ -126,6 +127,7 @@ def islands(clean_end: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 NO_WAY = r"cannot reach host \S+ at 10\.213\.\d+\.2 \(mb\S+\), which collectives need: spawn with .*MESHBOOK_INTERFACE"
 
 
+@pytest.mark.some("no route")
 @pytest.mark.parametrize("swallowed", [False, True], ids=["no route", "swallowed"])
 def test_hosts_of_one_address_each_that_reach_only_the_controller_say_so_within_seconds(
     islands: tuple[Namespace, Namespace], swallowed: bool

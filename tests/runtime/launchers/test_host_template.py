@@ -83,6 +83,7 @@ def _has_ended(pid: int) -> bool:
     return process_state(pid) in ("", "Z")
 
 
+@pytest.mark.some("")
 @pytest.mark.parametrize("change", ["", "environment", "folder"])
 def test_hosts_of_one_machine_come_from_one_template_unless_their_surroundings_differ(
     clean_end: None, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,7 @@ def test_the_template_of_hosts_ends_with_the_last_of_them(hosts: HostMesh) -> No
     assert [process for process in family if process.is_running()] == []
 
 
+@pytest.mark.some("9")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_first_host_takes_only_its_own_ranks_with_it(clean_end: None, how: signal.Signals) -> None:
     with _hosts(2) as hosts:

@@ -229,12 +229,13 @@ def test_without_a_controller_all_ends_with_the_lease(here: KubernetesHere, zygo
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (
+        pytest.param(
             ["--image", "nope:1"],
             'ErrImagePull: failed to pull and unpack image "nope:1": not found. Name another image',
+            marks=pytest.mark.nightly,
         ),
         (["--namespace", "nowhere"], 'namespaces "nowhere" not found. Name another: -- --namespace NAME'),
-        (["--context", "there"], 'has no context "there"; it has here'),
+        pytest.param(["--context", "there"], 'has no context "there"; it has here', marks=pytest.mark.nightly),
         (["--kubeconfig", "/no/such/file"], "no kubeconfig can be used: there is none at /no/such/file"),
     ],
 )
@@ -262,7 +263,7 @@ def test_no_such_interpreter(here: KubernetesHere) -> None:
             "reader",
             'is forbidden: User "reader" cannot create resource "jobs" in API group "batch" in the namespace "ml"',
         ),
-        ("stranger", "Unauthorized. Log in again"),
+        pytest.param("stranger", "Unauthorized. Log in again", marks=pytest.mark.nightly),
     ],
 )
 def test_users_who_may_not(here: KubernetesHere, user: str, said: str) -> None:
@@ -298,7 +299,11 @@ def press_when(words: str, capsys: pytest.CaptureFixture[str], told: list[str]) 
     ("more", "words"),
     [
         (["--gpus", "3"], "waits for a node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu"),
-        (["--namespace", "full"], "is forbidden: exceeded quota: none, requested: pods=1"),
+        pytest.param(
+            ["--namespace", "full"],
+            "is forbidden: exceeded quota: none, requested: pods=1",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_an_interrupt_while_pods_wait_leaves_nothing(

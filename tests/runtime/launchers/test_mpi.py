@@ -86,6 +86,7 @@ def test_a_lost_host_comes_back_where_it_was_and_nothing_is_left(there: MPIHosts
     assert not known_hosts()
 
 
+@pytest.mark.some("openmpi")
 @pytest.mark.slow
 def test_collectives_run_across_hosts(there: MPIHosts) -> None:
     hosts = start_hosts({"hosts": 2}, MPILauncher(program=there.program, options=there.options("nodeA", "nodeB")))

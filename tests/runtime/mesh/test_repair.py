@@ -202,6 +202,7 @@ def test_what_the_others_run_goes_on_while_the_first_host_is_healed(tmp_path: Pa
         assert mesh.run(SUM).get(60).values() == [4] * 4
 
 
+@pytest.mark.some("children_of")
 @pytest.mark.slow
 @pytest.mark.parametrize("find", [torch_templates_of, children_of])
 def test_a_template_that_is_gone_is_started_again(

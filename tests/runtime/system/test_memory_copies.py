@@ -56,6 +56,7 @@ def never() -> None:
     """A copy that is always wanted."""
 
 
+@pytest.mark.some()
 @pytest.mark.quick("1-1-0")
 @pytest.mark.parametrize("shift", [0, 1, 13])
 @pytest.mark.parametrize("size_bytes", SIZES)
@@ -77,6 +78,7 @@ def test_each_byte_is_read_and_written_and_none_beside_it(size_bytes: int, shift
         assert np.array_equal(back[shift + size_bytes :], theirs[shift + size_bytes :])
 
 
+@pytest.mark.some("1")
 @pytest.mark.slow
 def test_what_the_check_raises_ends_the_copy_for_all_threads(threads: int) -> None:
     memory = numbered(SLICE_BYTES * 12)

@@ -177,6 +177,7 @@ def old_kernel(refusal: str, calls: str, code: str) -> subprocess.CompletedProce
     return run_on_old_kernel(refusal, calls, code, TIMEOUT_S)
 
 
+@pytest.mark.some("ENOSYS-memfd_create,pidfd_open,pidfd_send_signal")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("refusal", "calls"),
@@ -266,7 +267,7 @@ NO_LINUX = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_other_systems_imports_work_and_spawn_says_in_a_sentence_what_it_needs() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(NO_LINUX)],

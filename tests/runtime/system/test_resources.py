@@ -179,6 +179,7 @@ meshbook.shutdown()
 """
 
 
+@pytest.mark.some("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [2, 6, 14])
 def test_a_process_without_descriptors_cannot_begin_and_can_later(left: int) -> None:

@@ -79,6 +79,7 @@ def test_a_print_of_70_mb_is_cut_and_counted(mesh2: ProcMesh, code: str) -> None
     assert mesh2.run("rank").get(20).values() == [0, 1]
 
 
+@pytest.mark.some()
 @pytest.mark.quick("raise ValueError('x' * 73400320)")
 @pytest.mark.parametrize(
     "code",

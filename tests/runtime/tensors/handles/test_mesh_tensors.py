@@ -37,6 +37,7 @@ def equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.some()
 @pytest.mark.quick("[None, 'tp']")
 @pytest.mark.parametrize("spec", LAYOUTS, ids=str)
 def test_operations_give_what_they_give_in_one_process(grid: Mesh, spec: list[object]) -> None:
@@ -71,6 +72,7 @@ def test_gradients_are_those_of_one_process(grid: Mesh) -> None:
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
+@pytest.mark.some()
 @pytest.mark.quick("5-soft_margin_loss")
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("rows", [4, 5])
@@ -109,6 +111,7 @@ def test_factories(grid: Mesh) -> None:
     assert 0 <= meshbook.rand(100, **layout).min().item() < meshbook.rand(100, **layout).max().item() < 1
 
 
+@pytest.mark.some()
 @pytest.mark.quick("spec6")
 @pytest.mark.parametrize("spec", [*LAYOUTS, [("tp", "dp"), None]])
 def test_tensors_of_equal_values_are_made_in_parts(grid: Mesh, spec: list[object]) -> None:
@@ -424,6 +427,7 @@ def _write(x: torch.Tensor) -> torch.Tensor:
     return x.clone().mul_(x).exp_().view(-1)[3:]
 
 
+@pytest.mark.some()
 @pytest.mark.quick("[None, 'tp']-sin")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # which torch imports for it
 @pytest.mark.parametrize("function", [torch.sin, _attend, _write])
@@ -464,6 +468,7 @@ def test_tensors_nobody_refers_to_are_freed(grid: Mesh) -> None:
     assert held() <= before + 2
 
 
+@pytest.mark.some()
 @pytest.mark.quick("ldl_factor")
 @pytest.mark.parametrize("name", ["cholesky", "inv", "lu_factor", "ldl_factor", "tensorinv"])
 def test_a_matrix_that_has_no_such_form_is_an_error(square: ProcMesh, name: str) -> None:

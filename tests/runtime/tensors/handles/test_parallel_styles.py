@@ -99,6 +99,7 @@ def grid(square: ProcMesh) -> Mesh:
     return Mesh(square)
 
 
+@pytest.mark.some()
 @pytest.mark.quick("embedding by column-1")
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)

@@ -54,6 +54,7 @@ def test_pieces_make_each_part_and_no_rank_is_sent_what_it_has() -> None:
                     assert [piece.source for piece in found] == [target]
 
 
+@pytest.mark.some()
 @pytest.mark.quick("flat-row")
 @pytest.mark.parametrize("to", EVERY)
 @pytest.mark.parametrize("origin", EVERY)

@@ -79,12 +79,14 @@ PLANS = {
 }
 
 
+@pytest.mark.some("tensor parallel")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
     assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
 
 
+@pytest.mark.some()
 @pytest.mark.quick("AdamW-{'fused': True}")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
@@ -103,6 +105,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.some("LSTM")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None:
@@ -124,6 +127,7 @@ def test_modules_of_torch_train_as_in_one_process(grid: Mesh, name: str) -> None
     assert losses[True] == pytest.approx(losses[False], abs=1e-5)
 
 
+@pytest.mark.some()
 @pytest.mark.quick("causal-None")
 @pytest.mark.parametrize("spec", [["dp"], ["dp", "tp"], [None, ("dp", "tp")], [None, None, "tp"], None], ids=str)
 @pytest.mark.parametrize("how", ["causal", "masked", "heads that share keys"])
@@ -344,6 +348,7 @@ MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.some()
 @pytest.mark.quick("padding within-True")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -371,6 +376,7 @@ def test_attention_of_torch_is_evaluated_as_in_one_process(grid: Mesh, need_weig
         assert (other is None and each is None) or torch.allclose(each.full_tensor(), other, atol=1e-5)
 
 
+@pytest.mark.some("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_sequences_of_unequal_lengths_are_packed_and_padded(grid: Mesh, batch_first: bool) -> None:

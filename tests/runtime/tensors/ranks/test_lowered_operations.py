@@ -49,6 +49,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.some()
 @pytest.mark.quick("products-['dp', None]")
 @pytest.mark.parametrize("spec", (["dp", None], ["dp", "tp"]), ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -44,6 +44,7 @@ def sent_bytes(tensor: DTensor) -> int:
     return own_groups().moved_bytes
 
 
+@pytest.mark.some()
 @pytest.mark.quick("(Shard(dim=1), Replicate())")
 @pytest.mark.parametrize("given", LAYOUTS, ids=str)
 def test_values_arrive_in_every_layout_and_none_are_sent(grid: Mesh, given: tuple[Placement, ...]) -> None:
@@ -150,6 +151,7 @@ def assert_reads(mesh: Mesh, x: torch.Tensor, a: torch.Tensor) -> None:
     assert torch.equal(laid.full_tensor(), a)
 
 
+@pytest.mark.some("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nobody(
@@ -174,6 +176,7 @@ def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nob
     assert_reads(hurt, x, a)
 
 
+@pytest.mark.some("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("obeys", [True, False])
 def test_an_interrupt_in_the_middle_of_a_read_costs_its_result_alone(hurt: Mesh, tmp_path: Path, obeys: bool) -> None:

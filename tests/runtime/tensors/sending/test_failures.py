@@ -36,6 +36,7 @@ def embed(mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
+@pytest.mark.some("spec1")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [["dp"], ["tp"], [("dp", "tp")], [None, "tp"], [None]])
 def test_rows_that_a_table_does_not_have_are_refused_however_it_is_cut(grid: Mesh, spec: list[str | None]) -> None:
@@ -51,6 +52,7 @@ def embed_in(table: torch.Tensor, mesh: Mesh, *indices: int) -> torch.Tensor:
     return torch.nn.functional.embedding(meshbook.distribute(torch.tensor(indices), mesh, ["dp"]), table)
 
 
+@pytest.mark.some("spec1")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [["dp"], [("dp", "tp")], [None]])
 def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
@@ -71,6 +73,7 @@ def test_classes_that_one_hot_does_not_have_are_refused_however_they_are_cut(
     assert torch.equal(torch.nn.functional.one_hot(torch.tensor([3, 0, 1])), wanted)  # of plain tensors
 
 
+@pytest.mark.some("indices2")
 @pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 1, 2, 9), (9, 0, 1, 2), (9, 0, 0, 9)])
 def test_what_is_issued_behind_is_done_and_what_depends_is_not(grid: Mesh, indices: tuple[int, ...]) -> None:
@@ -144,7 +147,7 @@ def test_what_some_ranks_have_written_is_refused_until_it_is_overwritten(grid: M
     assert x.sum().item() == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_remember_of_what_they_left_out_only_what_may_matter(grid: Mesh) -> None:
     x = meshbook.ones(4, mesh=grid, sharding_spec=["dp"])
     for _ in range(20):
@@ -214,6 +217,7 @@ def test_programs_are_done_around_what_fails(grid: Mesh, seed: int) -> None:
             each.tolist()
 
 
+@pytest.mark.some("0.003")
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1])
 def test_an_interrupt_behind_a_failure_leaves_the_mesh_usable(grid: Mesh, delay_s: float) -> None:
@@ -483,6 +487,7 @@ def written_so_far() -> list[float]:
     return list(__main__.written.to_local().tolist())
 
 
+@pytest.mark.some("indices1")
 @pytest.mark.slow
 @pytest.mark.parametrize("indices", [(0, 9), (9, 0)])
 def test_cells_see_what_was_issued_behind_a_failure_once_a_value_was_read(

@@ -86,6 +86,7 @@ def train(mesh: Mesh, compile: Callable[[Step], Step], optimizer: str) -> tuple[
     return losses, grads | {name: t.full_tensor() for name, t in model.state_dict().items()}
 
 
+@pytest.mark.some("AdamW")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_repeated_step_is_the_step_bit_for_bit(mesh: Mesh, replays: list[int], optimizer: str) -> None:
@@ -178,6 +179,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.some("count_anew", "move_a_counter")
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(mesh: Mesh, replays: list[int], change: Callable[..., None]) -> None:
@@ -343,6 +345,7 @@ def test_who_looks_at_no_loss_is_told_of_a_failed_step_by_a_later_one(mesh: Mesh
     assert_trained(trained(), mesh, [good] * 5)
 
 
+@pytest.mark.some()
 @pytest.mark.quick("0.02")
 @pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.1])
 def test_steps_that_an_interrupt_cuts_off_are_done_or_not_and_counted_so(

@@ -84,6 +84,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return grads | {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}  # type: ignore[operator]
 
 
+@pytest.mark.some("SGD")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["SGD", "AdamW"])
 def test_a_planned_step_is_the_step_bit_for_bit(mesh: Mesh, way: str) -> None:
