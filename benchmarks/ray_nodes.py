@@ -92,10 +92,16 @@ class _Keeper:
             "health_check_timeout_ms": 500,
             "prestart_worker_first_driver": False,
         }
-        self._cluster = Cluster()
-        self._nodes: dict[str, Any] = {}
-        for number in range(1, count + 1):
-            self.add(f"r{number}", **({"_system_config": quick, "num_gpus": 0} if number == 1 else {}))
+        for tries_left in (1, 0):
+            self._cluster, self._nodes = Cluster(), dict[str, Any]()
+            try:
+                for number in range(1, count + 1):
+                    self.add(f"r{number}", **({"_system_config": quick, "num_gpus": 0} if number == 1 else {}))
+                break
+            except Exception:  # Ray gives a node 30 s, in which a busy machine may not start it
+                self._cluster.shutdown()
+                if not tries_left:
+                    raise
         ray.init(self._cluster.address, log_to_driver=False, configure_logging=False)
 
     def add(self, name: str, **options: object) -> dict[str, object]:

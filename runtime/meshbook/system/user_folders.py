@@ -107,8 +107,9 @@ def private_folder(folder: Path) -> Path:
 
     Raises: SpawnError for one that another user owns, or may have prepared.
     """
-    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+    for missing in reversed([each for each in folder.parents if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022 or not stat.S_ISDIR(status.st_mode):
         raise SpawnError(f"{folder} must be a folder of yours with mode 0700. Remove it, or run chmod 700 on it.")

@@ -146,6 +146,7 @@ def other_end(namespace: Namespace) -> str:
     return namespace._ours[:-1] + "b"
 
 
+@pytest.mark.nightly
 def test_islands_work_without_collectives_and_with_them_once_there_is_a_road(
     islands: tuple[Namespace, Namespace],
 ) -> None:

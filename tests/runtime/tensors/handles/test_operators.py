@@ -20,10 +20,10 @@ OFTEN_USED = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_operators_of_everyday_are_right(mesh2: ProcMesh) -> None:
-    found = sweep(Mesh(mesh2), OFTEN_USED, samples=1, times=2)
+    found = sweep(Mesh(mesh2), OFTEN_USED, samples=1, times=3)
     assert {name: outcome.why for name, outcome in found.items() if outcome.verdict != RIGHT} == {}
     assert len(found) > len(OFTEN_USED) - 3
 

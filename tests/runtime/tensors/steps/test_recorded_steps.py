@@ -216,7 +216,7 @@ def refused(step: Step, reason: str, *args: Any, calls: int = 8) -> CompiledStep
     return compiled
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_cannot_be_repeated_is_run_as_it_is_and_says_why(mesh: Mesh, replays: list[int]) -> None:
     x = meshbook.ones(4, mesh=mesh)
     seen: list[float] = []
