@@ -347,8 +347,10 @@ class RankGroups:
 
     def keep_environment(self) -> None:
         """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""
-        for name, value in self._torchrun.items():
-            os.environ.setdefault(name, value)
+        environment = os.environ
+        for name in self._torchrun:
+            if name not in environment:
+                environment[name] = self._torchrun[name]
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.

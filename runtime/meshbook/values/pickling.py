@@ -189,7 +189,7 @@ _KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
 def _without_what_it_keeps(keeper: Any) -> tuple[Any, ...] | None:
     """Reduce one of `_KEEPERS` to a new one, that keeps nothing yet; None where its function goes by reference."""
     function = keeper.func if isinstance(keeper, functools.cached_property) else keeper.__wrapped__
-    if cloudpickle.cloudpickle._should_pickle_by_reference(function):
+    if not isinstance(function, FunctionType) or cloudpickle.cloudpickle._should_pickle_by_reference(function):
         return None
     if isinstance(keeper, functools.cached_property):
         return _new_cached_property, (function, keeper.attrname)
