@@ -20,7 +20,7 @@ def nodes() -> Iterator[RayNodes]:
         yield found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)  # a busy machine takes a minute to start a cluster
 def test_the_next_kernel_has_the_hosts_and_the_same_spawn_goes_on(
     start_kernel: Callable[..., Any],

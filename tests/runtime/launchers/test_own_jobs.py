@@ -101,7 +101,7 @@ def test_jobs_of_kubernetes_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
         shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)  # a busy machine takes a minute to start a cluster
 def test_placement_groups_of_ray_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with ray_cluster() as nodes:

@@ -26,7 +26,7 @@ from meshbook.job import RayJob
 from meshbook.launchers.ray import RayLauncher
 from meshbook.mesh.driven import own_sessions
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a busy machine takes a minute to start a cluster
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]  # a busy machine takes a minute to start a cluster
 
 
 @pytest.fixture(scope="module")
