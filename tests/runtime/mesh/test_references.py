@@ -79,6 +79,7 @@ def test_references_mean_the_same_actors_after_growth_on_two_axes(clean_end: Non
         named = mesh.spawn("named", Named)
         asker = mesh.slice(dp=0).spawn("asker", Asker, named.slice(dp=1), [])
         assert named.who.call().get(30).values() == [0, 1]
+        assert asker.ask_all.call_one().get(30) == [1]  # both are there: a mesh with busy ranks does not grow
         grown = mesh.grow(gpus=1)
         assert grown.sizes == {"dp": 2, "gpus": 2}
         values = named.place.call().get(30)

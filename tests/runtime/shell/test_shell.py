@@ -352,7 +352,7 @@ def test_script_magics_show_their_text_in_order_and_with_their_own_cell(rank: Ra
     for word in ("one", "two"):
         ran = rank.cell(f"%%bash\nsh -c 'echo before'; echo {word}")
         assert (ran.stdout, ran.late) == (f"before\n{word}\n", [])
-        ran = rank.cell(f"%%script python\nprint('{word}')")
+        ran = rank.cell(f"%%script python3\nprint('{word}')")
         assert (ran.stdout, ran.late) == (f"{word}\n", [])
     assert rank.cell("%%bash --out text\necho kept").outcome.ok
     assert rank.cell("text").outcome.value == "'kept\\n'"
