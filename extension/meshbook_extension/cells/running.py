@@ -84,7 +84,7 @@ class RunningCell:
         """What ranks raised so far."""
         return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
-    def result(self, timeout_s: float | None = None, holding: contextlib.ExitStack | None = None) -> ValueMesh[object]:
+    def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
         holding: what holds interrupts back since the cell was sent, as in `ProcMesh.start_cell`; closed here, where
@@ -95,8 +95,7 @@ class RunningCell:
         """
         error: CallError
         try:
-            if holding is not None:
-                holding.close()
+            holding.close()
             self._tell_ahead_at = time.monotonic() + WAITS_S
             clock = self.procs.stopped_ranks.clock
             if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):

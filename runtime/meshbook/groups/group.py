@@ -354,7 +354,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
     operation = public_name(method)
     in_place = method in ("allreduce", "broadcast", "reduce")
     writes = method not in ("barrier", "_end_coalescing")
-    may_be_aside, in_one_piece = "reduce_scatter" in method, method in IN_ONE_PIECE
+    may_be_aside, in_one_piece, gives = "reduce_scatter" in method, method in IN_ONE_PIECE, method == "scatter"
     has_parts = public_name(method).startswith("all_to_all")
 
     def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
@@ -368,7 +368,8 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
             inner.forget_completed()
         by_cells = self.by_cells if get_ident() == guard.main else self._by_cells()
         landing: Landing = ()
-        if in_one_piece and not lies_in_one_piece(args) and not _on_cuda(args):
+        is_apart = in_one_piece and not (lies_in_one_piece(args[0]) and (not gives or lies_in_one_piece(args[1])))
+        if is_apart and not _on_cuda(args):  # NCCL refuses them
             args, landing = laid_in_one_piece(operation, args)
         with self._counting:
             number = self.issued = self.issued + 1

@@ -114,10 +114,14 @@ Landing: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]]"
 
 
 def lies_in_one_piece(value: object) -> bool:
-    """Whether all (nested) tensors have their elements in memory as in a list of them."""
+    """Tell whether all (nested) tensors have their elements in memory as in a list of them."""
     if isinstance(value, torch.Tensor):
         return value.layout is not torch.strided or (value.is_contiguous() and not value.is_neg())
-    return all(map(lies_in_one_piece, value)) if isinstance(value, (list, tuple)) else True
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            if not lies_in_one_piece(each):
+                return False
+    return True
 
 
 def laid_in_one_piece(operation: str, args: TorchArgs) -> tuple[TorchArgs, Landing]:

@@ -347,10 +347,9 @@ class RankGroups:
 
     def keep_environment(self) -> None:
         """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""
-        environment = os.environ
         for name in self._torchrun:
-            if name not in environment:
-                environment[name] = self._torchrun[name]
+            if name not in os.environ:
+                os.environ[name] = self._torchrun[name]
 
     def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.

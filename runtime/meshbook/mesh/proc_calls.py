@@ -74,8 +74,8 @@ class CodeCalls(ProcView):
         arguments = (code, cell_number, line_offset, forbid_collectives, debug_name, profile)
         pickled = dumps((arguments, {}), what="the cell")
         request = CallRequest("run_cell", self._members, pickled, what, fail_fast=False, on_reply=run.on_reply)
-        self._controller.wait_for_room()
         if holding is not None:
+            self._controller.wait_for_room()  # while an interrupt still ends that
             holding.enter_context(held_back())
         run.attach(self._controller.call(self._mesh, request, OutputTarget(run.id, on_output)))
         return run

@@ -283,7 +283,7 @@ def boot_clock() -> float:
 
 
 def trim_logs(base: Path) -> None:
-    """Of sessions that surely have ended keep the newest logs within the bounds, and the very last in any case."""
+    """Remove old logs of sessions that surely have ended: the newest stay within the bounds, the very last always."""
     ended = [folder for folder in base.iterdir() if _has_ended(folder)]
     left_bytes = KEPT_LOG_BYTES
     for number, folder in enumerate(sorted(ended, key=_modified, reverse=True)):
@@ -295,7 +295,7 @@ def trim_logs(base: Path) -> None:
 
 
 def _has_ended(logs: Path) -> bool:
-    """Whether the session of these logs has ended, for certain or as far as their age tells."""
+    """Tell whether the session of these logs has ended, for certain or as far as their age tells."""
     try:
         machine, boot, path = msgspec.json.decode(read_private(logs / _OF_SESSION) or b"", type=tuple[str, str, str])
     except msgspec.DecodeError:
@@ -309,7 +309,7 @@ def _has_ended(logs: Path) -> bool:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """As far as others leave them."""
+    """Return the files below a folder; others may remove some meanwhile."""
     return [Path(at, name) for at, _, names in os.walk(folder) for name in names]
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _RUNS = (InteractiveShell.safe_execfile.__code__, InteractiveShell.safe_run_module.__code__)
-"""What ``%run`` comes to."""
+"""IPython's functions that run a script for ``%run``."""
 
 
 class Show(NamedTuple):
@@ -304,7 +304,7 @@ class RankIPython(InteractiveShell):
 
     @contextlib.contextmanager
     def formatting_result(self) -> Iterator[list[BaseException]]:
-        """What representations raise inside of the block is kept rather than shown."""
+        """Keep what representations raise inside of the block, rather than show it."""
         kept: list[BaseException] = []
         self._of_result = kept
         try:

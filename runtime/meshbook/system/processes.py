@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -232,6 +233,7 @@ def _namespace_id(kind: str) -> str:
     return f"{boot_id()}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
 
 
+@functools.cache
 def boot_id() -> str:
     """Which start of which machine this is. Raises: OSError where there is no Linux."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -183,7 +183,7 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
-"""What keeps results of a function: ``@cache``, ``@lru_cache``, ``@cached_property``."""
+"""The types that ``@cache``, ``@lru_cache`` and ``@cached_property`` make, which keep results of a function."""
 
 
 def _without_what_it_keeps(keeper: Any) -> tuple[Any, ...] | None:

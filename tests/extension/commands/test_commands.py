@@ -377,7 +377,7 @@ def test_functions_that_keep_their_results_can_be_sent(notebook) -> None:
 
 
 def test_a_default_device_of_the_user_is_for_the_users_tensors_alone(notebook) -> None:
-    """As "cuda" would be; here there is only "meta" beside the CPU."""
+    """The device "meta" stands for "cuda", which is not here."""
     notebook.run("import torch\nw = torch.arange(4.)\ntorch.set_default_device('meta')")
     notebook.run("%%mesh\ntorch.set_default_device('meta')")
     try:

@@ -47,6 +47,8 @@ class LocalOperations(Operations):
             use = use._replace(numbers=[*use.numbers[:-1], use.numbers[-1] + dist.get_rank()])
         made = self._draw_and_do(template, use, args, kwargs)
         results: list[Any] = [made] if isinstance(made, torch.Tensor) else [] if made is None else list(made)
+        if template.is_random:  # drawn on the CPU, where nothing said otherwise
+            results = [result.to(self._mesh.device_type) for result in results if result is not None]
         return [RankTensor(result) for result in results if result is not None]
 
     def read(self, operand: RankTensor) -> Any:

@@ -284,8 +284,7 @@ class Operations:
                 return template.operator(*args, **kwargs)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(use.numbers[-1]))
-            made = template.operator(*args, **kwargs)
-        return tree_map_only(torch.Tensor, lambda drawn: drawn.to(self._mesh.device_type), made)
+            return template.operator(*args, **kwargs)
 
     def _replicated(self, whole: torch.Tensor) -> DTensor:
         return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)

@@ -11,7 +11,7 @@ USE = Use(0, [], [], [])
 
 
 def device_of(operator: str) -> torch.device:
-    """Where ranks on a GPU make what the controller, which has none, asks for on the CPU."""
+    """Return where ranks on a GPU make what the controller, which has none, asks for on the CPU."""
     named = {"device": torch.device("cpu")}
     filled: torch.device = CompiledTemplate(Template(0, operator, [[2]], named), "cuda").fill(USE, [])[1]["device"]
     return filled
