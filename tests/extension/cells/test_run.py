@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -280,7 +281,8 @@ def test_a_job_runs_beside_the_notebook_and_is_waited_for(notebook, tmp_path: Pa
 
 
 def test_waiting_for_a_job_that_failed_fails(notebook) -> None:
-    number = notebook.run("%%mesh --async\nraise ValueError('bad')").stdout.split()[1]
+    said = notebook.run("%%mesh --async\nraise ValueError('bad')").stdout  # in which the failure may come first
+    number = re.findall(r"^job (\d+) runs on", said, re.MULTILINE)[0]
     text = notebook.fail(f"%mesh wait {number}")
     assert "CallFailed: ranks 0-3 raised ValueError: bad (cell " in text
     assert f"job {number}: failed" in notebook.run("%mesh jobs").stdout

@@ -113,11 +113,17 @@ def test_an_asynchronous_operation_that_one_rank_never_issues_names_it(mesh4: Pr
         "time.sleep(3)\nif rank == 2:\n    dist.all_reduce(torch.ones(1))\nelse:\n    work.wait()"
     )
     future = mesh4.run(code)
-    settle(mesh4, lambda: mesh4.stacks().verdict is not None)
-    text = str(mesh4.stacks())
-    assert text.startswith("ranks 0,1,3 wait in all_reduce (a cell, line 4), operation "), text
-    assert " and is in time.sleep (a cell, line 4)\n" in text
+    texts: list[str] = []
+    named = "ranks 0,1,3 wait in all_reduce (a cell, line 4), operation "
+
+    def is_named() -> bool:  # also where a rank begins late
+        texts.append(str(mesh4.stacks()))
+        return texts[-1].startswith(named)
+
+    settle(mesh4, is_named)
     future.get(20)
+    assert texts[-1].startswith(named), texts
+    assert " and is in time.sleep (a cell, line 4)\n" in texts[-1]
 
 
 def test_idle_ranks_take_one_line(mesh4: ProcMesh) -> None:
