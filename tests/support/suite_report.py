@@ -3,7 +3,7 @@
 pyproject.toml loads this plugin of pytest. At the end of a run of more than `WHOLE` files it names the `DEAREST` ones,
 with the seconds of their tests and of what these set up and take down, added over all workers of xdist. With
 
-    MESHBOOK_TESTS_RERUN_LOG=FILE   a line is appended for each test that needed another try
+    MESHBOOK_TESTS_RERUN_LOG=FILE   a line is appended for each test that needed another try, with what it failed by
     MESHBOOK_TESTS_RESULTS=FILE     outcomes and failures are written there as JSON, when the run is over
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-WHOLE, DEAREST = 20, 20
+WHOLE, DEAREST, SAID_CHARS = 20, 20, 300
 RERUN_LOG, RESULTS = "MESHBOOK_TESTS_RERUN_LOG", "MESHBOOK_TESTS_RESULTS"
 
 
@@ -38,7 +38,7 @@ class SuiteReport:
         self._seconds[file] += report.duration
         self._tests[file].add(report.nodeid)
         if report.outcome == "rerun":  # type: ignore[comparison-overlap]  # pytest-rerunfailures's own
-            self._reruns.append(report.nodeid)
+            self._reruns.append(f"{report.nodeid} (Python {platform.python_version()}): {first_error(report)}")
         elif report.failed:
             self._outcomes[report.nodeid] = "failed"
         elif report.when == "call" or report.skipped:
@@ -52,7 +52,7 @@ class SuiteReport:
     def pytest_sessionfinish(self) -> None:
         if self._reruns and self._rerun_log:
             with Path(self._rerun_log).open("a") as file:
-                file.writelines(f"{name} (Python {platform.python_version()})\n" for name in self._reruns)
+                file.writelines(f"{line}\n" for line in self._reruns)
         if self._results:
             failures = sorted(name for name, outcome in self._outcomes.items() if outcome == "failed")
             counts = Counter(self._outcomes.values())
@@ -67,6 +67,12 @@ class SuiteReport:
         for file, seconds in self._seconds.most_common(DEAREST):
             count = len(self._tests[file])
             terminalreporter.write_line(f"{seconds:6.1f} s  {file} ({count} test{'s' * (count != 1)})")
+
+
+def first_error(report: pytest.TestReport) -> str:
+    """The first line of what a test failed by."""
+    lines = [line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+    return lines[0][:SAID_CHARS] if lines else "it said nothing"
 
 
 def pytest_configure(config: pytest.Config) -> None:
