@@ -153,15 +153,15 @@ class Dispatcher:
         lent_memory.settle()
 
     def _tick_host(self, host: HostState) -> None:
-        if host.hello is not None:
+        if reason := host.launched.failure():  # it says more than silence does
+            self.give_up(host, reason)
+        elif host.hello is not None:
             host.beat()
             host.look()
             if host.is_overdue:
                 self.give_up(
                     host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
                 )
-        if not host.lost and (reason := host.launched.failure()):
-            self.give_up(host, reason)
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
         """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
