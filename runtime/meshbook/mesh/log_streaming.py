@@ -47,8 +47,13 @@ class LogStreaming:
     def begin(self) -> Future[None]:
         """Done when all ranks log at the level. What waits for the end of a former window is shown now."""
         self._procs.show_calls_by(self)
-        self._procs.call_after_repairs(self.set_levels)
+        self._procs.call_after_repairs(self._set_levels_again)
         return self.set_levels()
+
+    def _set_levels_again(self) -> None:
+        """Wait until new ranks log at the level: their actors do not wait for the calls to their processes."""
+        if (repaired := self._procs.last_repair) is not None and repaired.ranks:
+            self.set_levels().get()
 
     def end(self) -> None:
         """Another one takes its place: show what waits for the end of a window; what comes later waits no more."""

@@ -69,6 +69,7 @@ class Membership(ProcView):
             whole = cast("ProcMesh", self.base())
             repaired = Repair(self._controller, self._mesh, whole, note, launcher).run(ranks, setup, force=force)
             new.update(repaired.ranks)
+            repaired = self._mesh.last_repair = repaired._replace(ranks=tuple(sorted(new)))
             try:
                 call_living(self._mesh.after_repairs)
                 break
@@ -76,8 +77,6 @@ class Membership(ProcView):
                 if not left or not self._mesh.lost:
                     raise
                 ranks, launcher = (), None  # another one has died meanwhile
-        repaired = repaired._replace(ranks=tuple(sorted(new)))
-        self._mesh.last_repair = repaired
         return repaired
 
     @property
