@@ -27,6 +27,7 @@ from meshbook.shape.members import Choice
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.postmortem_memory import Freed
 from meshbook.source.cells import text_only_here
+from meshbook.values.main_names import Sending
 from meshbook.values.pickling import dumps
 from meshbook.workspace.local_modules import find_modules
 from meshbook.workspace.synced_modules import Synced, take_modules
@@ -34,6 +35,7 @@ from meshbook.workspace.synced_modules import Synced, take_modules
 T = TypeVar("T")
 
 _NO_RANKS: frozenset[int] = frozenset()
+_EXECUTED = Sending("missing")
 
 
 class CodeCalls(ProcView):
@@ -106,7 +108,7 @@ class CodeCalls(ProcView):
     ) -> Future[ValueMesh[T]]:
         """about: what the endpoint takes before the function. Raises: SerializationError that names the argument."""
         try:
-            return self._call(endpoint, (*about, function, *args), kwargs, what=name)
+            return self._call(endpoint, (*about, function, *args), kwargs, what=name, sending=_EXECUTED)
         except SerializationError:  # once more, to say which argument it was
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
             return self._call(endpoint, (*about, function, *args), kwargs, what=name, roots=roots)
@@ -140,8 +142,13 @@ class CodeCalls(ProcView):
         return self._call("pull", ([expression],), what=expression)
 
     def push(self, values: Mapping[str, object]) -> Future[ValueMesh[None]]:
-        """Bind names on every member. Raises: SerializationError naming the part that cannot travel."""
-        return self._call("push", (dict(values),), what="push", roots=values)
+        """Bind names on every member, whose functions and classes read the names there, as they are when they run.
+
+        What they read and bring along is bound there too, where nothing has its name. Raises: SerializationError naming
+        the part that cannot travel.
+        """
+        sending = Sending("rank", values.values())
+        return self._call("push", (dict(values),), what="push", roots=values, sending=sending)
 
     def pull(self, name: str) -> Future[Values]:
         """Bring the value of ``name`` from every member."""

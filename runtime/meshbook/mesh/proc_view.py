@@ -16,6 +16,7 @@ from meshbook.lifecycle import MeshPhase
 from meshbook.mesh.log_streaming import LogStreaming
 from meshbook.shape.members import Extent, Members, Region, arrange
 from meshbook.shape.view import MeshView
+from meshbook.values.main_names import Sending
 from meshbook.values.pickling import dumps
 
 T = TypeVar("T")
@@ -126,13 +127,14 @@ class ProcView(MeshView):
         *,
         what: str,
         roots: Mapping[str, object] | None = None,
+        sending: Sending | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
         if self._generation != self._mesh.generation:  # `_present`, on the path of every call
             raise stale_view(self._mesh)
         if self._mesh.before_calls:
             call_living(self._mesh.before_calls)
-        pickled = dumps((args, kwargs or {}), what=what, roots=roots)
+        pickled = dumps((args, kwargs or {}), what=what, roots=roots, sending=sending)
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
         return self._controller.call(self._mesh, request, self.output_target())
 

@@ -33,6 +33,7 @@ import cloudpickle
 import msgspec
 
 from meshbook.errors import LoadError, MeshError, SerializationError
+from meshbook.values.main_names import Sending
 from meshbook.values.tensors import NO_LIMIT, OutOfBand, TooLargeError
 from meshbook.values.unpicklable import Refusal, find_culprit
 from meshbook.wire.frames import Buffer
@@ -62,18 +63,21 @@ class Pickled(msgspec.Struct, frozen=True, gc=False):
     buffers: Sequence[memoryview]
 
 
-def dumps(obj: object, *, what: str, roots: Mapping[str, object] | None = None) -> Pickled:
+def dumps(
+    obj: object, *, what: str, roots: Mapping[str, object] | None = None, sending: Sending | None = None
+) -> Pickled:
     """Pickle ``obj``; functions and classes of ``__main__`` by value, in the definition that they have now.
 
     what: what a person calls the value; the path in an error starts with it.
     roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
+    sending: which names functions are to read there.
     Raises: SerializationError naming the part that cannot travel.
     """
     if (plain := _pickle_plain(obj)) is not None:
         pickled = Pickled(plain, ())
     else:
         try:
-            pickled = _pickle(obj, NO_LIMIT)
+            pickled = _pickle(obj, NO_LIMIT, sending)
         except MemoryError:
             raise
         except Exception as error:
@@ -169,6 +173,7 @@ class _QuickPickler(pickle.Pickler):
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     out_of_band: OutOfBand
+    sending = Sending()
 
     def reducer_override(self, obj: object) -> object:
         reduced = self.out_of_band.reduce(obj)
@@ -177,11 +182,15 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) in _KEEPERS and (own := _without_what_it_keeps(obj)) is not None:
             return own
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and "__slots__" in vars(obj) and isinstance(reduced, tuple):
-            return _with_slots(obj, reduced)
-        return reduced
+        if not isinstance(reduced, tuple) or len(reduced) != _BY_VALUE_PARTS:
+            return reduced
+        if isinstance(obj, FunctionType):
+            return self.sending.function(obj, reduced)
+        return self.sending.kind(obj, _with_slots(obj, reduced)) if isinstance(obj, type) else reduced
 
 
+_BY_VALUE_PARTS = 6
+"""Of what a function or class that goes by value is reduced to; the last one sets its state."""
 _KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
 """The types that ``@cache``, ``@lru_cache`` and ``@cached_property`` make, which keep results of a function."""
 
@@ -212,7 +221,7 @@ def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     cloudpickle makes it without, and sets ``__slots__`` afterwards, so instances have a dict there and their state does
     not fit the class here.
     """
-    if reduced[0] is not cloudpickle.cloudpickle._make_skeleton_class:
+    if "__slots__" not in vars(kind) or reduced[0] is not cloudpickle.cloudpickle._make_skeleton_class:
         return reduced
     make, (metaclass, name, bases, options, tracked, extra), (attributes, rest), *others = reduced
     slots = vars(kind)["__slots__"]
@@ -278,7 +287,7 @@ def _goes_by_value(head: bytes) -> bool:
     return b"__main__" in head or (bool(registered) and any(name.encode() in head for name in registered))
 
 
-def _pickle(obj: object, room: int) -> Pickled:
+def _pickle(obj: object, room: int, sending: Sending | None = None) -> Pickled:
     try:
         pickled = _pickle_with(_QuickPickler, obj, room)
     except (TooLargeError, Refusal, MemoryError):
@@ -288,16 +297,20 @@ def _pickle(obj: object, room: int) -> Pickled:
     else:
         if not _goes_by_value(pickled.head):
             return pickled
-    return _pickle_with(_ByValuePickler, obj, room)
+    return _pickle_with(_ByValuePickler, obj, room, sending)
 
 
-def _pickle_with(kind: type[_QuickPickler] | type[_ByValuePickler], obj: object, room: int) -> Pickled:
+def _pickle_with(
+    kind: type[_QuickPickler] | type[_ByValuePickler], obj: object, room: int, sending: Sending | None = None
+) -> Pickled:
     out_of_band = OutOfBand(room)
     sink = io.BytesIO() if room == NO_LIMIT else _BoundedSink(out_of_band)
     pickler = kind(sink, 5, buffer_callback=out_of_band.take)
     pickler.out_of_band = out_of_band
     if isinstance(pickler, _QuickPickler):
         vars(pickler)["reducer_override"] = out_of_band.reduce  # without a method of ours in between
+    elif sending is not None:
+        pickler.sending = sending
     pickler.dump(obj)
     return Pickled(sink.getvalue(), out_of_band.buffers)
 

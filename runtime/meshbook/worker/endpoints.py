@@ -35,6 +35,7 @@ from meshbook.source.thread_frames import exception_of, frame_of
 from meshbook.stacks.mesh_stacks import RankTold
 from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
+from meshbook.values.main_names import brought
 from meshbook.values.pickling import dumps_bounded
 from meshbook.values.remote_value import RemoteValue
 from meshbook.wire import messages as wire
@@ -137,6 +138,8 @@ def invoke_with_source(
 def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:
     """Bind names in the rank's namespace."""
     worker.shell.namespace.update(values)
+    for hidden in brought.release(values):
+        print(hidden)
     return _ok()
 
 
