@@ -37,7 +37,7 @@ HANG_NOTE_S = 10.0
 """A wait that takes longer says who holds the ranks up."""
 
 
-class Underway(msgspec.Struct, frozen=True, eq=False):
+class Underway(msgspec.Struct, eq=False):
     """A batch, or a recorded step, that the ranks have been sent."""
 
     future: Future[ValueMesh[Any]]
@@ -49,6 +49,8 @@ class Underway(msgspec.Struct, frozen=True, eq=False):
     """The number of the first operation; None for a call that is none."""
     operations: Window | None = None
     """Those of a batch."""
+    is_behind_failure: bool = False
+    """Whether it came back from ranks that had halted before they had it."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -66,7 +68,7 @@ class Underway(msgspec.Struct, frozen=True, eq=False):
 
 
 class SentOperations(NumberedTensors):
-    """Of one mesh. They are waited for by one thread at a time."""
+    """Of one mesh. Any thread may wait for them; what comes back is noted once."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         super().__init__()
@@ -78,8 +80,6 @@ class SentOperations(NumberedTensors):
         self._underway: deque[Underway] = deque()
         self._halted: list[tuple[Window, MeshError | None]] = []
         """Batches from the first on that failed, until all that is under way has come back."""
-        self._resumed = 0
-        """How often the ranks were told to go on behind what failed."""
         self._failures = FailedOperations(self.roots)
         self._replays = Replays(self._failures)
         self._was_interrupted = False
@@ -153,45 +153,59 @@ class SentOperations(NumberedTensors):
         while self._underway or self._halted:
             self._settle()
 
+    def settle_through(self, last: Underway) -> None:
+        """Wait until it is known what became of it, whatever other threads send meanwhile."""
+        while last in self._underway or (last.is_behind_failure and self._halted):
+            self._settle()
+
     def _settle(self) -> None:
         """Wait for the oldest batch, and note what failed in it."""
         try:
-            if self._underway:
-                self._settle_oldest()
+            with self._lock:
+                oldest = self._underway[0] if self._underway else None
+            if oldest is not None:
+                self._settle_oldest(oldest)
             if self._halted:
                 with self._lock:  # nobody sends a batch that it does not know of
                     self.send_issued()  # nor is there one that was issued without knowing
-                    if not self._underway:
+                    if self._halted and not self._underway:
                         self._go_on()
         except KeyboardInterrupt:
             self._was_interrupted = True
             raise
 
-    def _settle_oldest(self) -> None:
-        oldest, error = self._underway[0], None
+    def _settle_oldest(self, oldest: Underway) -> None:
+        """Several threads may wait for the same: the first that comes back notes it."""
+        answers: ValueMesh[Any] | None = None
+        error: MeshError | None = None
         try:
-            self._note_answers(oldest, self._await(oldest.future))
-        except (KeyboardInterrupt, LeftStopped):  # it goes on, and is waited for again
+            answers = self._await(oldest.future)
+        except LeftStopped:  # it goes on, and is waited for again
             raise
         except MeshError as raised:
             error = raised
-        if error is None and not self._halted:
-            with self._lock:
-                self._underway.popleft()
-        else:
-            self._note_failed(oldest, error)
+        with self._lock, held_back():
+            if not self._underway or self._underway[0] is not oldest:
+                return
+            if answers is not None:
+                try:
+                    self._note_answers(oldest, answers)
+                except MeshError as raised:
+                    error = raised
+            oldest.is_behind_failure = bool(self._halted)
+            self._underway.popleft()
+            if error is not None or self._halted:
+                self._note_failed(oldest, error)
 
     def _note_failed(self, oldest: Underway, error: MeshError | None) -> None:
         """error: None for what came back well behind what failed."""
-        with held_back(), self._lock:
-            self._underway.popleft()
-            if (window := oldest.window) is not None:
-                self._halted.append((window, error))
-            elif error is not None:
-                self._forget_told()
-                if oldest.issued:
-                    _, cause, is_said = Window(0, oldest.issued, []).first_failed(error)
-                    self._replays.note_lost(cause.error, oldest.issued, Families(()), is_said=is_said)
+        if (window := oldest.window) is not None:
+            self._halted.append((window, error))
+        elif error is not None:
+            self._forget_told()
+            if oldest.issued:
+                _, cause, is_said = Window(0, oldest.issued, []).first_failed(error)
+                self._replays.note_lost(cause.error, oldest.issued, Families(()), is_said=is_said)
 
     def _forget_told(self) -> None:
         """A rank that is new, or was interrupted before it began, has not read what it was sent."""
@@ -256,7 +270,6 @@ class SentOperations(NumberedTensors):
                     self._replays.note_lost(refused[number], *cut_off, is_said=said, stepped=stepped)
             window.note(self._failures, refused, families, undone_from)
             self._failures.keep_written(self.held)
-            self._resumed += 1
             if told:
                 self._resume(window._replace(refused=refused))
             self._halted.clear()  # not before: till then nothing of it counts as decided

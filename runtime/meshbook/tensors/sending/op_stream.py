@@ -61,7 +61,7 @@ class Recorder(Protocol):
 
 
 class OpStream(SentOperations):
-    """Of one mesh. Operations are issued by one thread at a time."""
+    """Of one mesh. Any thread may issue operations; each waits for what it has asked for."""
 
     recorder: ClassVar[Recorder | None] = None
     """Of the step that is being recorded, on whichever mesh."""
@@ -271,18 +271,27 @@ class OpStream(SentOperations):
         self.check(needed)
         while True:
             self.flush()
-            with held_back():
-                resumed, asked = self._resumed, ask(method, *args)
-                self._underway.append(Underway(asked, ()))  # who has halted goes on when nobody waits in this any more
-            self.settle()
+            with self._lock, held_back():
+                asked = Underway(ask(method, *args), ())
+                self._underway.append(asked)  # who has halted goes on when nobody waits in this any more
+            self.settle_through(asked)
+            self._tell_anomaly()
             self.check(needed)
-            if resumed == self._resumed:
-                return asked.get()
+            if not asked.is_behind_failure:
+                return asked.future.get()
 
     def settle(self) -> None:
         """Wait until all that was issued has been done, or has failed. Raises: TensorError of a hunt's find."""
         self.flush()
-        self.settle_all()
+        with self._lock:
+            last = self._underway[-1] if self._underway and not self._halted else None
+        if last is not None:
+            self.settle_through(last)
+        else:
+            self.settle_all()
+        self._tell_anomaly()
+
+    def _tell_anomaly(self) -> None:
         if self.anomaly is not None:
             found, self.anomaly = self.anomaly, None
             raise found

@@ -1,0 +1,82 @@
+"""Several threads use the tensors of one mesh: a loop that trains, and one that logs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+import meshbook
+from meshbook import ProcMesh
+from meshbook.distributed import Mesh
+from meshbook.exceptions import TensorError
+
+PATIENCE_S = 90.0
+
+
+def run_beside(*works: Callable[[], object]) -> None:
+    """Each on a thread of its own; what one raises is raised here."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_get_their_own_values_beside_one_whose_operations_fail(square: ProcMesh) -> None:
+    mesh = Mesh(square)
+    x, table = meshbook.ones(4, mesh=mesh), meshbook.ones(4, 2, mesh=mesh)
+    bad = meshbook.distribute(torch.tensor([7]), mesh)
+    told: Counter[str] = Counter()
+    done = threading.Event()
+
+    def read(factor: int) -> Callable[[], None]:
+        def loop() -> None:
+            for i in range(60):
+                assert (x * factor + i).sum().item() == 4 * (factor + i)
+
+        return loop
+
+    def fail() -> None:
+        for _ in range(5):
+            try:
+                torch.nn.functional.embedding(bad, table).sum().item()
+            except TensorError as error:
+                told["index out of range" in str(error)] += 1
+        done.set()
+
+    def read_until_done() -> None:
+        while not done.is_set():
+            assert (x + 1).sum().item() == 8.0
+
+    run_beside(read(2), read(3), read_until_done, fail)
+    assert told == {True: 5}
+    assert (x + 1).sum().item() == 8.0
+
+
+def test_each_call_of_a_recorded_step_is_done_once(square: ProcMesh) -> None:
+    mesh = Mesh(square)
+    total, one = meshbook.zeros(2, mesh=mesh), meshbook.ones(2, mesh=mesh)
+
+    @meshbook.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total.add_(x)
+        return (total * 1).sum()
+
+    for _ in range(4):
+        step(one).item()
+    run_beside(*2 * [lambda: [step(one).item() for _ in range(40)]])
+    assert total.tolist() == [84.0, 84.0]
