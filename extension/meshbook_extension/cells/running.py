@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from meshbook.concurrency.own_faults import is_from_outside
 from meshbook.errors import (
     CallError,
     CallFailed,
@@ -91,7 +92,7 @@ class RunningCell:
         an interrupt is dealt with.
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
         cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
-        at their prompts.
+        at their prompts; what the handler of a signal raises, when the ranks were interrupted.
         """
         error: CallError
         try:
@@ -103,6 +104,11 @@ class RunningCell:
             error = self._stop_late(timeout_s or 0.0)
         except KeyboardInterrupt:
             error = self.interrupt()
+        except Exception as raised:
+            if not self.run.future.done() and is_from_outside(raised):
+                self.interrupt()
+                self.output.finish()
+            raise
         self.output.finish()
         raise error from None
 

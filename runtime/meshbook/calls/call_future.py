@@ -13,6 +13,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
+from meshbook.concurrency.own_faults import is_from_outside
 from meshbook.errors import CallInterrupted, CallTimeout
 from meshbook.shape.members import Region
 
@@ -43,7 +44,8 @@ class RequestFuture(Future[T], Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
 
-        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once.
+        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once; what the handler of
+        another signal raises, as that of a time limit: the call is interrupted then, too.
         """
         self._timeout_s = timeout
         try:
@@ -55,6 +57,10 @@ class RequestFuture(Future[T], Generic[T]):
             raise
         except KeyboardInterrupt as pressed:
             raise self.on_interrupt(pressed) from None
+        except Exception as error:
+            if not self._final and is_from_outside(error):
+                self.cancel()
+            raise
 
     def _serve(self, timeout: float | None) -> float | None:
         """Do what only a thread that waits can do; returns what is left of the timeout."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
+from meshbook.errors import UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,8 +38,18 @@ _log = logging.getLogger(__name__)
 _Outcome: TypeAlias = tuple[Any, "BaseException | None", "TracebackType | None"]
 """The value or the error; and the traceback of that when it was set, from which each raise starts."""
 
+serving: set[int] = set()
+"""Threads that serve the sockets, while they do: what would complete a future is done by them, so they cannot wait."""
+forks.at_fork(in_child=serving.clear)
+
 _WAITERS, _CALLBACKS = "waiters", "callbacks"
 _NONE: deque[Any] = deque()
+
+_WAITS_FOR_ITSELF = (
+    "this waits where answers come in: in a callback of a future, in a finalizer (__del__), or in the handler of a "
+    "signal that came during a wait. It would wait for itself for ever: have a thread wait, or raise in the handler, "
+    "which ends the wait."
+)
 
 
 class Future(Generic[T]):
@@ -89,8 +100,9 @@ class Future(Generic[T]):
         """Wait for the result, at most ``timeout`` seconds.
 
         Raises: the error with which the future was completed; at the timeout what ``on_timeout`` makes, else
-        TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError in a process that was
-        forked before there was an outcome, since there will be none.
+        TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError where there would be
+        none: in a process that was forked before, and in a callback, finalizer or handler of a signal that runs on the
+        thread that brings it.
         """
         value, error, traceback = self._final.get(0) or self._wait(timeout)
         if error is None:
@@ -111,6 +123,8 @@ class Future(Generic[T]):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as `get` does; whether there is an outcome."""
         forks.refuse_inherited(self._generation)
+        if timeout != 0 and not self._final and threading.get_ident() in serving:
+            raise UsageError(_WAITS_FOR_ITSELF)
         lock = waiting_lock()
         lock.acquire()
         waiters: deque[WaitingLock] = self._listeners.setdefault(_WAITERS, deque())

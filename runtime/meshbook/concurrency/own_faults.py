@@ -7,10 +7,15 @@ fault of ours: it costs the action or the message that met it, never the thread,
 from __future__ import annotations
 
 import functools
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import CodeType
+
+from meshbook.concurrency import forks
 
 REPEAT_S = 60.0
 """A fault at the same place is told again after so long only: a timer may meet it many times a second."""
@@ -34,6 +39,33 @@ def tell(error: BaseException, what: str) -> None:
         print(f"{WORDS} {what}; it goes on. Please report this:\n{text}", file=sys.stderr)
     except Exception:  # stderr is closed, or cannot write it
         pass
+
+
+_OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec", "_pickle", "struct", "zlib"})
+"""Where the types come from of what our code on the thread that serves, and what it calls, raises."""
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it was raised into this thread, the main one, and is for the user's code that waits: a time limit, say.
+
+    It came out of the handler of a signal, or another thread has sent it (``PyThreadState_SetAsyncExc``), which is told
+    by its type alone.
+    """
+    if threading.get_ident() != forks.main_thread:
+        return False
+    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()} - {None}
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return type(error).__module__.partition(".")[0] not in _OURS or not handlers.isdisjoint(codes)
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """That of a function, a method, a partial, or an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    if (code := getattr(function, "__code__", None)) is None and callable(handler):
+        code = getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception], object] | None = None) -> bool:

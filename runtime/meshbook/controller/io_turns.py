@@ -5,7 +5,8 @@ for an answer, takes the turn and reads the sockets itself; the I/O thread stays
 coming back for a moment. The turn is a lock: whoever holds it uses the sockets and the state behind them, nobody else.
 
 SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises
-when the turn is over.
+when the turn is over. What other handlers raise, and what a thread raises in this one, ends the wait as it would end
+any other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from types import FrameType
 from typing import TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.future import Future
-from meshbook.concurrency.own_faults import tell
+from meshbook.concurrency.future import Future, serving
+from meshbook.concurrency.own_faults import is_from_outside, tell
 from meshbook.concurrency.sigint import SigintScope
 
 T = TypeVar("T")
@@ -85,6 +86,8 @@ class SocketTurn:
 
     def serve_until(self, ended: Callable[[], bool]) -> None:
         """Serve as the I/O thread until ``ended()``."""
+        me = threading.get_ident()
+        serving.add(me)
         while not ended():
             if self._driving or time.monotonic() < self._rest_until:
                 self._rest.wait(_LOOK_S)
@@ -94,13 +97,16 @@ class SocketTurn:
                     self._serve(None)
                 except Exception as error:
                     self._rest_from(error)
+        serving.discard(me)
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
 
         On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
+        Raises: what the handler of another signal raises meanwhile, or another thread in this one.
         """
-        if self._driving or threading.get_ident() != forks.main_thread:
+        me = threading.get_ident()
+        if self._driving or me != forks.main_thread:
             return
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._interrupted = False
@@ -110,6 +116,7 @@ class SocketTurn:
             if not self._turn.acquire(blocking=False):
                 self._wake()
                 self._turn.acquire()
+            serving.add(me)
             try:
                 while not done() and not self._interrupted:
                     left = None if deadline is None else deadline - time.monotonic()
@@ -118,8 +125,11 @@ class SocketTurn:
                     try:
                         self._serve(left)
                     except Exception as error:
+                        if is_from_outside(error):
+                            raise
                         self._rest_from(error)
             finally:
+                serving.discard(me)
                 self._turn.release()
         finally:
             self._rest_until = time.monotonic() + REST_S
