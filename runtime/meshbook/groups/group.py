@@ -55,6 +55,10 @@ _COLLECTIVES = (
 """Operations that all members enter, by torch's names, older and newer ones."""
 
 
+_BARRIER_GRACE = timedelta(seconds=1)
+"""How long C++ may take to end a monitored barrier whose time is over."""
+
+
 class AbortableGroup(dist.ProcessGroup):
     """A process group that can be aborted and made again."""
 
@@ -259,6 +263,11 @@ class AbortableGroup(dist.ProcessGroup):
         self._guard.used.difference_update(former.values())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Raises: RuntimeError that names who has not come within ``timeout``.
+
+        C++ keeps that time for messages, not for the connection that the first message between two ranks needs and that
+        one of them does not come to make. So each rank says in the store that it has come, and the wait ends anyhow.
+        """
         refuse_if_off("monitored_barrier")
         inner = self.live
         by_cells = self._by_cells()
@@ -274,7 +283,17 @@ class AbortableGroup(dist.ProcessGroup):
             self._guard.used.add(self)
             work = PeerWork(inner, "monitored_barrier", number, None, begin)
             inner.add_peer_work(work, "monitored_barrier", 0, 0)
-        work.wait()
+        store, key = self._store, f"monitored_barrier {self.recipe.name} {number} ".__add__
+        store.set(key(str(self.recipe.rank)), "")
+        try:
+            work.wait(timeout + _BARRIER_GRACE)
+        except RuntimeError:
+            if work.ended:  # C++ has found it out
+                raise
+            missing = [rank for rank in range(len(self.recipe.ranks)) if not store.check([key(str(rank))])]
+            who = f"Rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}" if missing else "A rank"
+            what = f"{who} failed to pass monitoredBarrier in {timeout.total_seconds() * 1000:.0f} ms"
+            raise RuntimeError(f"[Rank {self.recipe.rank}]: {what}") from None
 
     def _by_cells(self) -> Counts | None:
         """The counts of the main thread, where that calls. Raises: GroupAborted in others, see `Users.note`."""

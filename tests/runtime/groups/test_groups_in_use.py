@@ -226,3 +226,15 @@ def _threads_of_gloo() -> int:
         with contextlib.suppress(OSError):  # it has just ended
             found += Path(f"/proc/self/task/{thread}/comm").read_text().startswith("gloo_tcp_loop")
     return found
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_the_first_monitored_barrier_names_who_did_not_come_in_its_time(missing: int) -> None:
+    """On a fresh mesh no two ranks have a connection yet, for which C++ would wait without an end."""
+    with this_host().spawn_procs({"gpus": 4}, device="cpu") as mesh:
+        barrier = "dist.monitored_barrier(timeout=timedelta(seconds=1))"
+        future = mesh.run(f"from datetime import timedelta\nif rank != {missing}: {barrier}")
+        with pytest.raises(errors.CallFailed, match=f"Rank {missing} failed to pass monitoredBarrier in 1000 ms"):
+            future.get(30)
+        assert mesh.run("t = torch.ones(1); dist.all_reduce(t); t.item()").get(30).values() == [4.0] * 4
