@@ -1,7 +1,7 @@
 """In a process that modules were sent to: they are imported from memory, and those in use are reloaded.
 
-A process that sees the very files imports what they say by then, as without us; a reload takes what was sent, so that
-all ranks get the same.
+A process that sees the very files imports what they say by then, as without us; our reload takes what was sent, so that
+all ranks get the same. Where IPython's autoreload is on, objects that it looks after are brought up to date as by it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 from meshbook.concurrency import forks
 from meshbook.workspace.local_modules import FoundModules, LocalModule, file_system, is_installed, version_of
@@ -43,6 +43,8 @@ class Synced(NamedTuple):
 
 
 _sent: dict[str, LocalModule] = {}
+_reloading = ""
+"""The module that is being reloaded as it was sent; others who reload one take its file, where that lies here."""
 _in_use: dict[str, str] = {}
 """Versions of modules that were imported since they were first sent; nobody knows those of others."""
 
@@ -73,7 +75,7 @@ class _SentFinder(importlib.abc.MetaPathFinder):
         if module is None:
             is_folder = any(name.startswith(f"{fullname}.") for name in _sent)  # of a package, without __init__.py
             return ModuleSpec(fullname, None, is_package=True) if is_folder else None
-        if target is None and _lies_here(module):
+        if fullname != _reloading and _lies_here(module):
             source = Path(module.path).read_bytes()
             module = replace(module, source=source, version=version_of(source))
         return importlib.util.spec_from_loader(fullname, _SentLoader(module))
@@ -167,7 +169,7 @@ def _take(module: LocalModule, namespace: dict[str, object], changed: set[str]) 
     before = dict(vars(loaded))
     version = _in_use.get(module.name)
     try:
-        importlib.reload(loaded)
+        _reload(loaded)
     except BaseException as error:
         vars(loaded).clear()
         vars(loaded).update(before)
@@ -178,6 +180,27 @@ def _take(module: LocalModule, namespace: dict[str, object], changed: set[str]) 
         return Synced(FAILED, _describe(error, module.path))
     _rebind(namespace, before, loaded)
     return Synced(RELOADED)
+
+
+def _reload(module: ModuleType) -> None:
+    global _reloading
+    _reloading = module.__name__
+    try:
+        if (reloader := _autoreload()) is None:
+            importlib.reload(module)
+        else:
+            superreload = sys.modules["IPython.extensions.autoreload"].superreload
+            superreload(module, importlib.reload, reloader.old_objects)
+    finally:
+        _reloading = ""
+
+
+def _autoreload() -> Any:
+    """IPython's, with the objects that it keeps up to date; None where it is off."""
+    if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
+        return None
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    return reloader if getattr(reloader, "enabled", False) else None
 
 
 def _lies_here(module: LocalModule) -> bool:
@@ -198,11 +221,18 @@ def _is_of_library(module: ModuleType) -> bool:
 
 
 def _rebind(namespace: dict[str, object], before: dict[str, object], module: ModuleType) -> None:
-    """Where ``from module import f`` was said, ``f`` is the new one from now on; objects keep their old classes."""
+    """Where ``from module import f`` was said, ``f`` is the new one from now on; objects keep their old classes.
+
+    A function or class that says that it is the module's counts too: after a reload by others the module has another.
+    """
     own = {id(value): name for name, value in before.items() if getattr(value, "__module__", None) == module.__name__}
     for bound, value in list(namespace.items()):
         name = own.get(id(value))
-        if name is not None and value is before[name] and name in vars(module):
+        if name is not None and value is not before[name]:
+            continue
+        if name is None and isinstance(value, (FunctionType, type)) and value.__module__ == module.__name__:
+            name = value.__qualname__
+        if name is not None and name in vars(module):
             namespace[bound] = vars(module)[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,28 @@ def test_an_edited_module_and_what_imports_it_are_reloaded(mesh: Any, folder: Pa
     told = mesh.run("%mesh sync src").stdout.splitlines()
     assert [line.split()[0] for line in told] == ["sync_base", "sync_helpers", "2"]
     assert value(mesh, "f(), kept()") == "[0,1] (31, 31)"
+
+
+def test_names_are_those_of_the_module_where_ranks_autoreload_too(mesh: Any, tmp_path: Path) -> None:
+    file, edits = tmp_path / "sync_auto.py", iter(range(1, 100))
+
+    def edit(value: int, ends: str = "):") -> None:
+        file.write_text(f"VALUE = {value}\ndef f({ends} return {value}\nclass K:\n    def get(self): return {value}\n")
+        later = 2_000_000_000 + next(edits)
+        os.utime(file, (later, later))  # autoreload looks at nothing else
+
+    show = "f(), K().get(), k.get(), sync_auto.f(), sync_auto.VALUE"
+    edit(1)
+    mesh.run(f"%%mesh\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\n%load_ext autoreload\n%autoreload 2")
+    mesh.run("%%mesh\nimport sync_auto\nfrom sync_auto import f, K\nk = K()")
+    for number in (2, 4, 6):
+        edit(number, " what?")
+        mesh.run("%%mesh\nf()")  # autoreload says what is wrong, and goes on
+        edit(number)
+        assert value(mesh, show) == f"[0,1] ({', '.join(5 * [str(number)])})"
+        edit(number + 1)
+        assert "reloaded on ranks 0,1" in mesh.run("%mesh sync sync_auto.py").stdout
+        assert value(mesh, show) == f"[0,1] ({', '.join(5 * [str(number + 1)])})"
 
 
 def test_the_notebook_has_the_same_version(mesh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
