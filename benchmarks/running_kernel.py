@@ -24,11 +24,11 @@ class RunningKernel:
         self.client.wait_for_ready(timeout=TIMEOUT_S)
 
     def execute(self, code: str, **options: Any) -> str:
-        """Send a cell that asks nothing of its user; returns its request.
+        """Send a cell as a front end with a person does; returns its request.
 
         It is run behind a cell that failed, too: for some moments ipykernel would drop it.
         """
-        return str(self.client.execute(code, allow_stdin=False, stop_on_error=False, **options))
+        return str(self.client.execute(code, stop_on_error=False, **options))
 
     def reply_to(self, request: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The content of the reply to a request on the shell channel; earlier ones are passed over."""

@@ -17,6 +17,7 @@ from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
+from meshbook_extension.output.publisher import served_cell
 from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.visual_debugger.target import Debugged
@@ -48,6 +49,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
+    served_cell.watch(shell)
     session.on_change.append(state_writer.save)
     if earlier is None:
         auto_attach = AutoAttach(session)
@@ -67,5 +69,6 @@ def close_session(session: Session) -> None:
     session.part(Debugged).end()
     for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
         session.shell.events.unregister("post_run_cell", listener)
+    served_cell.unwatch()
     session.part(HangWatch).close()
     session.publisher.stop()

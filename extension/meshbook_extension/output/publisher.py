@@ -5,6 +5,9 @@ parent header. So a sink keeps the parent that was there when its cell began, an
 would do from a thread depends on the version of ipykernel and mostly hits another cell. In a terminal, and inside of
 ``%%capture``, there is no parent, and a sink writes to sys.stdout.
 
+Where nobody is at the notebook (nbclient, papermill), what comes for a cell that has ended is dropped: there it goes to
+the cell that runs, or to the next one.
+
 The publisher's thread is the only one that writes to sinks. Whoever has something to show schedules the moment; the
 runtime's I/O thread, which brings the output, never waits here.
 """
@@ -56,6 +59,8 @@ class KernelSink:
     def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
         self._parent = dict(parent)
+        self._is_attended: bool = (parent.get("content") or {}).get("allow_stdin", True)
+        """Whether a person is at the front end, which then shows what comes late."""
         self._bars_id = ""
 
     def stream(self, name: str, text: str) -> None:
@@ -67,6 +72,9 @@ class KernelSink:
         self._send("update_display_data" if update else "display_data", content, "display_data")
 
     def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
+        if not self._is_attended and served_cell.parent.get("header") != self._parent.get("header"):
+            self.stream("stdout", "\n".join(traceback) + "\n")  # it is no error of that cell
+            return
         self._send("error", {"ename": ename, "evalue": evalue, "traceback": list(traceback)}, "error")
 
     def bars(self, lines: Sequence[str]) -> None:
@@ -74,8 +82,57 @@ class KernelSink:
         self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=has_bars)
 
     def _send(self, message: str, content: JupyterMessage, topic: str) -> None:
-        kernel = self._kernel
-        session_of(kernel).send(kernel.iopub_socket, message, content, parent=self._parent, ident=topic.encode())
+        def send(parent: JupyterMessage) -> None:
+            kernel = self._kernel
+            session_of(kernel).send(kernel.iopub_socket, message, content, parent=parent, ident=topic.encode())
+
+        if self._is_attended or message == "update_display_data":  # that has a place already
+            send(self._parent)
+        else:
+            served_cell.send(send)
+
+
+class ServedCell:
+    """The request of the cell that runs now, and what waits for the next one."""
+
+    def __init__(self) -> None:
+        self.parent: JupyterMessage = {}
+        self._held: list[Callable[[JupyterMessage], None]] = []
+        self._lock = threading.Lock()
+        self._shell: InteractiveShell
+
+    def watch(self, shell: InteractiveShell) -> None:
+        """Know from now on which cell of ``shell`` runs; one does now."""
+        self._shell = shell
+        shell.events.register("pre_run_cell", self._begin)
+        shell.events.register("post_run_cell", self._end)
+        self._begin()
+
+    def unwatch(self) -> None:
+        """Forget the shell."""
+        self._shell.events.unregister("pre_run_cell", self._begin)
+        self._shell.events.unregister("post_run_cell", self._end)
+
+    def send(self, send: Callable[[JupyterMessage], None]) -> None:
+        """Send with the request of the running cell, or of the next; from any thread."""
+        with self._lock:
+            if not (parent := self.parent):
+                self._held.append(send)
+                return
+        send(parent)
+
+    def _begin(self, info: object = None) -> None:
+        with self._lock:
+            self.parent, held, self._held = parent_of(self._shell), self._held, []
+        for send in held:
+            send(self.parent)
+
+    def _end(self, result: object = None) -> None:
+        with self._lock:
+            self.parent = {}
+
+
+served_cell = ServedCell()
 
 
 class StreamSink:

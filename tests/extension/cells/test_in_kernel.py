@@ -366,6 +366,26 @@ def test_a_headless_run_stops_where_a_rank_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "reached").exists()
 
 
+@pytest.mark.slow
+def test_a_headless_run_keeps_what_jobs_and_threads_print_after_their_cells(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import nbformat, nbclient\n"
+        "cells = ['%load_ext meshbook_extension\\n%mesh spawn gpus=2 --no-group --device cpu',\n"
+        "         '%%mesh --async\\nimport time; time.sleep(1); print(\"of the job\"); 1 / rank', '%mesh wait',\n"
+        "         '%%mesh\\nimport threading\\n'\n"
+        "         'threading.Timer(1, print, [\"of a thread\"]).start()', 'import time; time.sleep(3)']\n"
+        "notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])\n"
+        "nbclient.NotebookClient(notebook, kernel_name='python3', timeout=60, allow_errors=True).execute()\n"
+        "for cell in notebook.cells[1:]:\n"
+        "    text = ''.join(output.text for output in cell.outputs if output.output_type == 'stream')\n"
+        "    print([words in text for words in ('[0,1] of the job', 'ZeroDivisionError', '[0,1] of a thread')])\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    shown = [[False, False, False], [True, True, False], [False, False, False], [False, False, True]]
+    assert done.stdout.splitlines() == list(map(str, shown)), done.stderr
+
+
 def test_prints_of_a_call_land_in_the_cell_that_made_it(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
     first = kernel.run("procs.execute(print, 'from a call').get()")
