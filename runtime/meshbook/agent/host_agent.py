@@ -39,7 +39,7 @@ from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
-from meshbook.system.processes import adopt_orphans, machine_id, python_version, reap_strangers
+from meshbook.system.processes import adopt_orphans, begin_as_host, machine_id, python_version, reap_strangers
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
@@ -423,7 +423,7 @@ def main(template: StartedTemplate | None = None) -> None:
 
     template: from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin_as_host()
     faulthandler.enable(all_threads=False)
     ticket, connection = (
         decode_ticket(_read_line(0), int(os.environ.get("MESHBOOK_TASK") or os.environ.get("SLURM_PROCID") or 0)),

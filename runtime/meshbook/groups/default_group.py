@@ -98,6 +98,10 @@ class DefaultGroup:
                 forget_unfinished()
             raise
 
+    def destroy(self) -> None:
+        """Have torch destroy it; nothing is said, as in a cell."""
+        _torch_destroy()
+
     # ---- init_process_group in cells ----------------------------------------------------------------------------
 
     def wrap_init(self) -> None:

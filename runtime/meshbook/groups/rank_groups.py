@@ -251,7 +251,7 @@ class RankGroups:
         for group in list(self._factory.groups.values()):
             group.retire(DESTROYED)
         if self.formed:
-            dist.destroy_process_group()
+            self._default.destroy()
         self._device_meshes.forget()
         self._meeting.close()
         self._default.meeting_point = _own = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -129,7 +130,8 @@ class LocalHost:
         if status is None:
             return None
         said = last_words(log_tail(self._log, CRASH_REPORT_LINES), 3).splitlines()
-        how = "" if status == UNSEEN else f" ({describe_exit(status)})"
+        is_unknown = status == UNSEEN or (status == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)
+        how = "" if is_unknown else f" ({describe_exit(status)})"
         return ": ".join([f"the host agent ended{how}", *(line.strip() for line in said)])
 
     def waits_for(self) -> str:

@@ -62,6 +62,15 @@ def let_peers_read() -> None:
             _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
+def begin_as_host() -> None:
+    """Set the signals of an agent or template, whatever it has inherited from what started it.
+
+    Interrupts are for ranks. With SIGCHLD ignored the kernel would reap our children before we know how they ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

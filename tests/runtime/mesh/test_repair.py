@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -400,3 +401,41 @@ def test_the_agent_of_this_host_is_shared_by_what_comes_after(mesh2: ProcMesh) -
 
 def open_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+IGNORES_CHILDREN = """
+import os, signal, sys, time
+def ignore(when):
+    if when == sys.argv[1]:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+ignore("before")
+import psutil
+from meshbook import errors, this_host
+procs = this_host().spawn_procs({"gpus": 2}, torch=False)
+ignore("after")
+assert procs.run("import subprocess; subprocess.run(['false']).returncode").get(60).values() == [1, 1]
+os.kill(procs.status()[1].pid, signal.SIGKILL)
+while not procs.lost:
+    time.sleep(0.01)
+assert procs.heal().ranks == (1,)
+psutil.Process(procs.status()[0].pid).parent().kill()
+try:
+    procs.run("import time; time.sleep(600)").get(60)
+except errors.WorkerLost as error:
+    print(str(error).splitlines()[0])
+assert procs.heal().ranks == (0, 1)
+procs.stop()
+"""
+
+
+@pytest.mark.quick("before")
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [("never", " (killed by SIGKILL, by kill -9 or the OOM killer)"), ("before", ""), ("after", "")],
+    ids=["never", "before", "after"],
+)
+def test_a_program_that_ignores_the_ends_of_its_children_can_repair_its_meshes(when: str, how: str) -> None:
+    command = [sys.executable, "-c", IGNORES_CHILDREN, when]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    name = socket.gethostname()
+    assert done.stdout == f"ranks 0,1 on {name} ended: its host is lost: the host agent ended{how}\n"

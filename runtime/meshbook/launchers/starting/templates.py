@@ -39,7 +39,7 @@ from typing import NamedTuple, NoReturn
 
 from meshbook.launchers.starting.head_start import LASTING, open_log
 from meshbook.system.process_ends import open_end
-from meshbook.system.processes import is_same_process, start_time
+from meshbook.system.processes import begin_as_host, is_same_process, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
 
@@ -93,7 +93,7 @@ class StartedTemplate(NamedTuple):
 
 def be_host(agent: str) -> None:
     """Be a host agent, in a fresh interpreter. agent: the module whose ``main`` is one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin_as_host()
     gc.disable()  # importing makes little garbage
     started = fork_template(lambda sock: importlib.import_module("meshbook.worker.template").main(sock), False)
     host_agent = importlib.import_module(agent)
