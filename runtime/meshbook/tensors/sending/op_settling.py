@@ -110,6 +110,10 @@ class SentOperations(NumberedTensors):
         """Tensors could not be made."""
         self._failures.lost.update(dict.fromkeys(made, error))
 
+    def sound_tensors(self) -> set[TensorId]:
+        """Those that the program holds, and that nothing is known to have failed for."""
+        return {number for number, held in list(self.held.items()) if held() is not None} - self._failures.lost.keys()
+
     @property
     def doubtful(self) -> Mapping[TensorId, Sequence[Write]]:
         """Tensors that some ranks may have written to where others have not, and by which operations."""
@@ -153,9 +157,9 @@ class SentOperations(NumberedTensors):
         while self._underway or self._halted:
             self._settle()
 
-    def settle_through(self, last: Underway) -> None:
-        """Wait until it is known what became of it, whatever other threads send meanwhile."""
-        while last in self._underway or (last.is_behind_failure and self._halted):
+    def settle_through(self, asked: Underway) -> None:
+        """Wait until the ranks have answered, and go on if they had halted, whatever other threads send meanwhile."""
+        while asked in self._underway or (asked.is_behind_failure and self._halted):
             self._settle()
 
     def _settle(self) -> None:
@@ -180,7 +184,7 @@ class SentOperations(NumberedTensors):
         error: MeshError | None = None
         try:
             answers = self._await(oldest.future)
-        except LeftStopped:  # it goes on, and is waited for again
+        except (KeyboardInterrupt, LeftStopped):  # it goes on, and is waited for again
             raise
         except MeshError as raised:
             error = raised

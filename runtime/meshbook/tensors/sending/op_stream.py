@@ -283,12 +283,7 @@ class OpStream(SentOperations):
     def settle(self) -> None:
         """Wait until all that was issued has been done, or has failed. Raises: TensorError of a hunt's find."""
         self.flush()
-        with self._lock:
-            last = self._underway[-1] if self._underway and not self._halted else None
-        if last is not None:
-            self.settle_through(last)
-        else:
-            self.settle_all()
+        self.settle_all()
         self._tell_anomaly()
 
     def _tell_anomaly(self) -> None:

@@ -20,17 +20,19 @@ from meshbook.tensors.sending.op_stream import OpStream
 
 
 class TensorLost(MeshError):
-    """A part of a tensor was on ranks that ended, and nowhere else."""
+    """A part of a tensor, or all of it, was on ranks that ended, and nowhere else."""
 
     def __init__(self, ranks: Sequence[int], placements: str) -> None:
+        """placements: empty where no rank knows of the tensor any more."""
         super().__init__(tuple(ranks), placements)
         self.ranks, self.placements = tuple(ranks), placements
 
     def __str__(self) -> str:
-        return (
-            f"this tensor was laid out as {self.placements}, and the part of {name_ranks(self.ranks)} ended with "
-            f"{'it' if len(self.ranks) == 1 else 'them'}: make it again, or restore it from a checkpoint"
-        )
+        them = "it" if len(self.ranks) == 1 else "them"
+        what = f"laid out as {self.placements}, and the part of {name_ranks(self.ranks)} ended with {them}"
+        if not self.placements:
+            what = f"on {name_ranks(self.ranks)} alone, and ended with {them}"
+        return f"this tensor was {what}: make it again, or restore it from a checkpoint"
 
 
 class OwnTensorsLost(TensorLost):
@@ -106,6 +108,8 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
             transfers += found
             if writes.tear(number, sources):
                 torn[number] = TensorTorn()
+    gone = stream.sound_tensors() - known.keys() - lost.keys()
+    lost.update(dict.fromkeys(gone, TensorLost(stream.procs.ranks, "")))
     given_up = {number: str(error) for number, error in lost.items() if not isinstance(error, OwnTensorsLost)}
     stream.send("transfer", transfers, given_up).get()  # with nothing before it that frees what is to be transferred
     stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost, torn, writes.undone)

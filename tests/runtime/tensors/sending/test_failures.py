@@ -17,9 +17,9 @@ from patience import wait_until
 
 import meshbook
 from benchmarks.tensor_program_lines import run_line, write_program
-from meshbook import ProcMesh
+from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh, inspect, remote
-from meshbook.exceptions import DeviceMeshError, TensorError
+from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost
 from meshbook.tensors.ranks import known_meshes
 
 OUT_OF_RANGE = r"aten\.embedding.*test_failures.py, line \d+\) failed: IndexError"
@@ -527,3 +527,13 @@ def test_the_local_view_goes_on_behind_a_failure_that_nobody_knew_of(square: Pro
     assert inspect(remote(lambda tensor: tensor * 2, propagate=lambda tensor: tensor)(x), dp=1).tolist() == [6.0] * 4
     with pytest.raises(TensorError, match=OUT_OF_RANGE):
         inspect(wrong)
+
+
+def test_tensors_whose_ranks_have_all_ended_are_lost_and_say_so() -> None:
+    with this_host().spawn_procs({"gpus": 2}, device="cpu", name="replaced") as procs:
+        x = meshbook.ones(4, mesh=Mesh(procs))
+        assert x.sum().item() == 4.0
+        procs.respawn([0, 1])
+        with pytest.raises(TensorLost, match="was on ranks 0,1 alone, and ended with them"):
+            x.sum().item()
+        assert (meshbook.ones(4, mesh=Mesh(procs)) + 1).sum().item() == 8.0
