@@ -62,10 +62,14 @@ class _State:
         self._over = {(rank, _MAIN) for rank in ended}
         """Threads that begin none any more: they have ended, or are stuck."""
         self._graph = WaitGraph({rank: told for rank, told in snapshots.items() if rank not in dead})
+        self._users = _mailboxes_by_group(snapshots)
+        self._absent_of: dict[tuple[str, int], tuple[int, ...]] = {}
+        """By group and number of a collective, those of whom it is known now that they will never enter it."""
 
     def find_more(self) -> bool:
         """Find threads that are stuck by what is known; whether there were any."""
         found = []
+        self._absent_of.clear()
         for rank, told in self._snapshots.items():
             for thread in {waiting.thread for waiting in told.waiting if self._is_meant(told, waiting.thread)}:
                 if not told.aborted and (rank, thread) not in self._over:
@@ -92,8 +96,14 @@ class _State:
         return proofs[0]
 
     def _absent(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
+        key = waiting.group, waiting.number
+        if waiting.peer is None and key in self._absent_of:
+            group = self._graph.group(rank, waiting.group)
+            return () if group is None or group.aborted else self._absent_of[key]
         awaited = self._graph.awaited(rank, waiting)
         absent = tuple(member for member in awaited if self._is_over(member, waiting.group))
+        if waiting.peer is None and awaited:
+            self._absent_of[key] = absent
         return absent if waiting.peer != ANY_PEER or absent == awaited else ()
 
     def _is_over(self, rank: int, name: str) -> bool:
@@ -104,7 +114,7 @@ class _State:
         if group is not None and group.aborted:
             return True
         threads = {_MAIN, *(group.at_work if group is not None else ())}
-        concerned = {self._mailbox, *mailboxes_of(self._snapshots, name)}
+        concerned = {self._mailbox, *self._users.get(name, ())}
         threads |= {thread for thread, mailbox in told.handling.items() if mailbox in concerned}
         return all((rank, thread) in self._over for thread in threads)
 
@@ -136,19 +146,16 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
         if told.destroyed and not told.call
     ]
     names = {group.name: group.members for told in snapshots.values() for group in told.groups}
+    graph, in_use = WaitGraph(snapshots), _in_use(snapshots)
     for name, members in sorted(names.items()):
-        groups = {
-            member: next((group for group in snapshots[member].groups if group.name == name), None)
-            for member in members
-            if member in snapshots
-        }
+        groups = {member: graph.group(member, name) for member in members if member in snapshots}
         why = next((f"rank {rank}: {group.broken}" for rank, group in groups.items() if group and group.broken), "")
         if why:
             found.append(Odd(name, why, True))
         elif all(member in snapshots and not snapshots[member].call for member in members):
             cells = {rank: group.by_cells if group else _NOTHING for rank, group in groups.items()}
             cells_differ = of_cells and _differ(cells)
-            at_rest = not is_in_use(snapshots, name)
+            at_rest = name not in in_use
             if at_rest and not _differ(groups):
                 continue
             if cells_differ or at_rest:
@@ -159,18 +166,23 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
 
 def is_in_use(snapshots: Mapping[int, Collectives], name: str) -> bool:
     """Whether actors, or threads other than the main one, may be at work in a group, on any of its members."""
-    concerned = mailboxes_of(snapshots, name)
-    return any(
-        concerned.intersection(told.handling.values())
-        or any(waiting.group == name for waiting in told.waiting)
-        or any(group.at_work for group in told.groups if group.name == name)
-        for told in snapshots.values()
-    )
+    return name in _in_use(snapshots)
 
 
 def are_in_use(snapshots: Mapping[int, Collectives]) -> bool:
     """Whether actors, or threads other than the main one, may be at work in any group."""
-    return any(is_in_use(snapshots, group.name) for told in snapshots.values() for group in told.groups)
+    names = {group.name for told in snapshots.values() for group in told.groups}
+    return not names.isdisjoint(_in_use(snapshots))
+
+
+def _in_use(snapshots: Mapping[int, Collectives]) -> set[str]:
+    """The groups in which actors, or threads other than the main one, may be at work, on any of their members."""
+    handling = {mailbox for told in snapshots.values() for mailbox in told.handling.values()}
+    found = {name for name, mailboxes in _mailboxes_by_group(snapshots).items() if not handling.isdisjoint(mailboxes)}
+    for told in snapshots.values():
+        found.update(waiting.group for waiting in told.waiting)
+        found.update(group.name for group in told.groups if group.at_work)
+    return found
 
 
 def only_where_shared(
@@ -193,25 +205,33 @@ def only_where_shared(
 
 def mailboxes_of(snapshots: Mapping[int, Collectives], name: str) -> set[int]:
     """The mailboxes of the actors that use a group."""
-    groups = [group for told in snapshots.values() for group in told.groups if group.name == name]
-    return {mailbox for group in groups for mailbox in group.mailboxes}
+    return _mailboxes_by_group(snapshots).get(name, set())
+
+
+def _mailboxes_by_group(snapshots: Mapping[int, Collectives]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for told in snapshots.values():
+        for group in told.groups:
+            if group.mailboxes:
+                found.setdefault(group.name, set()).update(group.mailboxes)
+    return found
 
 
 def _differ(groups: Mapping[int, GroupProgress | CellCounts | None]) -> bool:
     if len({group.issued if group else 0 for group in groups.values()}) > 1:
         return True
+    sent: dict[int, dict[int, int]] = {}
+    """By receiver and sender."""
+    for sender, group in groups.items():
+        for receiver, count in (group.sent if group else {}).items():
+            if count:
+                sent.setdefault(receiver, {})[sender] = count
     for receiver, group in groups.items():
-        received = group.received if group else {}
-        if received.get(ANY_PEER, 0):
-            if sum(_sent(other, receiver) for other in groups.values()) != sum(received.values()):
-                return True
-        elif any(_sent(other, receiver) != received.get(sender, 0) for sender, other in groups.items()):
+        received = {sender: count for sender, count in (group.received if group else {}).items() if count}
+        came = sent.get(receiver, {})
+        if sum(came.values()) != sum(received.values()) if ANY_PEER in received else came != received:
             return True
     return False
-
-
-def _sent(group: GroupProgress | CellCounts | None, to: int) -> int:
-    return group.sent.get(to, 0) if group else 0
 
 
 def where_stuck(stuck: Iterable[tuple[int, Stuck]]) -> dict[int, str]:

@@ -22,6 +22,8 @@ class WaitGraph:
 
     def __init__(self, snapshots: Mapping[int, Collectives]) -> None:
         self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
+        self._missing: dict[tuple[str, int], tuple[int, ...]] = {}
+        """By group and number of a collective, the members that have issued fewer: those for whom all others wait."""
 
     def group(self, rank: int, name: str) -> GroupProgress | None:
         """None where the rank has not made the group, as far as is known."""
@@ -40,10 +42,12 @@ class WaitGraph:
         group = self.group(rank, waiting.group)
         if group is None or group.aborted:  # it comes back by itself
             return ()
-        others = tuple(member for member in group.members if member != rank)
         if waiting.peer is None:
-            return tuple(member for member in others if self.issued(member, waiting.group) < waiting.number)
+            missing = self._without(group, waiting.number)
+            has_issued = group.issued >= waiting.number
+            return missing if has_issued else tuple(member for member in missing if member != rank)
         if waiting.peer == ANY_PEER:
+            others = tuple(member for member in group.members if member != rank)
             told = [self.group(member, waiting.group) for member in others]
             sent = sum(each.sent.get(rank, 0) for each in told if each is not None)
             taken_too = sent < sum(group.received.values()) and waiting.since_s > DELIVERED_S
@@ -56,6 +60,14 @@ class WaitGraph:
         else:
             served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0)
         return (waiting.peer,) if served < waiting.number else ()
+
+    def _without(self, group: GroupProgress, number: int) -> tuple[int, ...]:
+        """The members that have not begun a collective."""
+        key = group.name, number
+        if (missing := self._missing.get(key)) is None:
+            missing = tuple(member for member in group.members if self.issued(member, group.name) < number)
+            self._missing[key] = missing
+        return missing
 
 
 def place_of(waiting: Waiting) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -344,3 +346,49 @@ def test_where_actors_are_at_work_what_cells_have_begun_is_compared() -> None:
     assert [odd.is_certain for odd in differing_groups(told(4, busy=True))] == [True]
     assert [odd.is_certain for odd in differing_groups(told(3, busy=False))] == [False]
     assert differing_groups(told(4, busy=True), of_cells=False) == []
+
+
+def instructions_of(work: Callable[[], object]) -> int:
+    """How many lines of Python run."""
+    lines = 0
+
+    def count(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def many(count: int, failed: Callable[[int], bool]) -> tuple[dict[int, Collectives], list[int]]:
+    """Ranks that wait in a collective of all but for those that have failed, each in a group of eight as well."""
+    everyone, told = tuple(range(count)), {}
+    for rank in everyone:
+        first, waits = rank // 8 * 8, not failed(rank)
+        groups = progress("0", everyone, 40 + waits), progress(f"tp{first}", everyone[first : first + 8], 10)
+        told[rank] = snapshot(*groups, waiting=[collective(41)] if waits else [], call=7 * waits)
+    return told, [rank for rank in everyone if failed(rank)]
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [lambda rank: rank == 3, lambda rank: rank % 2 == 0, lambda rank: rank % 8 == 0],
+    ids=["one", "half", "few"],
+)
+def test_its_price_is_linear_in_ranks(failed: Callable[[int], bool]) -> None:
+    (few, few_failed), (more, more_failed) = many(64, failed), many(256, failed)
+    assert set(find_deadlocked(more, more_failed)) == set(range(256)) - set(more_failed)
+    price = instructions_of(lambda: find_deadlocked(few, few_failed))
+    assert instructions_of(lambda: find_deadlocked(more, more_failed)) < 5 * price
+
+
+def test_the_price_of_comparing_groups_is_linear_in_ranks() -> None:
+    (few, _), (more, _) = many(64, lambda rank: True), many(256, lambda rank: True)
+    price = instructions_of(lambda: differing_groups(few))
+    assert instructions_of(lambda: differing_groups(more)) < 5 * price
