@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from meshbook.concurrency.future import in_background
 from meshbook.errors import Failure, MeshError
 from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.wire import messages as wire
@@ -22,8 +24,6 @@ class Outcome(NamedTuple):
     """The value's pickle, where it is known already."""
     what: str = "the result"
     """How an error names the value that cannot travel."""
-    roots: Mapping[str, object] | None = None
-    """Names of its parts, for such an error to begin with."""
     position: int = 0
     """Which of as large values it is that are to be joined."""
 
@@ -32,7 +32,9 @@ Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]
 """An outcome as it travels: its status, frames, head where that is small, and large buffers in shared memory."""
 
 EXCEPTION_MAX_BYTES = 1 << 16
-"""An exception whose pickle is larger stays on its rank; its text always travels."""
+EXCEPTION_S = 1.0
+"""An exception whose pickle is larger, or takes longer, stays on its rank; its text always travels."""
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def pack_failure(failure: Failure) -> list[Buffer]:
@@ -42,11 +44,22 @@ def pack_failure(failure: Failure) -> list[Buffer]:
     except Exception as problem:  # whoever waits needs some answer
         why = f"what was raised cannot travel: {type(problem).__name__}"
         return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), "", failure.unmade))]
-    try:
-        pickled = dumps_bounded(failure.exception, EXCEPTION_MAX_BYTES)
-    except BaseException:  # a user's class may raise anything when it is pickled
-        pickled = None
+    pickled = _pickled_exception(failure.exception)
     return [fields] if pickled is None or pickled.buffers else [fields, pickled.head]
+
+
+def _pickled_exception(error: object) -> Pickled | None:
+    """None where it cannot travel, or its own code takes too long, which nobody could interrupt here."""
+    pickle = functools.partial(dumps_bounded, error, EXCEPTION_MAX_BYTES)
+    is_plain = type(error) in _ATOMS or (
+        isinstance(error, Exception)
+        and type(error).__module__ == "builtins"
+        and all(type(each) in _ATOMS for each in (*error.args, *vars(error).values()))
+    )
+    try:
+        return pickle() if is_plain else in_background(pickle).get(EXCEPTION_S)
+    except BaseException:  # a user's class may raise anything when it is pickled
+        return None
 
 
 def pack(
@@ -63,7 +76,7 @@ def pack(
     if not answer.has_value:
         return answer.status, [], b"", None
     try:
-        pickled = answer.pickled or dumps(answer.value, what=answer.what, roots=answer.roots)
+        pickled = answer.pickled or dumps(answer.value, what=answer.what)
         head, large = pickled.head, pickled.buffers
         frames: list[Buffer]
         inline, frames = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])

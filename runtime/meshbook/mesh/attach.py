@@ -129,7 +129,7 @@ def attach_session(
     attachment = Attachment(session.id, controller)
     for mesh in reattach.meshes.values():
         ranks = range(mesh.extent.nelements)
-        controller.questions.gather(mesh, ranks, ask_rank("learn_advice", *advice()), object, LEARN_S)
+        controller.questions.gather(mesh, ranks, ask_rank("meet_controller", *advice()), object, LEARN_S)
         attachment.meshes.append(ProcMesh(controller, mesh))
     attachment.calls += reattach.calls
     attachment.lost_hosts = [f"{host.name}: {host.lost}" for host in controller.hosts if host.lost]

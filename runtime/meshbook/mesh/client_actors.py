@@ -30,7 +30,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.errors import Failure, MeshError
 from meshbook.lifecycle import CallEvent
 from meshbook.source.location import drop_own_frames, name_place, traceback_entries
-from meshbook.values.pickling import dumps_here, loads
+from meshbook.values.pickling import Pickled, dumps_here, loads
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.worker.actor_inbox import Inbox
@@ -57,6 +57,9 @@ class ClientProcess:
         ]
         place = where[-1] if where else ""
         return Failure(0, self.identity.host, type(error).__name__, str(error), lines, place, error)
+
+    def dumps(self, value: object, *, what: str) -> Pickled:
+        return dumps_here(value, what=what)
 
     def output_beside(self, output: int) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()  # it prints where the program does
@@ -129,7 +132,7 @@ class ClientActors:
             kept.extend(bytearray(buffer) for buffer in buffers)
             return _IN_MEMORY
 
-        if answer.has_value and answer.failure is None:
+        if answer.has_value and answer.failure is None and answer.pickled is None:
             with contextlib.suppress(MeshError):  # `pack` finds it out again, and says so
                 answer = answer._replace(pickled=dumps_here(answer.value, what=answer.what))
         status, frames, inline, _ = pack(answer, keep, self._process.describe)

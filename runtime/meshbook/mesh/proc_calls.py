@@ -26,7 +26,7 @@ from meshbook.mesh.proc_view import ProcView, call_living
 from meshbook.shape.members import Choice
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.postmortem_memory import Freed
-from meshbook.source.cells import text_only_here
+from meshbook.source.cells import sources_of, text_only_here
 from meshbook.values.main_names import Sending
 from meshbook.values.pickling import dumps
 from meshbook.workspace.local_modules import find_modules
@@ -148,7 +148,8 @@ class CodeCalls(ProcView):
         the part that cannot travel.
         """
         sending = Sending("rank", values.values())
-        return self._call("push", (dict(values),), what="push", roots=values, sending=sending)
+        about = dict(values), sources_of(*values.values())
+        return self._call("push", about, what="push", roots=values, sending=sending)
 
     def pull(self, name: str) -> Future[Values]:
         """Bring the value of ``name`` from every member."""

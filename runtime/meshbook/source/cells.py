@@ -101,14 +101,27 @@ class CellSource(NamedTuple):
     number: int | None
 
 
-def sources_of(cls: type) -> list[CellSource]:
-    """The cells in which the methods of a class, and of those that it derives from, were defined."""
-    names = {
-        getattr(member, "__wrapped__", member).__code__.co_filename
-        for base in cls.__mro__
-        if base.__module__ == "__main__"
-        for member in vars(base).values()
-        if inspect.isfunction(getattr(member, "__wrapped__", member))
-    }
+def sources_of(*values: object) -> list[CellSource]:
+    """The cells in which functions, and the methods of classes and of instances, were defined, and what these call."""
+    names: set[str] = set()
+    seen, left = set[int](), list(values)
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        function = inspect.getattr_static(value, "__wrapped__", value)  # without code of the user's
+        if inspect.isfunction(function):
+            if function.__module__ == "__main__":
+                names.add(function.__code__.co_filename)
+                found = (function.__globals__.get(name) for name in function.__code__.co_names)
+                left += [each for each in found if inspect.isfunction(each) or isinstance(each, type)]
+        else:
+            kind = value if isinstance(value, type) else type(value)
+            own = [base for base in kind.__mro__ if base.__module__ == "__main__"]
+            members = [
+                inspect.getattr_static(each, "__wrapped__", each) for base in own for each in vars(base).values()
+            ]
+            left += [each for each in members if inspect.isfunction(each)]
     texts = {name: "".join(linecache.getlines(name)) for name in sorted(names) if not os.path.exists(name)}
     return [CellSource(name, text, number_of_input(text)) for name, text in texts.items() if text]

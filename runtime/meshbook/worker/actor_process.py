@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshbook.calls.answer import Outcome
 from meshbook.errors import Failure
+from meshbook.values.pickling import Pickled, dumps
 from meshbook.wire import messages as wire
 from meshbook.worker.actor_inbox import Inbox
 from meshbook.worker.mail_turn import IdleSelector
@@ -25,7 +26,10 @@ class ActorProcess(Protocol):
         """Who the process is now; another object when it has become another rank."""
 
     def describe(self, error: BaseException) -> Failure:
-        """A failure of what user code has raised. Not called on two threads at once."""
+        """A failure of what user code has raised. Not called on two threads at once, unless one takes too long."""
+
+    def dumps(self, value: object, *, what: str) -> Pickled:
+        """Pickle an answer, on the thread of its actor. Raises: SerializationError."""
 
     def output_beside(self, output: int) -> AbstractContextManager[object]:
         """Inside the block what the thread, or task, prints belongs to the output of this id."""
@@ -50,6 +54,7 @@ class RankProcess:
         self._worker, shell, self._turn = worker, worker.shell, worker.mail.turn
         self.describe, self.output_beside = shell.describe, shell.output_beside
         self.end_child, self.give_up = worker.end_child, worker.mail.give_up
+        self.dumps = dumps
 
     @property
     def identity(self) -> wire.Identity:

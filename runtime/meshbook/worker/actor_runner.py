@@ -386,7 +386,9 @@ class ActorRunner:
             if answers_later:
                 return None
             if to is None:
-                return Outcome(wire.OK, value, has_value=True, what=f"the result of {self.name}.{call.endpoint}")
+                what = f"the result of {self.name}.{call.endpoint}"
+                pickled = self._process.dumps(value, what=what)  # here it can be interrupted
+                return Outcome(wire.OK, value, has_value=True, pickled=pickled)
             to.send(value)
             return _DONE
         except Exception as error:

@@ -31,6 +31,9 @@ from meshbook.worker.actor_runner import ActorRunner
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""
 
+DESCRIBE_S = 0.5
+"""How long the failure of an actor may wait for that of another one, whose text may never come."""
+
 END_S = 0.8
 """How long actors may take to clean up when their process is to end; after 1 s it is killed."""
 
@@ -181,8 +184,12 @@ class ActorRegistry:
 
     def describe(self, error: BaseException) -> Failure:
         """A failure of what user code has raised."""
-        with self._describing:  # IPython draws one traceback at a time
+        alone = self._describing.acquire(timeout=DESCRIBE_S)  # IPython draws one traceback at a time
+        try:
             return self.process.describe(error)
+        finally:
+            if alone:
+                self._describing.release()
 
     def port_to(self, mailbox: int) -> Port[MeshFailure]:
         """Reaches a mailbox of this process from anywhere."""

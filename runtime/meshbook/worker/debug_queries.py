@@ -59,9 +59,11 @@ def hold_deadlines(worker: Worker, held: bool) -> None:
     worker.groups.hold_deadlines(held)
 
 
-def learn_advice(worker: Worker, *words: str) -> None:
-    """Take the words of another front end, which has attached the mesh."""
+def meet_controller(worker: Worker, *words: str) -> None:
+    """Another controller has attached the mesh: take its words, and let go of the mesh tensors of the one before."""
     set_advice(Advice(*words))
+    if (known_meshes := sys.modules.get("meshbook.tensors.ranks.known_meshes")) is not None:
+        known_meshes.meshes.clear()
 
 
 def last_error(worker: Worker) -> LastError | None:

@@ -27,7 +27,7 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
-from meshbook.source.cells import learn_source
+from meshbook.source.cells import CellSource, add_cell, learn_source
 from meshbook.source.frames import Frame
 from meshbook.source.location import Activity, describe_frame, frame_activity, users_place
 from meshbook.source.tasks import cell_frames
@@ -36,7 +36,7 @@ from meshbook.stacks.mesh_stacks import RankTold
 from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
 from meshbook.values.main_names import brought
-from meshbook.values.pickling import dumps_bounded
+from meshbook.values.pickling import dumps, dumps_bounded
 from meshbook.values.remote_value import RemoteValue
 from meshbook.wire import messages as wire
 from meshbook.worker.completion import complete, inspect, user_names
@@ -50,7 +50,7 @@ from meshbook.worker.debug_queries import (
     debugged_place,
     hold_deadlines,
     last_error,
-    learn_advice,
+    meet_controller,
     pdb_break_in,
     pdb_command,
     pdb_prompt,
@@ -116,7 +116,7 @@ def invoke(
     if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
         value = worker.shell.run_coroutine(value)
     what = f"the result of {getattr(function, '__name__', 'the function')}"
-    return Outcome(wire.OK, value, has_value=True, what=what)
+    return Outcome(wire.OK, value, has_value=True, pickled=dumps(value, what=what))  # here it can be interrupted
 
 
 def invoke_with_source(
@@ -135,8 +135,10 @@ def invoke_with_source(
     return invoke(worker, call, function, *args, **kwargs)
 
 
-def push(worker: Worker, call: wire.Call, values: Mapping[str, object]) -> Outcome:
-    """Bind names in the rank's namespace."""
+def push(worker: Worker, call: wire.Call, values: Mapping[str, object], sources: Sequence[CellSource] = ()) -> Outcome:
+    """Bind names in the rank's namespace. sources: the cells that functions and classes among the values come from."""
+    for source in sources:
+        add_cell(source.text, source.number, source.file_name)
     worker.shell.namespace.update(values)
     for hidden in brought.release(values):
         print(hidden)
@@ -153,8 +155,10 @@ def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[
     position = joins.index(rank) if rank in joins else 0
     if len(names) > 1:
         roots = dict(zip(names, values, strict=True))
-        return Outcome(wire.OK, tuple(values), has_value=True, what="values", roots=roots, position=position)
-    return Outcome(wire.OK, values[0], has_value=True, what=names[0], position=position)
+        pickled = dumps(tuple(values), what="values", roots=roots)
+    else:
+        pickled = dumps(values[0], what=names[0])
+    return Outcome(wire.OK, values, has_value=True, pickled=pickled, position=position)
 
 
 def _evaluate(worker: Worker, expression: str) -> object:
@@ -354,10 +358,10 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 _QUICK = (
     *(where, reaction, status, collectives, clock, actors, versions, way),
-    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error, learn_advice),
+    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error),
 )
 _SLOW = (
-    *(complete, inspect, user_names, progress, stacks, source_lines),
+    *(complete, inspect, user_names, progress, stacks, source_lines, meet_controller),
     *(debug_prepare, debug_open, debug_read, debug_write, debug_close, debug_names),
 )
 

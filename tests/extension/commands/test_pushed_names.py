@@ -119,3 +119,13 @@ def test_an_instance_brings_its_class_so_that_ranks_can_pickle_it(book) -> None:
     book.run("class Alone:\n    def __init__(self): self.v = 3\nalone = Alone()\n%mesh push alone")
     ran = book.run("%%mesh\nimport pickle\nobjects = [None] * 2; dist.all_gather_object(objects, alone)\nobjects[1].v")
     assert ran.plain.strip() == "[0,1] 3"
+
+
+def test_pushed_functions_and_classes_have_their_source(book) -> None:
+    book.run("def inside(v):\n    return 1 / v\ndef around(v):\n    return inside(v)\n%mesh push around")
+    said = book.fail("%%mesh\naround(0)")
+    assert "return 1 / v" in said and "return inside(v)" in said
+    assert book.run("%%mesh\nimport inspect\ninspect.getsource(around)").plain.count("return inside(v)") == 1
+    book.run("class Sourced:\n    def raises(self):\n        raise OSError('from there')\nsourced = Sourced()")
+    book.run("%mesh push sourced")
+    assert "raise OSError('from there')" in book.fail("%%mesh\nsourced.raises()")

@@ -161,3 +161,33 @@ for _ in range(100_000): display("x" * 1000, metadata={})
     with pytest.raises(errors.CallFailed, match="TimeoutError: from the handler"):
         run.future.get(60)
     assert mesh2.run("rank").get(30).values() == [0, 1]
+
+
+SLOW_PICKLES = """
+import time
+class SlowValue:
+    def __reduce_ex__(self, protocol):
+        time.sleep(600)
+class SlowError(Exception):
+    def __reduce_ex__(self, protocol):
+        time.sleep(600)
+"""
+
+
+def test_the_pickling_of_a_result_is_part_of_the_call_and_takes_interrupts(mesh2: ProcMesh) -> None:
+    mesh2.run(SLOW_PICKLES).get(60)
+    future = mesh2.evaluate("SlowValue()")
+    with pytest.raises(errors.CallTimeout):
+        future.get(1)
+    assert all("idle" not in place for place in mesh2.where().values()), mesh2.where()
+    mesh2.interrupt()
+    with pytest.raises(errors.CallFailed, match="KeyboardInterrupt"):
+        future.get(30)
+    assert mesh2.run("rank").get(30).values() == [0, 1]
+
+
+def test_an_exception_that_takes_for_ever_to_pickle_is_told_by_its_text(mesh2: ProcMesh) -> None:
+    mesh2.run(SLOW_PICKLES).get(60)
+    with pytest.raises(errors.CallFailed, match="SlowError: the text"):
+        mesh2.run("raise SlowError('the text')").get(30)
+    assert mesh2.run("rank").get(30).values() == [0, 1]
