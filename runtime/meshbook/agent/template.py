@@ -34,6 +34,11 @@ class _ForkRequest(NamedTuple):
     pids: list[int]
 
 
+BATCH = 64
+"""So many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
+to write what the other one does not read."""
+
+
 class TemplateOutput:
     """What a template and its forks write: passed on to our own log, and the last of it kept."""
 
@@ -144,9 +149,18 @@ class TemplateProcess:
             on_failed(self.failure)
             return
         self._forks.append(_ForkRequest(descriptors, on_forked, on_failed, []))
+        if len(self._forks) == 1:
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        """Ask for the next workers of the first request; those asked for before are there."""
+        if not self._forks:
+            return
+        fork = self._forks[0]
+        batch = fork.descriptors[len(fork.pids) : len(fork.pids) + BATCH]
         try:
-            self._sock.send(wire.encode(protocol.ForkWorkers(os.getpid(), len(descriptors))))
-            for each in descriptors:
+            self._sock.send(wire.encode(protocol.ForkWorkers(os.getpid(), len(batch))))
+            for each in batch:
                 self._send_descriptors(each)
         except OSError as error:
             self._on_end(error)
@@ -178,13 +192,18 @@ class TemplateProcess:
             self._ready = True
             self._serve_waiting()
         elif isinstance(answer, protocol.ForkFailed):
-            self._fail(self._forks.popleft(), answer.reason)
+            failed = self._forks.popleft()
+            self._ask_for_more()
+            self._fail(failed, answer.reason)
         else:
             fork = self._forks[0]
             fork.pids.append(answer.pid)
             if len(fork.pids) == len(fork.descriptors):
                 self._forks.popleft()
+                self._ask_for_more()  # first: the callback may ask for others
                 fork.on_forked(fork.pids)
+            elif len(fork.pids) % BATCH == 0:
+                self._ask_for_more()
 
     def _on_end(self, error: OSError | None = None) -> None:
         """It ended, or we cannot speak to it (``error``), which comes to the same."""
