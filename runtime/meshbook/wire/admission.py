@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class ConnectionFilter:
         self._port = listener.getsockname()[1]
         self._strangers: dict[int, _Stranger] = {}
         """By descriptor, in the order of arrival."""
+        self._by_address: Counter[str] = Counter()
         self._lanes: dict[str, _Lane] = {}
         self._buffer = ctypes.create_string_buffer(_DROP_ALL)
         self._missing = 0
@@ -75,23 +77,24 @@ class ConnectionFilter:
     def accepted(self, fd: int) -> None:
         """libzmq has let a connection in, whose handshake begins."""
         address = self._address_of(fd)
+        self._forget_stranger(fd)
         self._strangers[fd] = _Stranger(address, time.monotonic())
-        here = sum(stranger.address == address for stranger in self._strangers.values())
-        if here > MAX_PER_ADDRESS + self._missing:
+        self._by_address[address] += 1
+        if self._by_address[address] > MAX_PER_ADDRESS + self._missing:
             self._turn_away(fd)
         elif len(self._strangers) > MAX_STRANGERS + self._missing:
             self._turn_away(next(iter(self._strangers)))
 
     def closed(self, fd: int) -> None:
         """Note that a connection has ended."""
-        if self._strangers.pop(fd, None) is not None:
+        if self._forget_stranger(fd):
             self.unproven += 1
         for name in [name for name, lane in self._lanes.items() if lane.fd == fd]:
             del self._lanes[name]
 
     def heard(self, lane: str, fd: int) -> None:
         """A valid message of ``lane`` came over the connection ``fd``."""
-        self._strangers.pop(fd, None)
+        self._forget_stranger(fd)
         self._lanes[lane] = _Lane(fd, time.monotonic())
 
     def answered(self, lane: str, before: float) -> float:
@@ -132,9 +135,18 @@ class ConnectionFilter:
                 return str(connection.getpeername()[0])
         return ""
 
+    def _forget_stranger(self, fd: int) -> bool:
+        """Whether it was one."""
+        if (stranger := self._strangers.pop(fd, None)) is None:
+            return False
+        self._by_address[stranger.address] -= 1
+        if not self._by_address[stranger.address]:
+            del self._by_address[stranger.address]
+        return True
+
     def _turn_away(self, fd: int) -> None:
         """Reset a connection; libzmq then closes its descriptor."""
-        del self._strangers[fd]
+        self._forget_stranger(fd)
         if (connection := self._borrow(fd)) is not None:
             with connection, contextlib.suppress(OSError):  # it may have ended just now
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """Questions and answers with strangers who may become hosts: `Gate` listens, `ask_gate` asks, CURVE encrypts.
 
-Anybody may ask; what proves who asks is in the question, which only the owner of the gate's key can read. What a
-question means is its owner's affair (`meshbook.launchers.manual`).
+Anybody may ask, but only so many at a time (`meshbook.wire.admission`); what proves who asks is in the question, which
+only the owner of the gate's key can read. What a question means is its owner's affair (`meshbook.launchers.manual`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.own_faults import attempt
 from meshbook.errors import ProtocolError
 from meshbook.system.processes import connect_to
+from meshbook.wire.admission import ConnectionFilter
+from meshbook.wire.zmq_transport import hear_monitor, listen
 
 MAX_BYTES = 1 << 16
 CONNECT_S = 10.0
@@ -43,15 +45,19 @@ class Gate:
         self._socket.linger = 500
         self._socket.maxmsgsize = MAX_BYTES
         self._socket.handshake_ivl = HANDSHAKE_MS
-        self._socket.ipv6 = "[" in address
         self._socket.curve_server = True
         self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
+        self._door: ConnectionFilter | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self.endpoint = address
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            if address.startswith("ipc://"):
+                self._socket.bind(address)
+            else:
+                self._door, self._monitor, self.endpoint = listen(self._socket, address)
+        except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from error
-        self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = hidden_thread(self._serve, "meshbook.gate")
         self._thread.start()
@@ -66,15 +72,22 @@ class Gate:
         poll = zmq.Poller()
         poll.register(self._socket, zmq.POLLIN)
         poll.register(self._wake, zmq.POLLIN)
+        if self._monitor is not None:
+            poll.register(self._monitor, zmq.POLLIN)
         try:
             while self._wake not in (ready := dict(poll.poll())):
-                if ready:
+                while self._monitor is not None and self._door is not None and hear_monitor(self._monitor, self._door):
+                    pass
+                if self._socket in ready:
                     question = self._socket.recv()
                     answers: list[bytes] = []
                     attempt(lambda: answers.append(self._answer(question)), "a question at the gate")  # noqa: B023
                     self._socket.send(b"".join(answers))
         finally:
             os.close(self._wake)
+            if self._door is not None:
+                self._socket.disable_monitor()
+                self._door.close()
             self._context.destroy(linger=500)
 
 

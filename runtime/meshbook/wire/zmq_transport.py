@@ -43,6 +43,8 @@ _DIAL_MS = 3000
 """A machine that is out of reach is dialled anew so often: the system itself waits ever longer."""
 _CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _NEEDED_FILES = 64
+SETTLE_S = 0.1
+"""Connections that come and go open or shut the port at most so often: it is a look at all hosts."""
 """libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
 _COPY_BELOW_BYTES = 1 << 16
 _MONITOR_EVENT = struct.Struct("=HI")
@@ -76,6 +78,7 @@ class ZmqServer:
         self._keys, self._expected = keys, expected
         self.rejected = 0
         """Messages and keys that were not let in."""
+        self._settle_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
             self._open(*own_keys)
@@ -102,20 +105,10 @@ class ZmqServer:
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _bind(self, address: str) -> None:
-        """Listen at a socket of our own, so that a filter of connections can stand before it."""
-        ip, _, port = address.removeprefix("tcp://").rpartition(":")
-        bare = ip.strip("[]")
-        listener = socket.create_server((bare, int(port.replace("*", "0"))), family=family_of(bare), backlog=BACKLOG)
-        self._router.ipv6 = bare != ip
-        self.door = ConnectionFilter(listener)
-        """Watches the port."""
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.door, self._monitor, self.endpoint = listen(self._router, address)
+        """The first watches the port."""
         self.descriptors = (int(self._router.fd), int(self._zap.fd), int(self._monitor.fd))
         """Each tells edges only: `tell` of it, and look whether anything `is_there` before every sleep."""
-        self.endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
-        self._router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
-        self._router.bind(self.endpoint)
-        self._router.setsockopt(zmq.USE_FD, -1)
         self._answer_handshakes()
         self._hear_monitor()  # a descriptor tells only of what comes after one has looked in vain
 
@@ -137,13 +130,12 @@ class ZmqServer:
         return bool(int(self._router.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _hear_monitor(self) -> None:
-        while self._monitor.poll(0):
-            event, value = _told_by(self._monitor)
-            if event == zmq.EVENT_ACCEPTED:
-                self.door.accepted(value)
-            else:
-                self.door.closed(value)
+        has_heard = False
+        while hear_monitor(self._monitor, self.door):
+            has_heard = True
+        if has_heard and time.monotonic() >= self._settle_at:  # else the next heartbeat does: many may dial in at once
             self.watch_door()
+            self._settle_at = time.monotonic() + SETTLE_S
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""
@@ -207,6 +199,33 @@ def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
         frames.append(frame.bytes)
         if not frame.more:
             return frames
+
+
+def listen(sock: zmq.Socket[bytes], address: str) -> tuple[ConnectionFilter, zmq.Socket[bytes], str]:
+    """Listen at a socket of our own, so that a filter of connections can stand before it. address: ``tcp://IP:PORT``.
+
+    Returns: the filter, what tells of connections, and the endpoint. Raises: OSError.
+    """
+    ip, _, port = address.removeprefix("tcp://").rpartition(":")
+    bare = ip.strip("[]")
+    listener = socket.create_server((bare, int(port.replace("*", "0"))), family=family_of(bare), backlog=BACKLOG)
+    sock.ipv6 = bare != ip
+    door = ConnectionFilter(listener)
+    monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    endpoint = f"tcp://{ip}:{listener.getsockname()[1]}"
+    sock.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
+    sock.bind(endpoint)
+    sock.setsockopt(zmq.USE_FD, -1)
+    return door, monitor, endpoint
+
+
+def hear_monitor(monitor: zmq.Socket[bytes], door: ConnectionFilter) -> bool:
+    """Pass a connection that came or went on to the filter; whether there was one."""
+    if not monitor.poll(0):
+        return False
+    event, value = _told_by(monitor)
+    (door.accepted if event == zmq.EVENT_ACCEPTED else door.closed)(value)
+    return True
 
 
 def _told_by(monitor: zmq.Socket[bytes]) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.admission import MAX_PER_ADDRESS, ConnectionFilter
 from meshbook.wire.batches import BATCH_MARK
+from meshbook.wire.gate import Gate, ask_gate
 from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.wire.ticket import Ticket
@@ -203,6 +204,26 @@ class RelayedLauncher(LocalLauncher):
         self.relay = RecordingRelay((ip, int(port)))
         endpoint = f"tcp://127.0.0.1:{self.relay.port}"
         return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+
+
+def test_a_gate_lets_few_strangers_in_and_answers_meanwhile() -> None:
+    gate = Gate("tcp://127.0.0.1:*", lambda question: question[::-1])
+    port = int(gate.endpoint.rpartition(":")[2])
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                come = socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0))
+                stack.enter_context(come)
+            assert gate._door is not None
+            deadline = time.monotonic() + 30
+            while gate._door.turned_away < 200 - MAX_PER_ADDRESS and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert gate._door.strangers <= MAX_PER_ADDRESS
+            assert ask_gate(gate.endpoint, gate.key, b"who", 10) == b"ohw"
+    finally:
+        gate.close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), 10)
 
 
 def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
