@@ -242,6 +242,9 @@ class HostAgent:
                 self._note_moves(message.mesh, message.moves)
             case wire.Moved(mesh_id, moves):
                 self._note_moves(mesh_id, moves)
+            case wire.MeshUp(mesh_id):
+                if (mesh := self._meshes.get(mesh_id)) is not None:
+                    mesh.is_up = True
             case wire.StopMesh(mesh_id, grace_s):
                 self._on_stop(mesh_id, grace_s)
             case wire.Welcome():
@@ -357,8 +360,9 @@ class HostAgent:
         workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
         self._resources.oom.sample(workers)
         reap_strangers({*workers, *self._spawns.template_pids})
-        if self._lease.is_over(bool(self._meshes)):
-            if self._meshes:
+        has_meshes = any(mesh.is_up for mesh in self._meshes.values())
+        if self._lease.is_over(has_meshes):
+            if has_meshes:
                 print(f"no controller came within the lease of {self._lease.lease_s:g} s", file=sys.stderr, flush=True)
             elif not self._lease.has_arrived:
                 self.last_words = (

@@ -5,7 +5,7 @@ by the connection, while its machine answers there (`meshbook.wire.answering`). 
 (native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached, silence
 counts against the lease.
 
-    controller           the agent waits, with meshes                     without
+    controller           the agent waits, with meshes that are up         without
     runs                 10 min of silence                                the same
     has ended, has left  the lease: 10 min, or what it said on leaving    5 s
     is out of reach      the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended

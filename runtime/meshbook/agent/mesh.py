@@ -47,7 +47,7 @@ class AgentMesh:
         self, spawn: wire.Spawn, host: HostResources, mail: AgentMail, on_stopped: Callable[[int], None]
     ) -> None:
         """spawn: the first of its workers. on_stopped: called when it was told to end and no process is left of it."""
-        self.id = spawn.mesh
+        self.id, self.is_up = spawn.mesh, False
         self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink

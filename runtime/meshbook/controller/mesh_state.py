@@ -213,6 +213,10 @@ class MeshState:
         for host in self.hosts:
             host.send_urgent(message)
 
+    def tell_up(self) -> None:
+        """All ranks have met."""
+        self.tell(wire.MeshUp(self.id))
+
     @property
     def not_started(self) -> BaseException | None:
         """What has kept its processes from coming, if people had it before them."""

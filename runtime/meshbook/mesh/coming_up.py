@@ -84,6 +84,7 @@ def _start(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], obje
         raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
     mesh.joined = not mesh.lost
     controller.folder.save_mesh(mesh.id, mesh.saved)
+    controller.submit(mesh.tell_up)
 
 
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:

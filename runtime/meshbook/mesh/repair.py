@@ -237,6 +237,7 @@ class Repair:
             raise
         self._controller.ask(self._note_joined)
         self._controller.folder.save_mesh(mesh.id, mesh.saved)
+        self._controller.submit(mesh.tell_up)
 
     def _note_joined(self) -> None:
         self._mesh.joined = not self._mesh.lost

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshbook import ProcMesh, errors, this_host
@@ -183,3 +184,33 @@ def test_killing_the_agent_ends_its_workers_and_says_so() -> None:
 def test_a_mesh_only_goes_forward() -> None:
     with pytest.raises(errors.LocalProtocolError, match="cannot happen while stopped"):
         MESH_NEXT[MeshPhase.STOPPED, MeshEvent.STARTED]
+
+
+@pytest.mark.slow
+def test_more_ranks_than_a_socket_has_room_for() -> None:
+    """The agent hands descriptors for each to its template, which answers for each, over one socket."""
+    with this_host().spawn_procs({"gpus": 600}, torch=False, group=False) as mesh:
+        assert sum(mesh.run("1").get(120).values()) == 600
+
+
+COMING_UP = """
+import time
+from meshbook import this_host
+def slow():
+    import os
+    print(os.getpid(), os.getppid(), flush=True)
+    time.sleep(600)
+this_host().spawn_procs({"gpus": 2}, bootstrap=slow, torch=False).initialized.get()
+"""
+
+
+def test_a_program_that_is_killed_as_its_mesh_comes_up_leaves_nothing() -> None:
+    """Nobody could attach the mesh, so nothing waits for the lease, which is ten minutes."""
+    with subprocess.Popen([sys.executable, "-c", COMING_UP], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        ranks = [program.stdout.readline().split()[-2:] for _ in range(2)]
+        family = [psutil.Process(int(pid)) for pid in {pid for rank in ranks for pid in rank}]
+        assert len(family) == 3, "two ranks, and their agent"
+        program.kill()
+    _, left = psutil.wait_procs(family, timeout=60)
+    assert not [process for process in left if process.is_running()]

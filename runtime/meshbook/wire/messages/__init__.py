@@ -90,6 +90,7 @@ from meshbook.wire.messages.meshes import (
     LostRank,
     MeshReady,
     MeshStopped,
+    MeshUp,
     Moved,
     Renumber,
     Seat,

@@ -37,6 +37,7 @@ from meshbook.wire.messages.meshes import (
     Hosted,
     MeshReady,
     MeshStopped,
+    MeshUp,
     Moved,
     Renumber,
     Spawn,
@@ -66,7 +67,7 @@ ToHost: TypeAlias = (
     Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
     | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
     | Leave | Goodbye
-    | OpenPeerPort | Peers | PeerLost | Moved
+    | OpenPeerPort | Peers | PeerLost | Moved | MeshUp
 )  # fmt: skip
 FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited

@@ -109,6 +109,12 @@ class WorkerExited(Header, frozen=True, tag="exited"):
     """It was killed, and no other of the mesh on this host is ending: nobody need wait for more deaths like it."""
 
 
+class MeshUp(Header, frozen=True, tag="up"):
+    """All ranks have met, and the mesh can be attached: only from now on does it wait for another controller."""
+
+    mesh: int
+
+
 class StopMesh(Header, frozen=True, tag="stop"):
     mesh: int
     grace_s: float
