@@ -52,11 +52,11 @@ class Kernel(RunningKernel):
         """The kernel and everything it started, however deep."""
         return [self.process, *self.process.children(recursive=True)]
 
-    def run(self, code: str, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
-        """Execute ``code``; a cell that fails returns as any other."""
+    def run(self, code: str, timeout_s: float = CELL_TIMEOUT_S, *, is_attended: bool = False) -> Cell:
+        """Execute ``code``; a cell that fails returns as any other. is_attended: as by a front end with a person."""
         cell = Cell()
         cell.reply = self.client.execute_interactive(
-            code, timeout=timeout_s, output_hook=cell.add, allow_stdin=False, stop_on_error=False
+            code, timeout=timeout_s, output_hook=cell.add, allow_stdin=is_attended, stop_on_error=False
         )["content"]
         return cell
 

@@ -87,7 +87,7 @@ def test_the_next_kernel_goes_on_with_the_mesh(start_kernel: StartKernel, watch:
     )  # fmt: skip
     started = time.monotonic()
     die_and_come_back(kernel, how)
-    first = kernel.run("print('mine')")
+    first = kernel.run("print('mine')", is_attended=True)
     assert time.monotonic() - started < 60
     said = first.text("stdout")
     assert said.startswith('attached to mesh "main" again: dp=2, cpu; cell 5 still runs on ranks 0,1 (job 1)\n'), said
@@ -212,11 +212,21 @@ def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, wat
     refused = two.run("%mesh attach main")
     assert 'mesh "main" runs already' in str(refused.reply["traceback"])
     assert two.run("%mesh stop").ok
-    attached = two.run("%mesh attach")
+    refused = two.run("%mesh attach")
+    assert "this notebook has left no mesh, others have; say which:" in str(refused.reply["traceback"])
+    attached = two.run("%mesh attach main --as theirs")
     assert attached.ok, attached.reply
-    assert 'attached to mesh "main": gpus=2, cpu' in attached.text()
-    assert shown(two.run("%%mesh last\nkept")) == ["[1] 6"]
-    end(two, family)
+    assert 'attached to mesh "theirs": gpus=2, cpu' in attached.text()
+    assert 'mesh "theirs" is current now; left by another notebook; it waits again, for 2 h,' in attached.text()
+    assert shown(two.run("%%mesh gpus=1\nkept")) == ["[1] 6"]
+    own = with_mesh(two, watch)
+    end(two, own)
+    assert all(process.is_running() for process in family)
+    three = start_kernel()
+    assert three.run("%mesh attach main").ok or three.run("%mesh attach theirs").ok
+    assert shown(three.run("%%mesh gpus=1\nkept")) == ["[1] 6"]
+    assert three.run("%mesh stop").ok
+    end(three, family)
 
 
 def test_durations_are_checked(start_kernel: StartKernel, watch: Watch) -> None:

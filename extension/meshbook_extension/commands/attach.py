@@ -11,7 +11,7 @@ from meshbook.formatting import did_you_mean
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import Arguments, Option
-from meshbook_extension.notebook.session import Session
+from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
@@ -57,8 +57,11 @@ def detach(session: Session, arguments: Arguments) -> None:
     names="waiting",
     summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
     words="[NAME]",
-    examples=("%mesh attach", "%mesh attach trainers"),
-    notes="See %mesh list for what waits.",
+    options=(Option("--as", "what it is called here, where its name is taken", str, "OTHER"),),
+    examples=("%mesh attach", "%mesh attach trainers", "%mesh attach train.ipynb", "%mesh attach main --as theirs"),
+    notes="""
+NAME is that of a mesh, or of the notebook that has left it; without one it is what this notebook has left. See
+%mesh list for what waits. What another notebook has left waits again, for its lease, when this one is shut down.""",
 )
 def attach(session: Session, arguments: Arguments) -> None:
     """Find it, attach it, restore names and jobs."""
@@ -66,13 +69,27 @@ def attach(session: Session, arguments: Arguments) -> None:
     from meshbook_extension.reattach.restore import restore
 
     found = _find(session, arguments.words[0] if arguments.words else None)
-    for mesh in found.meshes:
-        session.check_name_is_free(mesh.name)
+    name = arguments.text("--as")
+    if name is not None:
+        check_identifier(name, "--as")
+        if len(found.meshes) > 1:
+            raise UsageError(f"--as names one mesh, but this session has {', '.join(names_of(found))}.")
+    for mesh_name in [name] if name is not None else names_of(found):
+        session.check_name_is_free(mesh_name, f"%mesh attach {found.id} --as other")
+    is_own, whose = _left_by(found, session.notebook), _whose(found)
     try:
         attachment = attach(found)
     except KeyboardInterrupt:
         raise interrupted("nothing was attached") from None
+    if name is not None:
+        attachment.meshes[0].be_called(name)
+    if not is_own:
+        attachment.controller.waits_again = frozenset(mesh.id for mesh in attachment.meshes), found.lease_s
     restore(session, attachment, again=False)
+    session.current = name or session.current
+    if not is_own:
+        again = f"it waits again, for {format_duration(found.lease_s)}, when this one is shut down"
+        print(f'  mesh "{session.current}" is current now; {whose}; {again}')
 
 
 def _find(session: Session, name: str | None) -> SavedSession:
@@ -85,16 +102,18 @@ def _find(session: Session, name: str | None) -> SavedSession:
         if not found:
             raise UsageError("no mesh waits to be attached." + _list_others(known))
     else:
-        found = [each for each in known if name == each.id or name in names_of(each)]
+        found = [each for each in known if name in (each.id, *names_of(each)) or name == _notebook_of(each) != ""]
     waiting = [each for each in found if each.owner_pid is None]
-    if len(waiting) > 1:
-        waiting = [each for each in waiting if _left_by(each, session.notebook)] or waiting
-    if len(waiting) == 1:
-        return waiting[0]
+    own = [each for each in waiting if _left_by(each, session.notebook)]
+    if len(own or waiting) == 1 and (own or name is not None):
+        return (own or waiting)[0]
     if waiting:
-        lines = "".join(f"\n  %mesh attach {each.id}    {describe(each)}" for each in waiting)
-        called = f' that are called "{name}"' if name else ""
-        raise UsageError(f"several meshes{called} wait; say which:{lines}")
+        newest_first = sorted(own or waiting, key=lambda each: -max(mesh.began for mesh in each.meshes))
+        lines = "".join(f"\n  %mesh attach {each.id}    {describe(each)}" for each in newest_first)
+        which = f'several meshes that are called "{name}" wait' if name else "several meshes of this notebook wait"
+        if name is None and not own:
+            which = "this notebook has left no mesh, others have"
+        raise UsageError(f"{which}; say which:{lines}")
     if not found:
         near = did_you_mean(name or "", [known_name for each in known for known_name in names_of(each)])
         raise UsageError(f'no mesh "{name}" waits to be attached.{near}{_list_others(known)}')
@@ -113,6 +132,16 @@ def _left_by(saved: SavedSession, notebook: str) -> bool:
     return notebook_state is not None and notebook_state.notebook == notebook != ""
 
 
+def _notebook_of(saved: SavedSession) -> str:
+    """The name of the notebook that has it, or has left it; empty where nothing says."""
+    notebook_state = decode(saved.recall(KEY))
+    return describe_notebook(notebook_state.notebook) if notebook_state else ""
+
+
+def _whose(saved: SavedSession) -> str:
+    return f"left by {_notebook_of(saved) or 'another notebook'}"
+
+
 def names_of(saved: SavedSession) -> list[str]:
     """Return the names of a session's meshes."""
     return [mesh.name for mesh in saved.meshes]
@@ -120,8 +149,7 @@ def names_of(saved: SavedSession) -> list[str]:
 
 def owner_of(saved: SavedSession) -> str:
     """Return who has a session: ``train.ipynb (process 4711)``."""
-    notebook_state = decode(saved.recall(KEY))
-    notebook = describe_notebook(notebook_state.notebook) if notebook_state else ""
+    notebook = _notebook_of(saved)
     return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
 
 
@@ -140,9 +168,7 @@ def describe(saved: SavedSession) -> str:
     meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
     if saved.owner_pid is not None:
         return f"{meshes}; belongs to {owner_of(saved)}"
-    notebook_state = decode(saved.recall(KEY))
-    notebook = describe_notebook(notebook_state.notebook) if notebook_state else ""
-    left = f"left by {notebook}" if notebook else "left by its notebook"
+    left = f"left by {_notebook_of(saved) or 'its notebook'}"
     if saved.waits_s is None:
         return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
     return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"

@@ -119,13 +119,13 @@ class Session:
         if self.current == name:
             self.current = next(reversed(self.meshes), None)
 
-    def check_name_is_free(self, name: str) -> None:
-        """Raises: UsageError if a living mesh has this name."""
+    def check_name_is_free(self, name: str, otherwise: str = "--name other") -> None:
+        """Raises: UsageError if a living mesh has this name. otherwise: how the new one could be called."""
         taken = self.meshes.get(name)
         if taken is not None and taken.alive:
             raise UsageError(
                 f'mesh "{name}" runs already ({format_sizes(taken.sizes)}).\n'
-                f"  go on with it: %mesh use {name}    end it: %mesh stop {name}    another beside it: --name other"
+                f"  go on with it: %mesh use {name}    end it: %mesh stop {name}    another beside it: {otherwise}"
             )
 
     def _drop_slices(self, mesh: str) -> None:

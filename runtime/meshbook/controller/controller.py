@@ -80,6 +80,8 @@ class Controller:
         """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
         self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
         self._generation = forks.generation
+        self.waits_again: tuple[frozenset[int], float] = frozenset(), 0.0
+        """Meshes that do not end with this process, but wait for another controller, and for how long."""
         self.next_id: Callable[[], int] = itertools.count(((self.epoch - 1) << 32) + 1).__next__
         """A number that this controller never uses twice."""
         self._socket = ControllerSocket((folder.state.public_key, folder.state.secret_key))

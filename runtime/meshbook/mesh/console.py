@@ -77,7 +77,7 @@ class ProcessFrontEnd:
     """The front end of this process: the terminal, until a notebook extension puts itself in its place.
 
     output_source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
-    current: returns the mesh that a notebook calls current.
+    current: returns the mesh that a notebook calls current. of_sizes: see `meshbook.mesh.driven.set_current_mesh`.
     """
 
     def __init__(self) -> None:
@@ -85,6 +85,7 @@ class ProcessFrontEnd:
         self._debugger = ""
         self.have_prompts_answered(ConsolePromptHandler())
         self.current: Callable[[], ProcMesh] = _no_current_mesh
+        self.of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
 
     def have_prompts_answered(self, by: PromptHandler) -> None:
         """Have ``by`` answer ranks that stop at breakpoints."""

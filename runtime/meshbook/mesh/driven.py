@@ -176,14 +176,26 @@ def have_debugger(command: str) -> None:
     _driven.front_end.have_debugger(command)
 
 
-def set_current_mesh(current: Callable[[], ProcMesh] | None) -> None:
-    """Have ``current`` say which mesh a notebook calls its current one; None: there is none."""
+def set_current_mesh(
+    current: Callable[[], ProcMesh] | None, of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
+) -> None:
+    """Have ``current`` say which mesh a notebook calls its current one; None: there is none.
+
+    of_sizes: gives processes along axes of these sizes, which the notebook has, or spawns and lists.
+    """
     _driven.front_end.current = current or ProcessFrontEnd().current
+    _driven.front_end.of_sizes = of_sizes
 
 
 def current_procs() -> ProcMesh:
     """The processes that the notebook calls current, with their axes there. Raises: UsageError where there are none."""
     return _driven.front_end.current()
+
+
+def procs_of_sizes(sizes: dict[str, int]) -> ProcMesh:
+    """Processes of the notebook along axes of these sizes; in a script new ones on this machine. Raises: SpawnError."""
+    of_sizes = _driven.front_end.of_sizes
+    return this_host().spawn_procs(sizes) if of_sizes is None else of_sizes(sizes)
 
 
 def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
@@ -199,11 +211,19 @@ def prewarm() -> None:
 def shutdown(timeout_s: float = 5.0) -> None:
     """Stop every mesh and host of this process; no process is left behind. The next spawn starts afresh. Idempotent.
 
-    Runs at exit. Meshes that were detached live on.
+    Runs at exit. Meshes that were detached live on, and those that were taken over from another notebook wait again.
     """
     _end_client_actors()
     for controller in _driven.take_all():
-        controller.close(timeout_s)
+        waiting, lease_s = controller.waits_again
+        living = [procs for known in controller.known_meshes() if (procs := ProcMesh(controller, known)).alive]
+        if waiting.isdisjoint(procs.id for procs in living):
+            controller.close(timeout_s)
+            continue
+        for procs in living:
+            if procs.id not in waiting:
+                procs.stop()
+        controller.leave(lease_s, timeout_s)
     _close_way()
 
 

@@ -50,6 +50,11 @@ class ProcView(MeshView):
     def name(self) -> str:
         return self._mesh.name
 
+    def be_called(self, name: str) -> None:
+        """Give the mesh another name in this process, and with its session; what ranks have named stays."""
+        self._mesh.name = name
+        self._controller.folder.save_mesh(self._mesh.id, self._mesh.saved)
+
     @property
     def id(self) -> int:
         """Names the mesh in its session, also for later controllers; views of a mesh have the same."""
@@ -64,6 +69,11 @@ class ProcView(MeshView):
     def alive(self) -> bool:
         """Whether the mesh has not been stopped."""
         return self._mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether its ranks form process groups by themselves."""
+        return self._mesh.grouped
 
     @property
     def is_renumbered(self) -> bool:
