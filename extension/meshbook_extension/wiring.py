@@ -25,6 +25,8 @@ from meshbook_extension.visual_debugger.target import Debugged
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from meshbook.mesh.proc_mesh import ProcMesh
+
 
 def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     """A session whose calls print into the cells of ``shell``.
@@ -44,7 +46,13 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         session.add_part(part)
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
-    set_current_mesh(session.mesh)
+
+    def give_procs(sizes: dict[str, int]) -> ProcMesh:
+        from meshbook_extension.commands import meshes  # which the first command imports
+
+        return meshes.give_procs(session, sizes)
+
+    set_current_mesh(session.mesh, give_procs)
     set_prompt_handler(CallPromptHandler(session))
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, state_writer.save, session.note_error):

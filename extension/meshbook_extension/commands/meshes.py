@@ -244,6 +244,39 @@ def _hosts(launcher: Launcher, count: int | None) -> HostMesh:
     return this_host() if count is None else start_hosts({HOSTS: count}, launcher)
 
 
+def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
+    """The processes of ``Mesh(shape=...)``, which is told where they are.
+
+    They are those of the current mesh if it has as many ranks, else of one with these axes, so that a cell that is run
+    again finds what it has made; else new ones, that are listed.
+    """
+    from meshbook.mesh.driven import this_host
+
+    found = next((name for name in (session.current, *session.meshes) if _has_ranks(session, name, sizes)), None)
+    if found is not None:
+        procs = session.meshes[found]
+        print(f'on mesh "{found}" ({format_sizes(procs.sizes)})')
+        return procs if procs.sizes == sizes else procs.arrange(sizes, procs.ranks)
+    names = itertools.chain([DEFAULT_NAME], (f"{DEFAULT_NAME}{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in session.meshes or not session.meshes[name].alive)
+    before = session.current
+    began = time.monotonic()
+    procs = this_host().spawn_procs(sizes, name=name)
+    session.add(procs)
+    print(_describe_spawned(procs, time.monotonic() - began, grouped=True))
+    if before is not None and before in session.meshes and session.meshes[before].alive:
+        session.current = before
+        print(f'  cells go to mesh "{before}" as before; make it current: %mesh use {name}')
+    return procs
+
+
+def _has_ranks(session: Session, name: str | None, sizes: dict[str, int]) -> bool:
+    procs = session.meshes.get(name or "")
+    if procs is None or not procs.alive or not procs.is_grouped:
+        return False
+    return procs.sizes == sizes or (name == session.current and len(procs) == math.prod(sizes.values()))
+
+
 def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
     group = ("nccl" if procs.device == "cuda" else "gloo") if grouped else "no process group"
     return (

@@ -120,3 +120,32 @@ def test_mesh_tensors_are_listed_with_what_ranks_hold(empty_notebook: Any) -> No
     ]
     empty_notebook.run("mesh.stop()")
     assert "its ranks do not say what they hold" in empty_notebook.run("%mesh tensors").stdout
+
+
+SHAPED = "from meshbook.distributed import Mesh\nm = Mesh(shape=(2, 1), mesh_dim_names=('a', 'b'))"
+
+
+def test_a_mesh_of_a_shape_is_listed_and_found_again(empty_notebook: Any) -> None:
+    empty_notebook.run("%mesh stop --all")
+    assert 'mesh "main": a=2, b=1, cpu, gloo; ready in ' in empty_notebook.run(SHAPED).stdout
+    pids = [status.pid for status in empty_notebook["m"].procs.status()]
+    assert empty_notebook.run(SHAPED).stdout == 'on mesh "main" (a=2, b=1)\n'
+    assert [status.pid for status in empty_notebook["m"].procs.status()] == pids
+    assert "main" in empty_notebook.run("%mesh list").stdout
+    empty_notebook.run("%mesh stop")
+    assert "main" in empty_notebook.run(SHAPED).stdout
+    assert [status.pid for status in empty_notebook["m"].procs.status()] != pids
+    empty_notebook.run("%mesh stop")
+
+
+def test_a_mesh_of_a_shape_lies_on_the_current_mesh_if_that_has_as_many_ranks(empty_notebook: Any) -> None:
+    empty_notebook.run("%mesh stop --all")
+    empty_notebook.run("%mesh spawn gpus=2 --device cpu")
+    assert empty_notebook.run(SHAPED).stdout == 'on mesh "main" (gpus=2)\n'
+    empty_notebook.run("import meshbook\ntotal = meshbook.ones(4, 4, mesh=m, sharding_spec=['a', 'b']).sum().item()")
+    assert empty_notebook["total"] == 16.0
+    told = empty_notebook.run("other = Mesh(shape=(3,), mesh_dim_names=('c',))").stdout
+    assert 'mesh "main2": c=3' in told and 'cells go to mesh "main" as before' in told
+    assert empty_notebook.run("again = Mesh(shape=(3,), mesh_dim_names=('c',))").stdout == 'on mesh "main2" (c=3)\n'
+    assert empty_notebook.run("%%mesh\nworld_size").plain.strip() == "[0,1] 2"
+    empty_notebook.run("%mesh stop --all")

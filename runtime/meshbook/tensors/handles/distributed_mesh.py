@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshbook.controller.repaired import Repaired
 from meshbook.errors import LayoutError, UsageError
 from meshbook.formatting import format_sizes
-from meshbook.mesh.driven import current_procs, this_host
+from meshbook.mesh.driven import current_procs, procs_of_sizes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
@@ -51,8 +51,10 @@ class Mesh:
         shape: Sequence[int] | None = None,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        """procs: a mesh of processes, a part of one, or a `Mesh` of these; without it, new ones here in this ``shape``.
+        """procs: a mesh of processes, a part of one, or a `Mesh` of these.
 
+        Without it, a notebook's processes in this ``shape``: its current mesh if that has as many ranks, else one with
+        these axes, else new ones, which it lists. A script gets new ones on this machine.
         Raises: LayoutError if the names do not fit the shape; SpawnError.
         """
         if procs is None:
@@ -227,4 +229,4 @@ def _spawn(shape: Sequence[int] | None, names: Sequence[str] | None) -> ProcMesh
     names = tuple(f"dim_{dim}" for dim in range(len(shape))) if names is None else tuple(names)
     if not shape or len(names) != len(shape) or len(set(names)) != len(names):
         raise LayoutError(f"mesh_dim_names {list(names)} do not name the axes of the shape {list(shape)}")
-    return this_host().spawn_procs(dict(zip(names, shape, strict=True)))
+    return procs_of_sizes(dict(zip(names, shape, strict=True)))
