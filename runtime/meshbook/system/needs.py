@@ -21,6 +21,11 @@ def check_system() -> None:
         "prctl": hasattr(ctypes.CDLL(None), "prctl"),
         "/proc": os.path.exists("/proc/self/fd"),
     }
+    if sys.platform == "linux" and not there["epoll"]:
+        raise SpawnError(
+            "Something has taken select.epoll away, as gevent and eventlet do. Spawn the mesh before that, or leave "
+            "select out: monkey.patch_all(select=False)."
+        )
     if missing := ", ".join(name for name, is_there in there.items() if not is_there):
         raise SpawnError(
             f"Meshes run on Linux: this system ({sys.platform}) lacks {missing}. Run the notebook's kernel in a Linux "

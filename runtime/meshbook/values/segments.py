@@ -39,6 +39,7 @@ from meshbook.system.memory_files import (
     map_fd,
     may_be_mapped,
 )
+from meshbook.system.os_errors import explain
 from meshbook.values.copied_segments import KeptMappings, read
 from meshbook.values.lent_memory import LentMapping
 from meshbook.wire.frames import Buffer
@@ -141,9 +142,8 @@ class SegmentPool:
                 raise
         except OSError as error:
             raise MeshError(
-                f"no shared memory for a payload of {format_bytes(size_bytes)}: {error.strerror}. "
-                f"{len(self._in_use)} earlier payloads are still in use on this host; delete results that "
-                "are no longer needed, or raise the limit on open files (ulimit -n)."
+                f"no shared memory for a payload of {format_bytes(size_bytes)}: {explain(error)}. "
+                f"{len(self._in_use)} earlier payloads are still in use on this host: delete results that nobody needs."
             ) from error
         return SegmentRef(self._pid, segment.fd, number, size_bytes, spans)
 

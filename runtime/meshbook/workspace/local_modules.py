@@ -72,6 +72,8 @@ def find_modules(path: Path) -> FoundModules:
     path = Path(os.path.abspath(path))
     if not path.exists():
         raise UsageError(f"there is no {path}: name a module's file, a package, or a folder that has some")
+    if not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path} is neither a file nor a folder: name a module's file, a package, or a folder of some")
     files = sorted(_files(path))
     if not files:
         raise UsageError(f"{path} has no Python modules: name a .py file, a package, or a folder that has some")

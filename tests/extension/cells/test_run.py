@@ -332,3 +332,21 @@ def test_an_interrupt_while_waiting_leaves_the_job_alone(notebook) -> None:
 )
 def test_an_unknown_job_is_answered_with_those_that_there_are(notebook, line: str, message: str) -> None:
     assert message in notebook.fail(f"%mesh {line}")
+
+
+def test_a_time_limit_of_the_notebook_ends_a_cell_that_waits(notebook) -> None:
+    """As a handler of SIGALRM that raises does; pytest has that signal itself."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError("the limit")
+
+    before = signal.signal(signal.SIGUSR2, expire)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGUSR2))
+    timer.start()
+    try:
+        ran = notebook.try_to_run("%%mesh rank=0\nt = torch.ones(1); dist.all_reduce(t)")
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert isinstance(ran.error, TimeoutError) and str(ran.error) == "the limit"
+    assert notebook.run("%%mesh\nt = torch.ones(1); dist.all_reduce(t); t.item()").plain.strip() == "[0-3] 4.0"

@@ -148,7 +148,7 @@ def test_an_agent_without_descriptors_refuses_a_spawn_and_serves_on(mesh2: ProcM
 
 def test_a_controller_without_descriptors_says_so_and_keeps_its_meshes(mesh2: ProcMesh) -> None:
     with limited(0, resource.RLIMIT_NOFILE, _first_free(os.getpid())):
-        with pytest.raises(errors.MeshError, match=r"no shared memory for a payload of 4\.19 MB: Too many open files"):
+        with pytest.raises(errors.MeshError, match=r"no shared memory for a payload of 4\.19 MB: too many open files"):
             mesh2.push({"big": torch.ones(MEGABYTE)})
         with pytest.raises(errors.MeshError, match="could not be mapped: Too many open files"):
             mesh2.evaluate("torch.ones(1 << 20)").get(30).values()
@@ -208,7 +208,7 @@ def test_a_rank_without_descriptors_fails_its_call_and_lives(mesh2: ProcMesh) ->
 
 def test_no_shared_memory_for_a_payload_is_told_where_the_call_is_made(mesh2: ProcMesh) -> None:
     with limited(0, resource.RLIMIT_FSIZE, 8 * MEGABYTE):
-        with pytest.raises(errors.MeshError, match=r"no shared memory for a payload of 67\.1 MB: File too large"):
+        with pytest.raises(errors.MeshError, match=r"no shared memory for a payload of 67\.1 MB: file too large"):
             mesh2.push({"big": torch.ones(16 * MEGABYTE)})
         assert mesh2.run("rank").get(30).values() == [0, 1]
     with pytest.raises(

@@ -462,7 +462,7 @@ def test_running_out_of_file_descriptors_says_what_to_do(start_peer: Callable[[]
     peer = start_peer()
     peer.do("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); pool = SegmentPool()")
     said = peer.do("[pool.write([b'x']) for _ in range(30)]")
-    assert said.startswith("MeshError: no shared memory for a payload of 1 B: Too many open files. ")
+    assert said.startswith("MeshError: no shared memory for a payload of 1 B: too many open files (process ")
     assert "earlier payloads are still in use" in said and "ulimit -n" in said
 
 
@@ -472,5 +472,7 @@ def test_running_out_of_memory_says_so(start_peer: Callable[[], Peer]) -> None:
     peer.do(f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {limit}")
     peer.do("pool = SegmentPool()")
     said = peer.do(f"pool.write([bytes({4 * LARGE})])")
-    assert said.startswith("MeshError: no shared memory for a payload of 4.19 MB: File too large")
+    assert said.startswith(
+        "MeshError: no shared memory for a payload of 4.19 MB: file too large (the limit on the size of files"
+    )
     assert peer.do("pool.in_use") == ()
