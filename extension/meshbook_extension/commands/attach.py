@@ -76,7 +76,7 @@ def attach(session: Session, arguments: Arguments) -> None:
             raise UsageError(f"--as names one mesh, but this session has {', '.join(names_of(found))}.")
     for mesh_name in [name] if name is not None else names_of(found):
         session.check_name_is_free(mesh_name, f"%mesh attach {found.id} --as other")
-    is_own, whose = _left_by(found, session.notebook), _whose(found)
+    is_own, notebook = _left_by(found, session.notebook), _notebook_of(found) or "another notebook"
     try:
         attachment = attach(found)
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def attach(session: Session, arguments: Arguments) -> None:
     session.current = name or session.current
     if not is_own:
         again = f"it waits again, for {format_duration(found.lease_s)}, when this one is shut down"
-        print(f'  mesh "{session.current}" is current now; {whose}; {again}')
+        print(f'  mesh "{session.current}" is current now; left by {notebook}; {again}')
 
 
 def _find(session: Session, name: str | None) -> SavedSession:
@@ -136,10 +136,6 @@ def _notebook_of(saved: SavedSession) -> str:
     """The name of the notebook that has it, or has left it; empty where nothing says."""
     notebook_state = decode(saved.recall(KEY))
     return describe_notebook(notebook_state.notebook) if notebook_state else ""
-
-
-def _whose(saved: SavedSession) -> str:
-    return f"left by {_notebook_of(saved) or 'another notebook'}"
 
 
 def names_of(saved: SavedSession) -> list[str]:

@@ -14,6 +14,7 @@ runtime's I/O thread, which brings the output, never waits here.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -82,14 +83,14 @@ class KernelSink:
         self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=has_bars)
 
     def _send(self, message: str, content: JupyterMessage, topic: str) -> None:
-        def send(parent: JupyterMessage) -> None:
-            kernel = self._kernel
-            session_of(kernel).send(kernel.iopub_socket, message, content, parent=parent, ident=topic.encode())
-
         if self._is_attended or message == "update_display_data":  # that has a place already
-            send(self._parent)
+            self._send_as(message, content, topic, self._parent)
         else:
-            served_cell.send(send)
+            served_cell.send(functools.partial(self._send_as, message, content, topic))
+
+    def _send_as(self, message: str, content: JupyterMessage, topic: str, parent: JupyterMessage) -> None:
+        kernel = self._kernel
+        session_of(kernel).send(kernel.iopub_socket, message, content, parent=parent, ident=topic.encode())
 
 
 class ServedCell:
@@ -122,10 +123,11 @@ class ServedCell:
         send(parent)
 
     def _begin(self, info: object = None) -> None:
+        parent = parent_of(self._shell)
         with self._lock:
-            self.parent, held, self._held = parent_of(self._shell), self._held, []
+            self.parent, held, self._held = parent, self._held, []
         for send in held:
-            send(self.parent)
+            send(parent)
 
     def _end(self, result: object = None) -> None:
         with self._lock:

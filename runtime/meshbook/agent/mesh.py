@@ -47,7 +47,9 @@ class AgentMesh:
         self, spawn: wire.Spawn, host: HostResources, mail: AgentMail, on_stopped: Callable[[int], None]
     ) -> None:
         """spawn: the first of its workers. on_stopped: called when it was told to end and no process is left of it."""
-        self.id, self.is_up = spawn.mesh, False
+        self.id = spawn.mesh
+        self.is_up = False
+        """Whether it can be attached, so that it waits for another controller (`wire.MeshUp`)."""
         self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink

@@ -23,6 +23,10 @@ from meshbook.wire import template_messages as protocol
 REAP_S = 0.5
 """So long the agent waits for a template that was killed; in uninterruptible sleep it does not end."""
 
+_BATCH = 64
+"""So many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
+to write what the other one does not read."""
+
 _KEPT_LINES = 200
 _LAST_LINES = 5
 
@@ -32,11 +36,6 @@ class _ForkRequest(NamedTuple):
     on_forked: Callable[[list[int]], None]
     on_failed: Callable[[str], None]
     pids: list[int]
-
-
-BATCH = 64
-"""So many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
-to write what the other one does not read."""
 
 
 class TemplateOutput:
@@ -157,7 +156,7 @@ class TemplateProcess:
         if not self._forks:
             return
         fork = self._forks[0]
-        batch = fork.descriptors[len(fork.pids) : len(fork.pids) + BATCH]
+        batch = fork.descriptors[len(fork.pids) : len(fork.pids) + _BATCH]
         try:
             self._sock.send(wire.encode(protocol.ForkWorkers(os.getpid(), len(batch))))
             for each in batch:
@@ -202,7 +201,7 @@ class TemplateProcess:
                 self._forks.popleft()
                 self._ask_for_more()  # first: the callback may ask for others
                 fork.on_forked(fork.pids)
-            elif len(fork.pids) % BATCH == 0:
+            elif len(fork.pids) % _BATCH == 0:
                 self._ask_for_more()
 
     def _on_end(self, error: OSError | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshbook.concurrency.future import in_background
 from meshbook.errors import Failure, MeshError
+from meshbook.values.main_names import ATOMS
 from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
@@ -34,7 +35,6 @@ Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]
 EXCEPTION_MAX_BYTES = 1 << 16
 EXCEPTION_S = 1.0
 """An exception whose pickle is larger, or takes longer, stays on its rank; its text always travels."""
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def pack_failure(failure: Failure) -> list[Buffer]:
@@ -51,10 +51,10 @@ def pack_failure(failure: Failure) -> list[Buffer]:
 def _pickled_exception(error: object) -> Pickled | None:
     """None where it cannot travel, or its own code takes too long, which nobody could interrupt here."""
     pickle = functools.partial(dumps_bounded, error, EXCEPTION_MAX_BYTES)
-    is_plain = type(error) in _ATOMS or (
+    is_plain = type(error) in ATOMS or (
         isinstance(error, Exception)
         and type(error).__module__ == "builtins"
-        and all(type(each) in _ATOMS for each in (*error.args, *vars(error).values()))
+        and all(type(each) in ATOMS for each in (*error.args, *vars(error).values()))
     )
     try:
         return pickle() if is_plain else in_background(pickle).get(EXCEPTION_S)

@@ -42,7 +42,7 @@ def tell(error: BaseException, what: str) -> None:
 
 
 _OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec", "_pickle", "struct", "zlib"})
-"""Where the types come from of what our code on the thread that serves, and what it calls, raises."""
+"""Packages that define what our own code, and what it calls, raises on the thread that serves."""
 
 
 def is_from_outside(error: BaseException) -> bool:

@@ -102,7 +102,7 @@ class IoThread:
             try:  # `attempt` in its own words: this is on the path of every call
                 action()
             except Exception as error:
-                if is_from_outside(error):
+                if is_from_outside(error):  # it is for the code that waits here; the action is torn, too
                     if fail is not None:
                         fail(error)
                     raise

@@ -40,6 +40,9 @@ class NoGroups:
     def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
         pass
 
+    def on_new_controller(self) -> None:
+        pass
+
     def hold_deadlines(self, held: bool) -> None:
         pass
 

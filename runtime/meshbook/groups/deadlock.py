@@ -64,7 +64,7 @@ class _State:
         self._graph = WaitGraph({rank: told for rank, told in snapshots.items() if rank not in dead})
         self._users = _mailboxes_by_group(snapshots)
         self._absent_of: dict[tuple[str, int], tuple[int, ...]] = {}
-        """By group and number of a collective, those of whom it is known now that they will never enter it."""
+        """Members that will never enter a collective, as far as is known in this pass; by its group and number."""
 
     def find_more(self) -> bool:
         """Find threads that are stuck by what is known; whether there were any."""
@@ -96,11 +96,10 @@ class _State:
         return proofs[0]
 
     def _absent(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
-        key = waiting.group, waiting.number
-        if waiting.peer is None and key in self._absent_of:
-            group = self._graph.group(rank, waiting.group)
-            return () if group is None or group.aborted else self._absent_of[key]
         awaited = self._graph.awaited(rank, waiting)
+        key = waiting.group, waiting.number
+        if waiting.peer is None and awaited and key in self._absent_of:
+            return self._absent_of[key]
         absent = tuple(member for member in awaited if self._is_over(member, waiting.group))
         if waiting.peer is None and awaited:
             self._absent_of[key] = absent
@@ -221,7 +220,7 @@ def _differ(groups: Mapping[int, GroupProgress | CellCounts | None]) -> bool:
     if len({group.issued if group else 0 for group in groups.values()}) > 1:
         return True
     sent: dict[int, dict[int, int]] = {}
-    """By receiver and sender."""
+    """How many messages went, by receiver and sender."""
     for sender, group in groups.items():
         for receiver, count in (group.sent if group else {}).items():
             if count:

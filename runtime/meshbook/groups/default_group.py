@@ -99,7 +99,7 @@ class DefaultGroup:
             raise
 
     def destroy(self) -> None:
-        """Have torch destroy it; nothing is said, as in a cell."""
+        """Have torch destroy it, without the note that a cell gets."""
         _torch_destroy()
 
     # ---- init_process_group in cells ----------------------------------------------------------------------------

@@ -283,14 +283,14 @@ class AbortableGroup(dist.ProcessGroup):
             self._guard.used.add(self)
             work = PeerWork(inner, "monitored_barrier", number, None, begin)
             inner.add_peer_work(work, "monitored_barrier", 0, 0)
-        store, key = self._store, f"monitored_barrier {self.recipe.name} {number} ".__add__
-        store.set(key(str(self.recipe.rank)), "")
+        store, came = self._store, f"monitored_barrier {self.recipe.name} {number}"
+        store.set(f"{came} {self.recipe.rank}", "")
         try:
             work.wait(timeout + _BARRIER_GRACE)
         except RuntimeError:
             if work.ended:  # C++ has found it out
                 raise
-            missing = [rank for rank in range(len(self.recipe.ranks)) if not store.check([key(str(rank))])]
+            missing = [rank for rank in range(len(self.recipe.ranks)) if not store.check([f"{came} {rank}"])]
             who = f"Rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}" if missing else "A rank"
             what = f"{who} failed to pass monitoredBarrier in {timeout.total_seconds() * 1000:.0f} ms"
             raise RuntimeError(f"[Rank {self.recipe.rank}]: {what}") from None

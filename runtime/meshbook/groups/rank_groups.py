@@ -85,6 +85,8 @@ class RankGroups:
     def __init__(self) -> None:
         self._place: Identity | None = None
         self._torchrun: dict[str, str] = {}
+        self.on_new_controller: Callable[[], object] = lambda: None
+        """Called when another controller has attached the mesh: what was held for the one before is let go of."""
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)

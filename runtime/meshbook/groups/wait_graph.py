@@ -23,7 +23,7 @@ class WaitGraph:
     def __init__(self, snapshots: Mapping[int, Collectives]) -> None:
         self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
         self._missing: dict[tuple[str, int], tuple[int, ...]] = {}
-        """By group and number of a collective, the members that have issued fewer: those for whom all others wait."""
+        """Members that have not begun a collective, for whom all others wait in it; by its group and number."""
 
     def group(self, rank: int, name: str) -> GroupProgress | None:
         """None where the rank has not made the group, as far as is known."""

@@ -29,7 +29,8 @@ from cloudpickle import cloudpickle as internals
 Reduced: TypeAlias = "tuple[Any, ...]"
 
 SAID_CHARS = 60
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types whose values have no parts, and no code of the user's."""
 _ALWAYS_SET = frozenset({"__module__", "__doc__", "__annotations__", "__qualname__", "__firstlineno__", "_abc_impl"})
 _NOTHING: Final = object()
 _MISSING = "no such name"
@@ -129,7 +130,7 @@ def _describe_hidden(name: str, theirs: object, value: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value) if type(value) in _ATOMS else ""
+    text = repr(value) if type(value) in ATOMS else ""
     return text if len(text) <= SAID_CHARS else ""
 
 
@@ -168,13 +169,13 @@ _own: weakref.WeakSet[type] = weakref.WeakSet()
 _arrived: weakref.WeakKeyDictionary[type, dict[str, _Digests]] = weakref.WeakKeyDictionary()
 """Classes that came from another process, with the attributes that were set last."""
 _of_rank: weakref.WeakSet[type] = weakref.WeakSet()
-"""Those that were pushed: their methods read the names of ``__main__``."""
+"""Classes that were pushed: their methods read the names of ``__main__``."""
 
 
 def _digests_of(kind: type, attributes: dict[str, Any]) -> dict[str, _Digests]:
-    """By which a process sees what has changed since it last got a class; those that came with it, if it came.
+    """Return what tells a process which attributes have changed since it last got a class.
 
-    An attribute without a digest is set at each arrival.
+    A class that has arrived here has the digests that it came with. An attribute without one is set at each arrival.
     """
     if (came_with := _arrived.get(kind)) is not None:
         return came_with
@@ -243,9 +244,9 @@ def _code_digest(code: CodeType) -> str:
 def _digest(value: Any, *, with_globals: bool) -> bytes:
     """Raises: whatever pickling does."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return pickle.dumps(value, 5) if kind not in (str, bytes) else _summed(pickle.dumps(value, 5))
-    if kind in (list, tuple, dict) and all(type(each) in _ATOMS for part in _parts_of(value) for each in part):
+    if kind in (list, tuple, dict) and all(type(each) in ATOMS for part in _parts_of(value) for each in part):
         return _summed(pickle.dumps(value, 5))
     if kind in (classmethod, staticmethod):
         return kind.__name__.encode() + _digest(value.__func__, with_globals=with_globals)

@@ -33,7 +33,7 @@ import cloudpickle
 import msgspec
 
 from meshbook.errors import LoadError, MeshError, SerializationError
-from meshbook.values.main_names import Sending
+from meshbook.values.main_names import ATOMS, Sending
 from meshbook.values.tensors import NO_LIMIT, OutOfBand, TooLargeError
 from meshbook.values.unpicklable import Refusal, find_culprit
 from meshbook.wire.frames import Buffer
@@ -50,7 +50,6 @@ SEARCH_MAX_S = 2.0
 
 _MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
 _PLAIN_PARTS = 16
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SIZED, _SMALL_BYTES = frozenset({str, bytes}), 1 << 14
 _NAMED = frozenset({FunctionType, type})
 """What goes by its name where it has one."""
@@ -190,7 +189,7 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _BY_VALUE_PARTS = 6
-"""Of what a function or class that goes by value is reduced to; the last one sets its state."""
+"""The length of what cloudpickle reduces a function or class to that goes by value; the last part sets its state."""
 _KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
 """The types that ``@cache``, ``@lru_cache`` and ``@cached_property`` make, which keep results of a function."""
 
@@ -259,7 +258,7 @@ def _pickle_plain(obj: object) -> bytes | None:
     has_names = is_large = False
     for part in parts:
         kind = type(part)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             is_large = is_large or (kind in _SIZED and len(part) > _SMALL_BYTES)
             continue
         if kind in _NAMED or (kind is BuiltinFunctionType and type(part.__self__) is ModuleType):

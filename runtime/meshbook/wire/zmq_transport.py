@@ -43,9 +43,9 @@ _DIAL_MS = 3000
 """A machine that is out of reach is dialled anew so often: the system itself waits ever longer."""
 _CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _NEEDED_FILES = 64
-SETTLE_S = 0.1
-"""Connections that come and go open or shut the port at most so often: it is a look at all hosts."""
 """libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
+_SETTLE_S = 0.1
+"""Connections that come and go open or shut the port at most so often: it is a look at all hosts."""
 _COPY_BELOW_BYTES = 1 << 16
 _MONITOR_EVENT = struct.Struct("=HI")
 
@@ -135,7 +135,7 @@ class ZmqServer:
             has_heard = True
         if has_heard and time.monotonic() >= self._settle_at:  # else the next heartbeat does: many may dial in at once
             self.watch_door()
-            self._settle_at = time.monotonic() + SETTLE_S
+            self._settle_at = time.monotonic() + _SETTLE_S
 
     def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
         """Yield (host id, lane, link frames) for each message that is there."""

@@ -62,8 +62,7 @@ def hold_deadlines(worker: Worker, held: bool) -> None:
 def meet_controller(worker: Worker, *words: str) -> None:
     """Another controller has attached the mesh: take its words, and let go of the mesh tensors of the one before."""
     set_advice(Advice(*words))
-    if (known_meshes := sys.modules.get("meshbook.tensors.ranks.known_meshes")) is not None:
-        known_meshes.meshes.clear()
+    worker.groups.on_new_controller()
 
 
 def last_error(worker: Worker) -> LastError | None:

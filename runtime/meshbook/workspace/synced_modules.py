@@ -221,7 +221,7 @@ def _is_of_library(module: ModuleType) -> bool:
 
 
 def _rebind(namespace: dict[str, object], before: dict[str, object], module: ModuleType) -> None:
-    """Where ``from module import f`` was said, ``f`` is the new one from now on; objects keep their old classes.
+    """Bind the new ``f`` where ``from module import f`` was said; objects keep their old classes.
 
     A function or class that says that it is the module's counts too: after a reload by others the module has another.
     """

@@ -344,46 +344,58 @@ def test_syntax_errors_name_the_line_of_the_notebook(kernel: Kernel) -> None:
     assert ", line 2)" in request.reply["evalue"]
 
 
+def headless(folder: Path, cells: list[str], report: str, **options: object) -> list[str]:
+    """What a program prints that has nbclient run ``cells``. report: its lines behind that, with ``error`` or None."""
+    script = folder / "run.py"
+    script.write_text(
+        "import nbformat, nbclient\n"
+        f"cells = {['%load_ext meshbook_extension', *cells]!r}\n"
+        "notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])\n"
+        "error = None\n"
+        "try:\n"
+        f"    nbclient.NotebookClient(notebook, kernel_name='python3', timeout=60, **{options!r}).execute()\n"
+        "except nbclient.exceptions.CellExecutionError as raised:\n"
+        f"    error = raised\n{report}"
+    )
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.slow
 def test_a_headless_run_stops_where_a_rank_fails(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import sys, nbformat, nbclient\n"
-        "cells = ['%load_ext meshbook_extension\\n%mesh spawn gpus=2 --no-group --device cpu',\n"
-        '         \'%%mesh\\nif rank == 1: raise ValueError("bad shard")\', \'open("reached", "w")\']\n'
-        "notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])\n"
-        "try:\n"
-        "    nbclient.NotebookClient(notebook, kernel_name='python3', timeout=60).execute()\n"
-        "except nbclient.exceptions.CellExecutionError as error:\n"
-        "    print(error.ename, error.evalue)\n"
-        "    print([output.ename for output in notebook.cells[1].outputs if output.output_type == 'error'])\n"
+    cells = [
+        "%mesh spawn gpus=2 --no-group --device cpu",
+        '%%mesh\nif rank == 1: raise ValueError("bad shard")',
+        'open("reached", "w")',
+    ]
+    report = (
+        "print(error.ename, error.evalue)\n"
+        "print([output.ename for output in notebook.cells[2].outputs if output.output_type == 'error'])\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=90)
-    assert done.stdout.splitlines() == [
-        "CallFailed rank 1 raised ValueError: bad shard (cell 2, line 2)",
+    assert headless(tmp_path, cells, report) == [
+        "CallFailed rank 1 raised ValueError: bad shard (cell 3, line 2)",
         "['ValueError', 'CallFailed']",
-    ], done.stderr
+    ]
     assert not (tmp_path / "reached").exists()
 
 
 @pytest.mark.slow
 def test_a_headless_run_keeps_what_jobs_and_threads_print_after_their_cells(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(
-        "import nbformat, nbclient\n"
-        "cells = ['%load_ext meshbook_extension\\n%mesh spawn gpus=2 --no-group --device cpu',\n"
-        "         '%%mesh --async\\nimport time; time.sleep(1); print(\"of the job\"); 1 / rank', '%mesh wait',\n"
-        "         '%%mesh\\nimport threading\\n'\n"
-        "         'threading.Timer(1, print, [\"of a thread\"]).start()', 'import time; time.sleep(3)']\n"
-        "notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])\n"
-        "nbclient.NotebookClient(notebook, kernel_name='python3', timeout=60, allow_errors=True).execute()\n"
-        "for cell in notebook.cells[1:]:\n"
+    cells = [
+        "%mesh spawn gpus=2 --no-group --device cpu",
+        "%%mesh --async\nimport time; time.sleep(1); print('of the job'); 1 / rank",
+        "%mesh wait",
+        "%%mesh\nimport threading\nthreading.Timer(1, print, ['of a thread']).start()",
+        "import time; time.sleep(3)",
+    ]
+    report = (
+        "for cell in notebook.cells[2:]:\n"
         "    text = ''.join(output.text for output in cell.outputs if output.output_type == 'stream')\n"
         "    print([words in text for words in ('[0,1] of the job', 'ZeroDivisionError', '[0,1] of a thread')])\n"
     )
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     shown = [[False, False, False], [True, True, False], [False, False, False], [False, False, True]]
-    assert done.stdout.splitlines() == list(map(str, shown)), done.stderr
+    assert headless(tmp_path, cells, report, allow_errors=True) == list(map(str, shown))
 
 
 def test_prints_of_a_call_land_in_the_cell_that_made_it(kernel: Kernel) -> None:

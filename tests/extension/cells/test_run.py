@@ -335,7 +335,7 @@ def test_an_unknown_job_is_answered_with_those_that_there_are(notebook, line: st
 
 
 def test_a_time_limit_of_the_notebook_ends_a_cell_that_waits(notebook) -> None:
-    """As a handler of SIGALRM that raises does; pytest has that signal itself."""
+    """The signal stands for SIGALRM, which pytest has for itself."""
 
     def expire(*_: object) -> None:
         raise TimeoutError("the limit")

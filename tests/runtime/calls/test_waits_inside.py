@@ -19,7 +19,7 @@ from meshbook.errors import UsageError
 
 
 class LimitError(Exception):
-    """As libraries for time limits define one."""
+    """Libraries for time limits define one like it."""
 
 
 @pytest.fixture(scope="module")

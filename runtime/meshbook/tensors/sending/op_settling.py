@@ -68,7 +68,7 @@ class Underway(msgspec.Struct, eq=False):
 
 
 class SentOperations(NumberedTensors):
-    """Of one mesh. Any thread may wait for them; what comes back is noted once."""
+    """The operations of one mesh. Any thread may wait for them; what comes back is noted once."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SentOperations(NumberedTensors):
         self._failures.lost.update(dict.fromkeys(made, error))
 
     def sound_tensors(self) -> set[TensorId]:
-        """Those that the program holds, and that nothing is known to have failed for."""
+        """Return the tensors that the program holds, and of which no failure is known."""
         return {number for number, held in list(self.held.items()) if held() is not None} - self._failures.lost.keys()
 
     @property

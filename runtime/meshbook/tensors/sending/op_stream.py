@@ -61,7 +61,7 @@ class Recorder(Protocol):
 
 
 class OpStream(SentOperations):
-    """Of one mesh. Any thread may issue operations; each waits for what it has asked for."""
+    """The stream of one mesh. Any thread may issue operations; each waits for what it has asked for."""
 
     recorder: ClassVar[Recorder | None] = None
     """Of the step that is being recorded, on whichever mesh."""
