@@ -52,8 +52,13 @@ def last_answer(connection: socket.socket, before: float) -> float:
 def borrow(fd: int) -> socket.socket | None:
     """A copy of a descriptor of libzmq's, if it is a TCP connection: it may be closed, and its number used again."""
     try:
-        connection = socket.socket(fileno=os.dup(fd))
+        copy = os.dup(fd)
     except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # it is no socket by now
+        os.close(copy)
         return None
     if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
         return connection

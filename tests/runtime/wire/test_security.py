@@ -30,6 +30,7 @@ from meshbook.launchers.base import LaunchedHost
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.admission import MAX_PER_ADDRESS, ConnectionFilter
+from meshbook.wire.answering import borrow
 from meshbook.wire.batches import BATCH_MARK
 from meshbook.wire.gate import Gate
 from meshbook.wire.lanes import LaneName, routing_id
@@ -205,6 +206,15 @@ class RelayedLauncher(LocalLauncher):
         self.relay = RecordingRelay((ip, int(port)))
         endpoint = f"tcp://127.0.0.1:{self.relay.port}"
         return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+
+
+def test_a_number_that_is_no_connection_any_more_is_left_alone() -> None:
+    descriptor = os.eventfd(0)
+    before = psutil.Process().num_fds()
+    assert borrow(descriptor) is None
+    assert psutil.Process().num_fds() == before
+    os.close(descriptor)
+    assert borrow(descriptor) is None
 
 
 def test_a_gate_lets_few_strangers_in_and_answers_meanwhile() -> None:
