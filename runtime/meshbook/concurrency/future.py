@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.own_faults import serving
 from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
 from meshbook.errors import UsageError
 
@@ -37,10 +38,6 @@ _log = logging.getLogger(__name__)
 
 _Outcome: TypeAlias = tuple[Any, "BaseException | None", "TracebackType | None"]
 """The value or the error; and the traceback of that when it was set, from which each raise starts."""
-
-serving: set[int] = set()
-"""Threads that serve the sockets, while they do: what would complete a future is done by them, so they cannot wait."""
-forks.at_fork(in_child=serving.clear)
 
 _WAITERS, _CALLBACKS = "waiters", "callbacks"
 _NONE: deque[Any] = deque()

@@ -25,6 +25,10 @@ WORDS = "meshbook: a fault of its own in"
 
 _told: dict[tuple[str, int], float] = {}
 
+serving: set[int] = set()
+"""Threads that serve the sockets, while they do: what would complete a future is done by them, so they cannot wait."""
+forks.at_fork(in_child=serving.clear)
+
 
 def tell(error: BaseException, what: str) -> None:
     """Say on stderr that ``error`` is a fault of ours, with its traceback; never raises. what: where it was met."""
@@ -69,7 +73,10 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception], object] | None = None) -> bool:
-    """Run ``action``; whether it ended well. What it raises goes to ``fail``, who waits for it; else it is told."""
+    """Run ``action``; whether it ended well. What it raises goes to ``fail``, who waits for it; else it is told.
+
+    Raises: as `pass_on`.
+    """
     try:
         action()
     except Exception as error:
@@ -79,8 +86,14 @@ def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception],
 
 
 def pass_on(error: Exception, what: str, fail: Callable[[Exception], object] | None) -> None:
-    """Hand ``error`` to ``fail``, who waits for what has failed; tell it where nobody does."""
-    if fail is None:
-        tell(error, what)
-    else:
+    """Hand ``error`` to ``fail``, who waits for what has failed; tell it where nobody does.
+
+    Raises: ``error``, where it is not for us but for the code that waits on this thread, which serves meanwhile.
+    """
+    is_theirs = threading.get_ident() in serving and is_from_outside(error)
+    if fail is not None:
         attempt(functools.partial(fail, error), what)
+    elif not is_theirs:
+        tell(error, what)
+    if is_theirs:
+        raise error

@@ -11,7 +11,7 @@ import signal
 import time
 
 from meshbook.concurrency.background import hidden_thread
-from meshbook.concurrency.own_faults import is_from_outside, pass_on
+from meshbook.concurrency.own_faults import pass_on
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.io_turns import SocketTurn, TurnQueue
 from meshbook.wire.lanes import HEARTBEAT_S
@@ -102,10 +102,6 @@ class IoThread:
             try:  # `attempt` in its own words: this is on the path of every call
                 action()
             except Exception as error:
-                if is_from_outside(error):  # it is for the code that waits here; the action is torn, too
-                    if fail is not None:
-                        fail(error)
-                    raise
                 pass_on(error, "something that was asked of the thread of the hosts", fail)
         self._dispatcher.flush()
         payloads = self._dispatcher.payloads

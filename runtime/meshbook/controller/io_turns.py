@@ -21,8 +21,8 @@ from types import FrameType
 from typing import TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.future import Future, serving
-from meshbook.concurrency.own_faults import is_from_outside, tell
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.own_faults import is_from_outside, serving, tell
 from meshbook.concurrency.sigint import SigintScope
 
 T = TypeVar("T")

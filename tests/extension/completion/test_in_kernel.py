@@ -53,7 +53,7 @@ class FrontEnd(StockKernel):
                 text.append(message["content"]["text"])
 
         reply = self.client.execute_interactive(
-            code, timeout=TIMEOUT_S, output_hook=hear, allow_stdin=False, stop_on_error=False
+            code, timeout=TIMEOUT_S, output_hook=hear, allow_stdin=True, stop_on_error=False
         )
         assert reply["content"]["status"] == "ok", reply["content"]
         return "".join(text)

@@ -38,13 +38,13 @@ def still_served(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> Iterator
 
 
 @contextlib.contextmanager
-def on_signal(handler: Callable[..., object], after_s: float = 0.3) -> Iterator[None]:
+def on_signal(handler: Callable[..., object], after_s: float = 0.3) -> Iterator[threading.Timer]:
     """Have SIGUSR1 come, and be handled so, while the block waits."""
     before = signal.signal(signal.SIGUSR1, handler)
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGUSR1))
     timer.start()
     try:
-        yield
+        yield timer
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
@@ -78,6 +78,16 @@ def test_what_a_thread_raises_in_the_one_that_waits_ends_the_wait(procs: ProcMes
     with pytest.raises(LimitError):
         procs.run("time.sleep(600)").get()
     timer.join()
+
+
+def test_what_comes_in_the_midst_of_what_is_served_ends_the_wait(procs: ProcMesh, still_served: None) -> None:
+    """A handler may run at any line of ours, such as that of a heartbeat: it is none of our faults."""
+    controller = procs._controller
+    with pytest.raises(LimitError), on_signal(functools.partial(expire, LimitError), after_s=60) as sent:
+        timer = threading.Timer(0.3, controller.submit, [lambda: signal.raise_signal(signal.SIGUSR1)])
+        timer.start()
+        sent.cancel()
+        procs.run("time.sleep(600)").get()
 
 
 def test_handlers_that_wait_are_refused(procs: ProcMesh, still_served: None) -> None:
