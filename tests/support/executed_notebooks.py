@@ -43,12 +43,14 @@ def execute(name: str, folder: Path, instead: Mapping[str, str] | None = None) -
 
 
 def text_of(cell: Any) -> str:
-    """All text of a cell's outputs, errors included, without colours."""
-    parts = (
-        output.get("text") or output.get("data", {}).get("text/plain") or "\n".join(output.get("traceback", ()))
-        for output in cell["outputs"]
-    )
-    return _COLOUR.sub("", "\n".join(parts))
+    """All text of a cell's outputs, errors included, without colours; pieces of a stream are put together again."""
+    text = ""
+    for output in cell["outputs"]:
+        if output["output_type"] == "stream":
+            text += output["text"]
+        else:
+            text += (output.get("data", {}).get("text/plain") or "\n".join(output.get("traceback", ()))) + "\n"
+    return _COLOUR.sub("", text)
 
 
 def kinds_that_differ(name: str, cells: Mapping[str, Any]) -> list[str]:
