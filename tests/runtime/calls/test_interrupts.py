@@ -152,7 +152,7 @@ import signal, time
 def handler(*_): raise TimeoutError("from the handler")
 signal.signal(signal.SIGINT, handler)
 began = time.sleep(0.01)
-for _ in range(100_000): display("x" * 1000, metadata={})
+for _ in range(100_000): display({"text/plain": "x" * 1000}, raw=True)  # formatters of IPython swallow errors
 """
     collector = Collector()
     run = mesh2.start_cell(code, on_output=collector)

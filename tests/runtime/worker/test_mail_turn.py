@@ -83,6 +83,13 @@ class Runner(Actor):
         asyncio.run(calls())
         return time.monotonic() - started
 
+    @endpoint
+    def ask_without_loop(self, other: Any) -> float:
+        started = time.monotonic()
+        for _ in range(20):
+            other.echo.call_one(1).get(20)
+        return time.monotonic() - started
+
 
 def reader() -> str:
     """Who reads the mail of this rank."""
@@ -231,5 +238,8 @@ def test_a_loop_that_an_endpoint_runs_gets_its_answers_at_once(procs: ProcMesh) 
     runner: Any = procs.slice(gpus=0).spawn("runner", Runner)
     other: Any = procs.slice(gpus=1).spawn("waiter", Waiter)
     runner.ask.call_one(other).get(20)  # it may import asyncio
-    took_s = [runner.ask.call_one(other).get(20) for _ in range(5)]
-    assert min(took_s) < 0.1  # a busy machine may hold one of them up
+    took_s, without_loop_s = zip(
+        *[(runner.ask.call_one(other).get(20), runner.ask_without_loop.call_one(other).get(20)) for _ in range(5)],
+        strict=True,
+    )
+    assert min(took_s) < 0.1 or min(took_s) < 3 * min(without_loop_s)  # on a busy machine both take long
