@@ -96,6 +96,18 @@ def check_run_backward() -> None:
     assert callable(autograd.Variable._execution_engine.queue_callback)
 
 
+def check_data() -> None:
+    theirs = original(torch.Tensor, "data")
+    assert theirs is vars(torch._C.TensorBase)["data"] and "data" not in vars(torch.nn.Parameter)
+    tensor = torch.zeros(2)
+    theirs.__set__(tensor, torch.ones(3))
+    assert theirs.__get__(tensor).tolist() == [1.0] * 3
+
+
+def check_cond() -> None:
+    assert parameters(original(torch, "cond")) == ["pred", "true_fn", "false_fn", "operands"]
+
+
 def check_to_dlpack() -> None:
     both = original(torch, "to_dlpack"), original(torch.utils.dlpack, "to_dlpack")
     assert torch.from_dlpack(both[0](torch.ones(2))).tolist() == [1.0, 1.0]
@@ -195,6 +207,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "builtins.input": check_input,
     "signal.signal, getsignal": check_signal,
     "torch.autograd._engine_run_backward": check_run_backward,
+    "torch.Tensor.data": check_data,
+    "torch.cond": check_cond,
     "torch.to_dlpack, torch.utils.dlpack.to_dlpack": check_to_dlpack,
     "distributed_c10d._new_process_group_helper": check_group_helper,
     "torch.distributed.init_process_group, destroy_process_group": check_init_process_group,

@@ -52,6 +52,11 @@ def _tensor_split(tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> 
     return tensor.tensor_split(indices.tolist(), dim) if isinstance(indices, TensorOnRanks) else NotImplemented
 
 
+def _pool_2d(x: torch.Tensor, size: Any) -> Any:
+    """To one element per channel: torch asks for places in memory then, if channels come last."""
+    return x.mean((-1, -2), keepdim=True) if [*size] == [1, 1] else NotImplemented
+
+
 # ---- sequences of unequal lengths: how they lie depends on the lengths alone, which are numbers ----------------------
 
 
@@ -73,7 +78,7 @@ def _pad(
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, TensorOnRanks) else tensor
+    return tensor._whole() if isinstance(tensor, TensorOnRanks) else tensor
 
 
 # ---- what torch checks behind it, where nobody would be told ---------------------------------------------------------
@@ -185,6 +190,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten._linalg_check_errors.default: _check,
     aten.one_hot.default: _one_hot,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,
+    aten.adaptive_avg_pool2d.default: _pool_2d,
     aten._pack_padded_sequence.default: _pack,
     aten._pad_packed_sequence.default: _pad,
     aten._native_multi_head_attention.default: _attention,

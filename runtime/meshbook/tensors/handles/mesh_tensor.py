@@ -51,15 +51,24 @@ aten = torch.ops.aten
 SMALL_BYTES = 1 << 20
 """Tensors of this process that take part in an operation are sent to the ranks if they are no larger."""
 
-AT_ONCE = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
-"""What torch would put off until the values are read is done where they are."""
+INSTEAD = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+    aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
+    aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
+    aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
+}
+"""Operators that do the same on ranks: what torch would put off until values are read, and what DTensor gets wrong."""
 
-ANSWERED: Mapping[Any, Callable[..., bool]] = {
+ANSWERED: Mapping[Any, Callable[..., Any]] = {
     aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     aten._has_same_storage_numel.default: lambda one, other: one.numel() == other.numel(),
+    aten._has_compatible_shallow_copy_type.default: lambda *both: all(isinstance(each, MeshTensor) for each in both),
     aten.is_pinned.default: lambda *_, **__: False,
+    aten.set_.source_Tensor: lambda one, other: _become(one, other),
 }
-"""What torch asks of tensors is answered here."""
+"""What torch asks of tensors, or does to them alone, is done here."""
 
 _CPU = torch.device("cpu")
 _DATA = vars(torch._C.TensorBase)["data"]
@@ -131,6 +140,15 @@ class MeshTensor(TensorOnRanks):
         """The tensors of a part of the ranks, in the same memory; `ProcMesh.slice` says which."""
         return self.mesh.part(self, **axes)
 
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, here; autograd takes its gradient back to the ranks.
+
+        Raises: the error of what it was made of.
+        """
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast("torch.Tensor", _BroughtHere.apply(self))  # type: ignore[no-untyped-call]
+        return self._whole()
+
     @property
     def placements(self) -> tuple[Placement, ...]:
         """How it lies on the axes of its mesh, as the ranks have it. Raises: the error of what it was made of."""
@@ -168,6 +186,26 @@ class MeshTensor(TensorOnRanks):
         return self.detach().requires_grad_(self.requires_grad)
 
 
+class _BroughtHere(torch.autograd.Function):
+    """`MeshTensor.full_tensor`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: MeshTensor) -> torch.Tensor:
+        ctx.mesh = tensor.mesh
+        return tensor._whole()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return place(gradient, ctx.mesh, [Replicate()] * len(ctx.mesh.axes))
+
+
+# The frames below the operators of a mesh tensor are ours: torch.compile would take shapes of one call for the next's.
+_SKIP = torch._C._dynamo.eval_frame._FrameAction.SKIP
+torch._C._dynamo.eval_frame.set_code_exec_strategy(
+    vars(MeshTensor)["__torch_dispatch__"].__func__.__code__,
+    torch._C._dynamo.eval_frame._FrameExecStrategy(_SKIP, _SKIP),
+)
+
 _to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
 
 
@@ -176,15 +214,38 @@ def _to_capsule(tensor: torch.Tensor) -> Any:
     return refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
 
 
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """torch's own takes the memory of ``value`` without asking: a plain tensor would then read where nothing is."""
+    if isinstance(value, MeshTensor):
+        raise UsageError(
+            f"a tensor of this process cannot become one of {value.mesh} by its data: use meshbook.module_to_mesh for "
+            "a module, or put torch.nn.Parameter(mesh_tensor) in the place of a parameter"
+        )
+    _DATA.__set__(tensor, value)
+
+
+_cond: Callable[..., Any] = torch.cond
+
+
+def _either(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """torch's own has its tracer follow the tensor; a value decides as well."""
+    if isinstance(pred, MeshTensor):
+        return (true_fn if pred.item() else false_fn)(*operands)
+    return _cond(pred, true_fn, false_fn, operands)
+
+
+patch(torch, "cond", _either)
+patch(torch.Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__))
 patch(torch, "to_dlpack", _to_capsule)
 patch(torch.utils.dlpack, "to_dlpack", _to_capsule)
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
     """A tensor of this process, on the ranks. Raises: UsageError for one that is not dense."""
-    if whole.layout is not torch.strided:
+    if whole.layout is not torch.strided or whole.is_nested:
+        kind, way = ("nested", "to_padded_tensor") if whole.is_nested else ("sparse", "to_dense")
         raise UsageError(
-            f"a sparse tensor ({whole.layout}) cannot be on {mesh}: use to_dense(), or take tensor.full_tensor() first"
+            f"a {kind} tensor ({whole.layout}) cannot be on {mesh}: use {way}(), or take tensor.full_tensor() first"
         )
     number = mesh.stream.new_number()
     whole = whole.detach().contiguous()
@@ -213,6 +274,7 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     needed: dict[OpStream, list[tuple[int, int]]] = {}
     for group in optimizer.param_groups:
+        _choose_fused(optimizer, group)
         for parameter in group["params"]:
             if isinstance(parameter, MeshTensor) and isinstance(parameter.grad, MeshTensor):
                 pair = parameter.grad._handle.number, parameter._handle.number
@@ -221,6 +283,20 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stream.ask_with(stream.send, [number for pair in pairs for number in pair], "lay_like", pairs)
         if OpStream.recorder is not None:
             OpStream.recorder.note_optimizer(optimizer, pairs)
+
+
+def _choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Where it is left to torch how Adam's steps are done, a group's parameters are updated by one operation.
+
+    torch would take them one by one, for it knows no other way for a subclass, and read each one's count of steps.
+    """
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return
+    left_to_torch = group.get("fused", True) is None and group["foreach"] is None
+    fits = all(isinstance(each, MeshTensor) and each.is_floating_point() for each in group["params"])
+    begun = any(each in optimizer.state for each in group["params"])
+    if left_to_torch and fits and not begun and not group["differentiable"] and not group["capturable"]:
+        group["fused"] = True
 
 
 register_optimizer_step_pre_hook(_await_gradients)
@@ -235,23 +311,33 @@ _KEPT = 100_000
 
 
 def dispatch(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh | None = None
+    operator: torch._ops.OpOverload[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh | None = None,
+    generator: torch.Generator | None = None,
 ) -> Any:
-    """mesh: of what is made of no tensor."""
+    """mesh: of what is made of no tensor. generator: the one that seeds what the ranks draw."""
+    if torch._C._len_torch_dispatch_stack():
+        _refuse_tracers(operator)
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
     if operator is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return check_and_unscale(*args)
     if operator in ANSWERED:
         return ANSWERED[operator](*args, **kwargs)
-    operator = AT_ONCE.get(operator, operator)
+    operator = INSTEAD.get(operator, operator)
+    if (drawing := kwargs.get("generator")) is not None:
+        if OpStream.recorder is not None:
+            OpStream.recorder.refuse("it draws numbers with a generator of its own")
+        return dispatch(operator, args, {**kwargs, "generator": None}, mesh, drawing)
     tensors: list[Any] = []
     numbers: list[float] = []
     try:
         read = tuple([read_arguments(each, tensors, numbers, MeshTensor) for each in args])
         named = tuple([(name, read_arguments(v, tensors, numbers, MeshTensor)) for name, v in kwargs.items()])
     except NotOnMesh:
-        return dispatch(operator, *_all_on_mesh(operator, args, kwargs))
+        return dispatch(operator, *_all_on_mesh(operator, args, kwargs), generator=generator)
     known = _known.get((operator, read, named))
     if known is None:
         try:
@@ -267,8 +353,18 @@ def dispatch(
     if known.is_view:
         tensors[0]._viewed = True
     if known.draws:
-        numbers.append(float(new_seed()))
+        numbers.append(float(new_seed(generator)))
     return _issue(mesh, known, tensors, numbers)
+
+
+def _refuse_tracers(operator: torch._ops.OpOverload[..., Any]) -> None:
+    """Raises: UsageError where a tracer watches: it would take the tensor for a constant, or ask for memory."""
+    for tracer in torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE:
+        if torch._C._get_dispatch_mode(tracer) is not None:
+            raise UsageError(
+                f"{operator} of a mesh tensor cannot be traced (torch.func.linearize, make_fx, torch.export): use "
+                "torch.func.jvp for a derivative, meshbook.compile for a step that is repeated"
+            )
 
 
 def _all_on_mesh(
@@ -289,7 +385,8 @@ def _all_on_mesh(
     def bring(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, MeshTensor) or not tensor.dim():
             return tensor
-        if (size_bytes := tensor.numel() * tensor.element_size()) > SMALL_BYTES:
+        size_bytes = tensor.numel() * tensor.element_size()
+        if size_bytes > SMALL_BYTES and operator is not aten.copy_.default:  # which asks for it
             raise UsageError(
                 f"a tensor of this process takes part in {operator} with one of {mesh}, and is too large to be sent "
                 f"without being asked ({format_bytes(size_bytes)}): use meshbook.distribute(tensor, mesh) once"
@@ -321,9 +418,10 @@ def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: 
     return None if known.form is None else given if known.form is list else tuple(given)
 
 
-def new_seed() -> int:
-    """Drawn by the generator of this process, so that ``torch.manual_seed`` rules over the mesh as well."""
-    return int(torch.randint(1, 1 << 52, (), device="cpu"))
+def new_seed(generator: torch.Generator | None = None) -> int:
+    """Drawn by a generator of this process, torch's own by default: its seed rules over the mesh as well."""
+    device = generator.device if generator is not None else "cpu"
+    return int(torch.randint(1, 1 << 52, (), device=device, generator=generator))
 
 
 def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
@@ -342,6 +440,12 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
                 "Bring one of them over: tensor.to_mesh(other_mesh)."
             )
     return mesh
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """What ``set_`` does. Raises: UsageError unless both are of one mesh."""
+    tensor.data = other
+    return tensor
 
 
 def _few_of(value: Any) -> Any:

@@ -35,6 +35,14 @@ REFUSED = frozenset(
 """They name places in memory, of which a tensor in parts has no one order."""
 
 
+LACKING = {
+    aten._grouped_mm.default: "a product per group, torch.split and matmul (transformers does so after "
+    'model.set_experts_implementation("eager"))',
+}
+"""What shapes cannot be told of as torch would compute it, and what to use."""
+FORWARD_MODE = "torch.func.jacrev(torch.func.jacrev(f)) for hessian, torch.func.jacrev for jacfwd"
+
+
 class OutputOf(NamedTuple):
     """A result that is one of the operation's tensors: it was written in place."""
 
@@ -141,6 +149,8 @@ def learn(
                 **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
             )
     except Exception as error:
+        if way_round := FORWARD_MODE if operator.namespace == "prims" else LACKING.get(operator):
+            raise UsageError(f"{operator} has no way for such mesh tensors: use {way_round} ({error})") from None
         if not isinstance(error, NotImplementedError) and "meta" not in str(error).lower():
             raise error.with_traceback(None) from None  # of what torch does on the meta device nobody wants to know
         if operator._schema.returns:

@@ -27,8 +27,8 @@ class TensorOnRanks(torch.Tensor):
     mesh: Mesh
     _handle: Handle
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, here. Raises: the error of what it was made of."""
+    def _whole(self) -> torch.Tensor:
+        """The values, of which autograd knows nothing. Raises: the error of what the tensor was made of."""
         found = self.mesh.stream.fetch("whole", self._handle.number)
         assert isinstance(found, torch.Tensor)
         return found
@@ -47,13 +47,23 @@ class TensorOnRanks(torch.Tensor):
         found = self.detach().numpy()
         return found if dtype is None else found.astype(dtype)
 
+    def storage_offset(self) -> int:
+        """0 as that of whole tensors, which torch asks for. Raises: UsageError for a view: its memory is on ranks."""
+        return (
+            refuse_memory("storage_offset of a view, which torch.func.linearize asks for (torch.func.jvp does not),")(
+                self
+            )
+            if self._is_view()
+            else 0
+        )
+
     def _few(self) -> torch.Tensor:
         if self.numel() > LISTED_ELEMENTS:
             raise UsageError(
                 f"{self.numel():,} elements ({format_bytes(self.numel() * self.element_size())}) are too many for "
                 "that: take a part of the tensor first, or tensor.full_tensor() if this process has room for it"
             )
-        return self.full_tensor()
+        return self._whole()
 
     # ---- how it is shown ------------------------------------------------------------------------------------------
 
@@ -80,6 +90,22 @@ class TensorOnRanks(torch.Tensor):
         raise UsageError("a mesh tensor cannot be pickled, its values are on the ranks: pickle tensor.full_tensor()")
 
 
+def _number_by(name: str) -> Callable[[TensorOnRanks], Any]:
+    """Of one element: asked for at once, since torch, which makes a tensor of a list of numbers, asks no subclass."""
+    of_torch = getattr(torch.Tensor, name)
+
+    def number(self: TensorOnRanks) -> Any:
+        if self.numel() != 1 or torch._C._len_torch_dispatch_stack():  # who watches operators sees this one too
+            return of_torch(self)
+        return of_torch(self._whole())
+
+    return number
+
+
+for _name in ("__bool__", "__complex__", "__float__", "__index__", "__int__", "item"):
+    setattr(TensorOnRanks, _name, _number_by(_name))
+
+
 def refuse_memory(name: str) -> Callable[..., NoReturn]:
     def refuse(self: TensorOnRanks, *args: object, **kwargs: object) -> NoReturn:
         raise UsageError(f"{name} is about memory of this process, where a mesh tensor has none: use full_tensor()")
@@ -88,6 +114,7 @@ def refuse_memory(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    "__dlpack__", "apply_", "map_", "map2_", "pin_memory", "share_memory_", "storage", "untyped_storage",
+    "__dlpack__", "apply_", "data_ptr", "is_set_to", "map_", "map2_", "pin_memory", "share_memory_", "storage",
+    "untyped_storage",
 ):  # fmt: skip
     setattr(TensorOnRanks, _name, refuse_memory(_name))

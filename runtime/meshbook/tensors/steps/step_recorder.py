@@ -11,9 +11,12 @@ is noted as the reason why; the run itself goes on as if nobody looked.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +151,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_random(func):
             self.refuse(f"{func} draws numbers in this process")
         if func is aten._local_scalar_dense.default and depends:
+            counts = "; optimizers do so to count steps, but for SGD, Adam and AdamW as torch makes them by default"
             self.refuse(
-                "it takes the value of a tensor of this process, which may be another one next time; "
-                "optimizers do so to count their steps, unless they are made with fused=True"
+                "it takes the value of a tensor of this process, which may be another one next time"
+                + counts * _is_in_optimizer()
             )
         targets = [argument.of(args, kwargs) for argument in written_arguments(func)]
         written = [each for each in tree_leaves(targets) if isinstance(each, torch.Tensor)]
@@ -278,6 +282,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(source, torch.Tensor):
             return source
         return ("made", source.tolist()) if id(source) in self._made else ("there", id(source))
+
+
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+
+
+def _is_in_optimizer() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_place(value: object) -> bool:

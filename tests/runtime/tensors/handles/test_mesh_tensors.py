@@ -392,11 +392,12 @@ def test_a_tensor_becomes_a_view_of_itself_in_place(grid: Mesh) -> None:
     assert flipped.shape == (4, 6) and flipped.stride() == (1, 4) and equal(flipped, a.T)
     flipped.mul_(2)
     assert equal(flipped.t_().unsqueeze_(1), 2 * a.unsqueeze(1))
-    with pytest.raises(errors.UsageError, match="no meaning for a tensor in parts"):
+    with pytest.raises(errors.UsageError, match=r"can only be a tensor there: use meshbook\.distribute"):
         flipped.set_(torch.zeros(3))  # type: ignore[call-overload]
+    assert flipped.set_(x) is flipped and equal(flipped, a)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("method", ["__dlpack__", "apply_", "pin_memory", "share_memory_", "untyped_storage"])
+@pytest.mark.parametrize("method", ["__dlpack__", "apply_", "data_ptr", "is_set_to", "pin_memory", "untyped_storage"])
 def test_memory_that_is_not_there_is_not_touched(grid: Mesh, method: str) -> None:
     with pytest.raises(errors.UsageError, match="memory of this process, where a mesh tensor has none"):
         getattr(meshbook.ones(4, mesh=grid), method)()
