@@ -44,7 +44,7 @@ the mean of parts' means where items have weights, or are ignored."""
 
 WHOLE = frozenset(
     {
-        "_index_put_impl", "argmax", "argmin", "gather", "index_copy", "index_put",
+        "_index_put_impl", "argmax", "argmin", "gather", "index_copy", "index_put", "linalg_pinv",
         "multi_margin_loss_backward", "multilabel_margin_loss_backward",
         "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
     }
