@@ -74,11 +74,12 @@ test-pythons: $(READY)
 	$(BIN)/python tests/support/other_pythons.py $(ARGS)
 
 # How much of the code the tests run, in all processes that end by themselves: agents, templates, ranks and kernels too.
-# What counts calls of Python is left out. The last line has the whole; the exit code is that of the tests.
+# What counts calls of Python is left out. The last line has the whole. Tests of debuggers fail under it.
 coverage: $(READY)
 	rm -rf build/coverage
-	$(BIN)/python -m coverage run -m pytest -n $(JOBS) $(TOGETHER) $(COUNT_CALLS:%=--ignore=%) $(ARGS); status=$$?; \
-	$(BIN)/python -m coverage combine -q; $(BIN)/python -m coverage report --sort=cover; exit $$status
+	-$(BIN)/python -m coverage run -m pytest -n $(JOBS) $(TOGETHER) $(COUNT_CALLS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest -m "" tests/notebooks $(ARGS)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+
+LOOP = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):  # else we were killed
+    for _ in range(1 << 20):
+        pass
+"""
 
 
 class Machine(NamedTuple):
@@ -52,6 +63,21 @@ def forget_test_settings() -> None:
     """
     for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
         os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Have so many processes compute while the block runs, each in a session of its own."""
+    loops: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            loops.append(subprocess.Popen([sys.executable, "-c", LOOP, str(os.getpid())], start_new_session=True))
+        yield loops
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
 
 
 def others_load(settle_s: float = 1.0, window_s: float = 1.0) -> float:

@@ -34,20 +34,24 @@ class Notebook(RunningKernel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.last_request = ""
         self.wait_for_ready()
         self.run("%load_ext meshbook_extension")
         self.run(f"%mesh spawn gpus={RANKS} --device cpu")
 
-    def run(self, code: str) -> float:
-        """Run a cell; return the seconds from its request until the kernel is idle."""
+    def run(self, code: str, limit_s: float = TIMEOUT_S) -> float:
+        """Run a cell; return the seconds from its request until the kernel is idle.
+
+        limit_s: how long may pass between two messages.
+        """
         while self.client.iopub_channel.msg_ready():
             self.client.get_iopub_msg(timeout=0)
         started = time.perf_counter()
         request = self.client.execute(code, allow_stdin=False)
-        while not self._is_idle(self.client.get_iopub_msg(timeout=TIMEOUT_S), request):
+        while not self._is_idle(self.client.get_iopub_msg(timeout=limit_s), request):
             pass
-        took_s = time.perf_counter() - started
-        if (reply := self.reply_to(request))["status"] != "ok":
+        took_s, self.last_request = time.perf_counter() - started, request
+        if (reply := self.reply_to(request, limit_s))["status"] != "ok":
             raise RuntimeError(f"{code!r} failed: {reply}")
         return took_s
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import queue
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from jupyter_core.utils import ensure_event_loop
 
 from benchmarks import floors
 from benchmarks.cells import WatchedCell
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.machine import busy_loops
 from benchmarks.notebook import Notebook
 from benchmarks.stats import summarise
 from benchmarks.subject import mesh
@@ -20,11 +25,17 @@ QUESTION = (
     "8 ranks print 100,000 lines each in one cell: time until all have ended, lines missing in the logs, "
     "messages sent to the notebook, how fast a question to the mesh is answered meanwhile, and how fast "
     "an interrupt ends it; and from Shift-Enter until a stock ipykernel is idle. Floor: as many bare processes "
-    "printing into pipes that one process reads."
+    "printing into pipes that one process reads. 20,000 lines of each rank, equal or differing, alone and beside 24 "
+    "busy loops: until the kernel is idle, its CPU time, and messages that came after."
 )
 RANKS = 8
+LIMIT_S = 300.0
+"""For a cell on a machine where others compute."""
 LINES = 100_000
 FLOOD = f"for number in range({LINES}):\n    print(f'line {{number}} of a flood')"
+LINES_OF_CELL = 20_000
+TEXTS = {"equal": "line {number} of a flood", "differing": "line {number} of rank {rank} in a flood"}
+LOOPS = (0, 24)
 ENDLESS = "while True:\n    print('a line of an endless flood')"
 
 
@@ -34,6 +45,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         yield from _flood(procs, settings.count(5))
         yield from _interrupted(procs, settings.count(10))
     yield _in_a_notebook(settings.count(5))
+    yield from _until_idle(settings.count(10))
 
 
 def _flood(procs: ProcMesh, count: int) -> Iterator[Figure]:
@@ -88,6 +100,40 @@ def _in_a_notebook(count: int) -> Figure:
         notebook.close()
     size = f"{RANKS} x {LINES:,} lines"
     return Figure("output", "in a notebook", size, "meshbook", "s", summarise(took), goal=Goal("at most", 1.5))
+
+
+def _until_idle(count: int) -> Iterator[Figure]:
+    """Cells whose ranks print much, alone and where others compute, each of whom the scheduler gives as much."""
+    notebook = Notebook()
+    kernel = psutil.Process(notebook.manager.provisioner.pid)  # type: ignore[union-attr]
+    try:
+        for loops, (kind, text) in itertools.product(LOOPS, TEXTS.items()):
+            took, cpu, late = [], [], []
+            with busy_loops(loops):
+                for _ in range(count):
+                    before = sum(kernel.cpu_times()[:2])
+                    code = f"for number in range({LINES_OF_CELL}): print(f'{text}')"
+                    took.append(notebook.run(f"%%mesh\n{code}", limit_s=LIMIT_S))
+                    late.append(float(_count_late(notebook)))
+                    cpu.append(sum(kernel.cpu_times()[:2]) - before)
+            size = f"{RANKS} x {LINES_OF_CELL:,}, {loops} loops"
+            yield Figure("output", f"until idle, {kind} lines", size, "meshbook", "s", summarise(took))
+            yield Figure("output", f"CPU of the kernel, {kind} lines", size, "meshbook", "s", summarise(cpu))
+            after = Goal("at most", 0)
+            yield Figure(
+                "output", f"after idle, {kind} lines", size, "meshbook", "messages", summarise(late), goal=after
+            )
+    finally:
+        notebook.close()
+
+
+def _count_late(notebook: Notebook) -> int:
+    """Messages of the last cell that came when the kernel was idle, until none comes for a second."""
+    late = 0
+    with contextlib.suppress(queue.Empty):
+        while True:
+            late += notebook.client.get_iopub_msg(timeout=1)["parent_header"].get("msg_id") == notebook.last_request
+    return late
 
 
 def _lines_logged(procs: ProcMesh) -> int:

@@ -161,7 +161,7 @@ def _run(mesh: ProcMesh, publisher: Publisher, seed: random.Random, found: Findi
     except MeshError as error:
         if program.dies is None:
             found.wrong.append(f"{name} ({group}): {error}")
-    output.finish(DEADLINE_S)
+    output.finish()
     found.wrong += [f"{name} ({group}): {text}" for text in page.wrong]
     for rank, expected in program.tokens.items():
         if (seen := page.seen[rank]) != expected:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -30,16 +30,13 @@ from typing import NamedTuple, NoReturn
 from suite_report import RESULTS
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import busy_loops  # noqa: E402
+
 LOGS = ROOT / "build" / "repeat"
 END_S = 60.0
 """How long an interrupted run may take to end by itself."""
-
-LOOP = """
-import os, sys
-while os.getppid() == int(sys.argv[1]):  # else we were killed
-    for _ in range(1 << 20):
-        pass
-"""
 
 
 class Run(NamedTuple):
@@ -53,21 +50,6 @@ class Run(NamedTuple):
     """Tests, and files that could not be read."""
     why_incomplete: str
     """Empty where pytest came to its end."""
-
-
-@contextlib.contextmanager
-def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Have so many processes compute while the block runs, each in a session of its own."""
-    loops: list[subprocess.Popen[bytes]] = []
-    try:
-        for _ in range(count):
-            loops.append(subprocess.Popen([sys.executable, "-c", LOOP, str(os.getpid())], start_new_session=True))
-        yield loops
-    finally:
-        for loop in loops:
-            loop.kill()
-        for loop in loops:
-            loop.wait()
 
 
 def run_suite(arguments: Sequence[str], log: Path) -> Run:

@@ -7,6 +7,7 @@ rest. Text goes out at most ten times a second, failures at once.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -40,6 +41,12 @@ FLOOD_CHARACTERS = 20_000
 """Lines wait for their window only while more text than this is to be shown: each that waits longer costs time."""
 COUNT_INTERVAL_S = 5.0
 """Between counts of what is not shown, once the cell has ended."""
+LOOK_S = 0.1
+"""How often a cell that waits for its output looks how far that has come."""
+REST_NOTE_S = 2.0
+"""A cell that still shows what its ranks printed says so after so long."""
+STALLED_S = 30.0
+"""Nothing was taken in or shown for so long: a cell does not wait for it any longer."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -85,6 +92,10 @@ class CellOutput:
         self._await_printed = await_printed
         self._unshown_characters = 0
         """What has come since something was shown."""
+        self._waiting: dict[int, int] = {}
+        """The same of each rank: before what is behind a budget's worth of it is shown, the budget is spent."""
+        self._moved = 0
+        """Counts what was taken in and what was shown."""
         self._complete_to, self._asked_at = 0.0, math.inf
         """All that was printed by then has come; when we asked for more of it, if no answer has come."""
         self._labeller = Labeller()
@@ -124,22 +135,48 @@ class CellOutput:
         self._events.append((now, Text(stream, f"{text}\n")))
         self._publisher.schedule(self, now)
 
-    def finish(self, timeout_s: float = 5.0) -> None:
+    def finish(self) -> None:
         """Show everything received so far and wait until it is shown. What comes later is shown too.
 
-        Raises: whatever went wrong while showing it.
+        A cell with much to show says so; what an interrupt leaves unshown is counted. One whose output nothing takes,
+        for so long, ends with a notice.
+        Raises: whatever went wrong while showing it; KeyboardInterrupt, when the rest was counted.
         """
         self._closing = True
-        self.drain(timeout_s)
+        self.drain()
 
-    def drain(self, timeout_s: float = 5.0) -> None:
+    def drain(self) -> None:
         """As `finish`, while the cell goes on."""
         self._drained.clear()
         self._finishing = True
         self._publisher.schedule(self, time.monotonic())
-        self._drained.wait(timeout_s)
+        try:
+            self._wait_drained(REST_NOTE_S)
+        except KeyboardInterrupt:
+            self._budget.exceeded = True  # what is on its way passes quickly, and is counted
+            self._wait_drained(math.inf)
+            raise
         if self._error is not None:
             raise self._error
+
+    def _wait_drained(self, note_after_s: float) -> None:
+        began = moved_at = time.monotonic()
+        moved = self._moved
+        while not self._drained.wait(LOOK_S):
+            now = time.monotonic()
+            if self._moved != moved:
+                moved, moved_at = self._moved, now
+            if now - moved_at >= STALLED_S:
+                path = next(iter(self._log_paths().values()), "")
+                print(
+                    f"no output could be shown for {STALLED_S:g} s, so the cell ends without the rest; all of it: "
+                    f"{path and f'{path} and its like, or '}%mesh logs -n 1000",
+                    file=sys.stderr,
+                )
+                return
+            if now - began >= note_after_s:
+                note_after_s = math.inf
+                print("showing the rest of what ranks printed; an interrupt leaves it to the logs", file=sys.stderr)
 
     @property
     def has_unshown(self) -> bool:
@@ -216,6 +253,7 @@ class CellOutput:
         self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
 
     def _take(self, at: float, event: OutputEvent | Text | None) -> None:
+        self._moved += 1
         if isinstance(event, StreamText):
             self._take_text(event, at)
         elif event is None:
@@ -241,12 +279,21 @@ class CellOutput:
             self._notes.append(Text("stderr", f"{event.text}\n"))
 
     def _take_text(self, event: StreamText, at: float) -> None:
-        if self._budget.exceeded and "\r" not in event.text:
-            self._budget.skip(event.rank, event.stream, event.text)
-            return
-        self._take_skipped(at)
-        self._unshown_characters += len(event.text)
-        self._grouping.feed(event.rank, event.stream, event.text, at, event.place)
+        text, room, rest = event.text, self._budget.limit - self._waiting.get(event.rank, 0), ""
+        if "\r" not in text:
+            if self._budget.exceeded or room <= 0:
+                self._budget.skip(event.rank, event.stream, text)
+                return
+            if len(text) > room:
+                end = text.find("\n", room) + 1 or len(text)
+                text, rest = text[:end], text[end:]
+            self._waiting[event.rank] = self._budget.limit - room + len(text)
+        if self._budget.has_skipped(event.rank):
+            self._take_skipped(at)
+        self._unshown_characters += len(text)
+        self._grouping.feed(event.rank, event.stream, text, at, event.place)
+        if rest:
+            self._budget.skip(event.rank, event.stream, rest)
 
     def _take_skipped(self, now: float) -> None:
         for rank, stream, text in self._budget.take_skipped():
@@ -290,6 +337,7 @@ class CellOutput:
                 self._tell_of_limit()
         if self._texts:
             self._next_text_at, self._unshown_characters = now + TEXT_INTERVAL_S, 0
+            self._waiting.clear()
         self._send_texts()
 
     def _tell_of_limit(self) -> None:
@@ -311,6 +359,7 @@ class CellOutput:
         for stream, text in join_runs(texts, RUNS if self._runs > RUNS_OF_CELL else MANY_RUNS):
             self._sink.stream(stream, text)
             self._runs += 1
+            self._moved += 1
 
     def _show_display(self, piece: LinePiece) -> None:
         shown = piece.display

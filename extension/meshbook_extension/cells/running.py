@@ -109,13 +109,18 @@ class RunningCell:
                 self.interrupt()
                 self.output.finish()
             raise
-        self.output.finish()
+        with contextlib.suppress(KeyboardInterrupt):  # of what is still shown: the error comes first
+            self.output.finish()
         raise error from None
 
     def outcome(self) -> ValueMesh[object]:
         """What `result` returns or raises, once the future is done."""
         error = self.run.future.exception(0)
-        self.output.finish()
+        try:
+            self.output.finish()
+        except KeyboardInterrupt:
+            if error is None:
+                raise
         if error is None:
             return self.run.future.result(0)
         raise self._presentable(error) from None

@@ -30,7 +30,7 @@ class Budget:
     def __init__(self, characters: int = SHOWN_CHARACTERS, display_characters: int = SHOWN_DISPLAY_CHARACTERS) -> None:
         self.exceeded = False
         self.displays_hidden = 0
-        self._limit = characters
+        self.limit = characters
         self._characters = characters
         self._display_characters = display_characters
         self._last: deque[LinePiece] = deque()
@@ -61,6 +61,10 @@ class Budget:
             self._hide(kept[:cut], (rank,))
             kept = kept[cut:]
         self._skipped[rank, stream] = kept
+
+    def has_skipped(self, rank: int) -> bool:
+        """Whether text of a rank waits for `take_skipped`."""
+        return any(skipped == rank for skipped, _ in self._skipped)
 
     def take_skipped(self) -> list[tuple[int, str, str]]:
         """The last of what was skipped, as (rank, stream, text)."""

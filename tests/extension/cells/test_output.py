@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
 from fakes import RecordingSink, cut, done, failure, out, shown
+from patience import wait_until
 
 from meshbook.calls.output import OutputEvent
 from meshbook_extension.cells import output as cell_output
@@ -23,9 +26,12 @@ class StillPublisher:
     def __init__(self) -> None:
         self.at: list[float] = []
         self.is_stopping = False
+        self.pumps_at_once = False
 
     def schedule(self, output: Scheduled, at: float) -> None:
         self.at.append(at)
+        if self.pumps_at_once:
+            output.pump(at)
 
 
 class Cell:
@@ -63,8 +69,9 @@ class Cell:
         return self.output.pump(now) if len(self.asked) > asked and not self.holds_answers else due
 
     def finish(self) -> str:
-        self.output.finish(timeout_s=0)
-        self.pump()
+        self.publisher.pumps_at_once = True
+        self.output.finish()
+        self.publisher.pumps_at_once = False
         return self.sink.text()
 
 
@@ -450,3 +457,82 @@ def test_a_rank_that_fails_is_shown_at_once_while_results_wait(cell: Cell) -> No
     assert cell.sink.kinds() == ["error"]
     cell.finish()
     assert cell.sink.kinds() == ["error", "display"]
+
+
+# ---- the end of a cell that has much to show ------------------------------------------------------------------------
+
+
+class SlowSink(RecordingSink):
+    """Takes a while for each message, or does not come back before it is let go."""
+
+    def __init__(self, each_s: float) -> None:
+        super().__init__()
+        self.each_s = each_s
+        self.let_go = threading.Event()
+
+    def stream(self, name: str, text: str) -> None:
+        self.let_go.wait(self.each_s)
+        super().stream(name, text)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    made = Publisher()
+    yield made
+    made.stop(20)
+
+
+def slow_cell(publisher: Publisher, each_s: float) -> tuple[CellOutput, SlowSink]:
+    sink = SlowSink(each_s)
+    paths = {rank: f"/logs/rank-{rank}.log" for rank in range(2)}
+    grouping = grouping_for("none", range(2))
+    return CellOutput(range(2), sink, grouping, publisher, lambda: paths, lambda on_come, _: on_come()), sink
+
+
+def test_a_cell_waits_for_its_output_and_says_so(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cell_output, "REST_NOTE_S", 0.1)
+    output, sink = slow_cell(publisher, 0.3)
+    for turn in range(3):
+        output.receive(out(turn % 2, f"line {turn}\n"))
+    output.receive(done(0))
+    output.receive(done(1))
+    output.finish()
+    assert [f"line {turn}" in sink.text() for turn in range(3)] == [True] * 3
+    assert capsys.readouterr().err == "showing the rest of what ranks printed; an interrupt leaves it to the logs\n"
+
+
+def test_an_interrupt_ends_a_cell_that_shows_and_counts_the_rest(publisher: Publisher) -> None:
+    output, sink = slow_cell(publisher, 60)
+    main = threading.get_ident()
+
+    def press() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        wait_until(lambda: output.is_full)
+        for number in range(100):
+            output.receive(out(0, f"late {number}\n"))
+        sink.let_go.set()
+
+    output.receive(out(0, "line\n"))
+    pressed = threading.Timer(0.3, press)
+    pressed.start()
+    with pytest.raises(KeyboardInterrupt):
+        output.finish()
+    pressed.join()
+    wait_until(lambda: "not shown: " in sink.text())
+    assert sink.text().startswith("[0] line\n") and "late 0\n" not in sink.text()
+    assert "bytes of rank 0 (the last lines follow)" in sink.text() and sink.text().endswith("[0] late 99\n")
+
+
+def test_a_cell_whose_output_nothing_takes_ends_with_a_notice(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cell_output, "STALLED_S", 0.5)
+    output, sink = slow_cell(publisher, 60)
+    output.receive(out(0, "line\n"))
+    output.finish()
+    said = capsys.readouterr().err
+    assert said.startswith("no output could be shown for 0.5 s, so the cell ends without the rest; all of it: ")
+    assert "/logs/rank-0.log and its like, or %mesh logs -n 1000" in said
+    sink.let_go.set()
