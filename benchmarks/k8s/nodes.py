@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from kubernetes import client, watch
 
 IMAGE = "meshbook:test"
