@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshbook.concurrency.patches import patch
-from meshbook.errors import UsageError
+from meshbook.errors import MeshError, UsageError
 from meshbook.formatting import format_bytes
 from meshbook.tensors.handles.early_operators import meet_early_operators
 from meshbook.tensors.handles.loss_scaling import check_and_unscale
@@ -96,7 +96,11 @@ class MeshTensor(TensorOnRanks):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return dispatch(func, args, kwargs or {})
+        try:
+            return dispatch(func, args, kwargs or {})
+        except (MeshError, IndexError, RuntimeError) as error:
+            # it is of the line that asked for this: how we came to it is no news
+            raise error.with_traceback(None) from error.__cause__
 
     # ---- layout ---------------------------------------------------------------------------------------------------
 

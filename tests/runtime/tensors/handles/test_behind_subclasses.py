@@ -88,6 +88,12 @@ def test_a_value_decides_which_branch_is_taken(x: meshbook.MeshTensor) -> None:
     assert torch.cond(True, lambda t: t + 1, lambda t: t - 1, (A,)).equal(A + 1)
 
 
+def test_the_traceback_of_shapes_that_do_not_fit_ends_in_one_frame_of_ours(x: meshbook.MeshTensor) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+        x @ x
+    assert len(raised.traceback) == 2
+
+
 # ---- memory, and what is this process's -----------------------------------------------------------------------------
 
 
