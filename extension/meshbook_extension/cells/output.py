@@ -18,7 +18,7 @@ import msgspec
 
 from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
-from meshbook_extension.output.budget import Budget
+from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget
 from meshbook_extension.output.failures import INTERRUPT, FailureView
 from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
@@ -287,7 +287,8 @@ class CellOutput:
             if len(text) > room:
                 end = text.find("\n", room) + 1 or len(text)
                 text, rest = text[:end], text[end:]
-            self._waiting[event.rank] = self._budget.limit - room + len(text)
+            labels = LABEL_CHARACTERS * text.count("\n")
+            self._waiting[event.rank] = self._budget.limit - room + len(text) + labels
         if self._budget.has_skipped(event.rank):
             self._take_skipped(at)
         self._unshown_characters += len(text)
