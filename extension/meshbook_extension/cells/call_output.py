@@ -40,7 +40,8 @@ class CallOutput:
         """The cell ends: show what its calls have printed so far, so that it is there before the cell is done."""
         outputs, self._of_mesh = self._of_mesh, {}
         for _target, output in outputs.values():
-            output.finish()
+            with contextlib.suppress(KeyboardInterrupt):  # the cell has ended, and what is left was counted
+                output.finish()
 
     def target(self, procs: ProcMesh) -> OutputTarget | None:
         """Where the prints of a call belong that is made now; None outside the thread of cells."""

@@ -8,6 +8,7 @@ whose shapes depend on values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -203,12 +204,14 @@ class _BroughtHere(torch.autograd.Function):
         return place(gradient, ctx.mesh, [Replicate()] * len(ctx.mesh.axes))
 
 
-# The frames below the operators of a mesh tensor are ours: torch.compile would take shapes of one call for the next's.
-_SKIP = torch._C._dynamo.eval_frame._FrameAction.SKIP
-torch._C._dynamo.eval_frame.set_code_exec_strategy(
-    vars(MeshTensor)["__torch_dispatch__"].__func__.__code__,
-    torch._C._dynamo.eval_frame._FrameExecStrategy(_SKIP, _SKIP),
-)
+with contextlib.suppress(
+    AttributeError
+):  # the frames below are ours: torch.compile would take one call's shapes for all
+    _eval_frame = torch._C._dynamo.eval_frame
+    _eval_frame.set_code_exec_strategy(
+        vars(MeshTensor)["__torch_dispatch__"].__func__.__code__,
+        _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP),
+    )
 
 _to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
 
@@ -296,10 +299,10 @@ def _choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
     """
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return
-    left_to_torch = group.get("fused", True) is None and group["foreach"] is None
+    is_chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
+    is_chosen = is_chosen or any(group.get(name) for name in ("differentiable", "capturable"))
     fits = all(isinstance(each, MeshTensor) and each.is_floating_point() for each in group["params"])
-    begun = any(each in optimizer.state for each in group["params"])
-    if left_to_torch and fits and not begun and not group["differentiable"] and not group["capturable"]:
+    if fits and not is_chosen and not any(each in optimizer.state for each in group["params"]):
         group["fused"] = True
 
 

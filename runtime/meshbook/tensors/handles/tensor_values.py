@@ -49,13 +49,11 @@ class TensorOnRanks(torch.Tensor):
 
     def storage_offset(self) -> int:
         """0 as that of whole tensors, which torch asks for. Raises: UsageError for a view: its memory is on ranks."""
-        return (
+        if self._is_view():
             refuse_memory("storage_offset of a view, which torch.func.linearize asks for (torch.func.jvp does not),")(
                 self
             )
-            if self._is_view()
-            else 0
-        )
+        return 0
 
     def _few(self) -> torch.Tensor:
         if self.numel() > LISTED_ELEMENTS:
