@@ -254,11 +254,11 @@ def with_nan(made: Any) -> Any:
         return made
     local, placements = made._local_tensor, list(made.placements)
     for axis, placement in enumerate(placements):
-        if placement.is_partial("max") or placement.is_partial("min"):
+        if (reduction := getattr(placement, "reduce_op", "")) in ("max", "min"):  # of partial ones
             group = made.device_mesh.get_group(axis)
             parts = collectives.all_gather_into_tensor(local.contiguous()[None], group.size(), group.group_name)
             parts = collectives.wait_tensor(parts)
-            local = parts.amax(0) if placement.is_partial("max") else parts.amin(0)
+            local = parts.amax(0) if reduction == "max" else parts.amin(0)
             placements[axis] = Replicate()
     if local is made._local_tensor:
         return made

@@ -50,7 +50,7 @@ def _chunks(size: int, parts: int) -> set[int]:
 
 def is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
     """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
-    return any(each.is_partial("avg") for each in made.placements) and any(map(is_unequal, tensors))
+    return any(getattr(each, "reduce_op", "") == "avg" for each in made.placements) and any(map(is_unequal, tensors))
 
 
 def splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
