@@ -24,7 +24,6 @@ PROMPT_S = 1.0
 """Each stage gives the prompt back within a second; a test machine that is busy gets twice that."""
 
 LOOP = """\
-import re
 import time
 n = 0
 while {condition}:
@@ -34,7 +33,6 @@ while {condition}:
         n += 1
 """
 NESTED = """\
-import re
 import time
 def inner():
     while not stop:
