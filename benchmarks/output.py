@@ -103,7 +103,7 @@ def _in_a_notebook(count: int) -> Figure:
 
 
 def _until_idle(count: int) -> Iterator[Figure]:
-    """Cells whose ranks print much, alone and where others compute, each of whom the scheduler gives as much."""
+    """Run cells whose ranks print much, alone and where others compute, each of whom the scheduler gives as much."""
     notebook = Notebook()
     kernel = psutil.Process(notebook.manager.provisioner.pid)  # type: ignore[union-attr]
     try:
@@ -128,7 +128,7 @@ def _until_idle(count: int) -> Iterator[Figure]:
 
 
 def _count_late(notebook: Notebook) -> int:
-    """Messages of the last cell that came when the kernel was idle, until none comes for a second."""
+    """Return how many messages of the last cell came when the kernel was idle, until none comes for a second."""
     late = 0
     with contextlib.suppress(queue.Empty):
         while True:

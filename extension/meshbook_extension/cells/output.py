@@ -18,7 +18,7 @@ import msgspec
 
 from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
-from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget
+from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
 from meshbook_extension.output.failures import INTERRUPT, FailureView
 from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
@@ -167,12 +167,9 @@ class CellOutput:
             if self._moved != moved:
                 moved, moved_at = self._moved, now
             if now - moved_at >= STALLED_S:
-                path = next(iter(self._log_paths().values()), "")
-                print(
-                    f"no output could be shown for {STALLED_S:g} s, so the cell ends without the rest; all of it: "
-                    f"{path and f'{path} and its like, or '}%mesh logs -n 1000",
-                    file=sys.stderr,
-                )
+                where = f"{name_paths([*self._log_paths().values()])}%mesh logs -n 1000"
+                ends = f"no output could be shown for {STALLED_S:g} s, so the cell ends without the rest"
+                print(f"{ends}\n  all of it: {where}", file=sys.stderr)
                 return
             if now - began >= note_after_s:
                 note_after_s = math.inf

@@ -109,7 +109,7 @@ class Budget:
             note = (
                 f"not shown: {self.hidden_bytes:,} bytes of {name_ranks(ranks)}"
                 f"{' (the last lines follow)' if last else ''}\n"
-                f"  all of it: {_name_paths([path for path in paths if path])}%mesh logs -n 1000\n"
+                f"  all of it: {name_paths([path for path in paths if path])}%mesh logs -n 1000\n"
             )
         if self.displays_hidden:
             note += (
@@ -131,7 +131,7 @@ class Budget:
             self._hidden_bytes[rank] = self._hidden_bytes.get(rank, 0) + size
 
 
-def _name_paths(paths: list[str]) -> str:
+def name_paths(paths: list[str]) -> str:
     """Some log files for people to open, followed by a separator for the command that shows all."""
     if not paths:
         return ""

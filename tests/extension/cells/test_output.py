@@ -533,6 +533,6 @@ def test_a_cell_whose_output_nothing_takes_ends_with_a_notice(
     output.receive(out(0, "line\n"))
     output.finish()
     said = capsys.readouterr().err
-    assert said.startswith("no output could be shown for 0.5 s, so the cell ends without the rest; all of it: ")
-    assert "/logs/rank-0.log and its like, or %mesh logs -n 1000" in said
+    assert said.startswith("no output could be shown for 0.5 s, so the cell ends without the rest\n  all of it: ")
+    assert "/logs/rank-0.log, /logs/rank-1.log; or %mesh logs -n 1000" in said
     sink.let_go.set()

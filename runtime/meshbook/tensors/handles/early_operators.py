@@ -53,7 +53,7 @@ def _tensor_split(tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> 
 
 
 def _pool_2d(x: torch.Tensor, size: Any) -> Any:
-    """To one element per channel: torch asks for places in memory then, if channels come last."""
+    """Pool to one element per channel, for which torch asks for places in memory if channels come last."""
     return x.mean((-1, -2), keepdim=True) if [*size] == [1, 1] else NotImplemented
 
 

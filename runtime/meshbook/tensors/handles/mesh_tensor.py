@@ -62,12 +62,19 @@ INSTEAD = {
 }
 """Operators that do the same on ranks: what torch would put off until values are read, and what DTensor gets wrong."""
 
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Do what ``set_`` does. Raises: UsageError unless both are of one mesh."""
+    tensor.data = other
+    return tensor
+
+
 ANSWERED: Mapping[Any, Callable[..., Any]] = {
     aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     aten._has_same_storage_numel.default: lambda one, other: one.numel() == other.numel(),
     aten._has_compatible_shallow_copy_type.default: lambda *both: all(isinstance(each, MeshTensor) for each in both),
     aten.is_pinned.default: lambda *_, **__: False,
-    aten.set_.source_Tensor: lambda one, other: _become(one, other),
+    aten.set_.source_Tensor: _become,
 }
 """What torch asks of tensors, or does to them alone, is done here."""
 
@@ -293,16 +300,16 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Where it is left to torch how Adam's steps are done, a group's parameters are updated by one operation.
+    """Have Adam update a group's parameters by one operation, where it is left to torch how a first step is done.
 
     torch would take them one by one, for it knows no other way for a subclass, and read each one's count of steps.
     """
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    if group.get("fused", True) is not None or not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         return
-    is_chosen = any(group.get(name) is not None for name in ("fused", "foreach"))
-    is_chosen = is_chosen or any(group.get(name) for name in ("differentiable", "capturable"))
-    fits = all(isinstance(each, MeshTensor) and each.is_floating_point() for each in group["params"])
-    if fits and not is_chosen and not any(each in optimizer.state for each in group["params"]):
+    is_chosen = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
+    if is_chosen or any(each in optimizer.state for each in group["params"]):
+        return
+    if all(isinstance(each, MeshTensor) and each.is_floating_point() for each in group["params"]):
         group["fused"] = True
 
 
@@ -447,12 +454,6 @@ def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
                 "Bring one of them over: tensor.to_mesh(other_mesh)."
             )
     return mesh
-
-
-def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """What ``set_`` does. Raises: UsageError unless both are of one mesh."""
-    tensor.data = other
-    return tensor
 
 
 def _few_of(value: Any) -> Any:

@@ -89,7 +89,7 @@ class TensorOnRanks(torch.Tensor):
 
 
 def _number_by(name: str) -> Callable[[TensorOnRanks], Any]:
-    """Of one element: asked for at once, since torch, which makes a tensor of a list of numbers, asks no subclass."""
+    """Return the method that asks for one element at once: ``torch.tensor([x[0]])`` asks no subclass before it."""
     of_torch = getattr(torch.Tensor, name)
 
     def number(self: TensorOnRanks) -> Any:
@@ -100,7 +100,7 @@ def _number_by(name: str) -> Callable[[TensorOnRanks], Any]:
     return number
 
 
-for _name in ("__bool__", "__complex__", "__float__", "__index__", "__int__", "item"):
+for _name in ("__bool__", "__complex__", "__float__", "__index__", "__int__"):
     setattr(TensorOnRanks, _name, _number_by(_name))
 
 

@@ -49,6 +49,11 @@ def test_no_operator_is_silently_wrong(mesh2: ProcMesh) -> None:
     assert counts[RIGHT] >= 450, counts
 
 
+MADE_OF_NOTHING = ("empty_like", "new_empty", "empty_permuted", "_debug_has_internal_overlap")
+"""What they give is not a matter of their arguments."""
+VALUES = (torch.tensor([[0.5, -1.5], [2.0, 3.0]]), torch.tensor([[1, 2], [3, 0]]), torch.tensor([[True, False]] * 2))
+
+
 def _overloads() -> Iterator[tuple[torch._ops.OpOverload, list[str]]]:
     """Yield overloads of aten that take tensors and numbers and write to none, with the kinds of their arguments."""
     for name in dir(torch.ops.aten):
@@ -61,11 +66,6 @@ def _overloads() -> Iterator[tuple[torch._ops.OpOverload, list[str]]]:
             simple = simple and {*kinds} <= {"Tensor", "number", "int", "float"} and name not in MADE_OF_NOTHING
             if simple and not written_arguments(operator) and not is_random(operator):
                 yield operator, kinds
-
-
-MADE_OF_NOTHING = ("empty_like", "new_empty", "empty_permuted", "_debug_has_internal_overlap")
-"""What they give is not a matter of their arguments."""
-VALUES = (torch.tensor([[0.5, -1.5], [2.0, 3.0]]), torch.tensor([[1, 2], [3, 0]]), torch.tensor([[True, False]] * 2))
 
 
 @pytest.mark.nightly
