@@ -242,6 +242,13 @@ def follow(session: Session, job: Job, out: str | None = None, *, show_time: boo
 
 def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
     """On the thread that completes the future: nothing here waits."""
+    try:
+        _tell_of_end(session, job, out, show_time)
+    finally:
+        job.told.set()
+
+
+def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
     job.ended = time.monotonic()
     session.errors.note(job.mesh, job.cell.what, job.cell.failures)
     future = job.cell.run.future

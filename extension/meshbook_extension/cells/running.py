@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -239,6 +240,8 @@ def show_as(error: BaseException, lines: list[str]) -> None:
 
 KEPT = 50
 """Jobs that have ended and can still be asked for."""
+TOLD_LIMIT_S = 10.0
+"""The note of a job's end is written as its last rank answers; a wait for it ends after so long at the latest."""
 
 
 @dataclass
@@ -250,6 +253,16 @@ class Job:
     mesh: str
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    told: threading.Event = field(default_factory=threading.Event)
+    """Set once the result is kept and the note of its end is on its way to the output."""
+
+    def finish(self) -> None:
+        """Wait until a job whose ranks have ended is told of, so that the running cell has the note and the result.
+
+        Raises: as `CellOutput.finish`.
+        """
+        self.told.wait(TOLD_LIMIT_S)
+        self.cell.output.finish()
 
     @property
     def state(self) -> str:

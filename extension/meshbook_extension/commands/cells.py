@@ -19,6 +19,9 @@ from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import format_seconds
 
+END_LIMIT_S = 10.0
+"""A job whose ranks have stopped ends once its process groups are formed again; so long it is waited for."""
+
 
 @Command(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",))
 def list_jobs(session: Session, arguments: Arguments) -> None:
@@ -47,6 +50,7 @@ def wait(session: Session, arguments: Arguments) -> None:
             print(f"{job.describe()}\n  wait on: %mesh wait {job.number}    end it: %mesh cancel {job.number}")
             continue
         try:
+            job.finish()
             job.cell.outcome()
         except MeshError as error:
             errors.append(error)
@@ -86,7 +90,10 @@ def cancel(session: Session, arguments: Arguments) -> None:
     if job.state != "running":
         print(f"job {job.number} has ended: {job.state} after {format_seconds(job.duration_s)}")
         return
-    _tell([(f"job {job.number} ", job.cell.interrupt())])
+    report = job.cell.interrupt()
+    if not (report.stuck or report.skipping) and _wait_for(job, END_LIMIT_S):
+        job.finish()
+    _tell([(f"job {job.number} ", report)])
 
 
 @on_ranks(

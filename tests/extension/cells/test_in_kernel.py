@@ -398,6 +398,32 @@ def test_a_headless_run_keeps_what_jobs_and_threads_print_after_their_cells(tmp_
     assert headless(tmp_path, cells, report, allow_errors=True) == list(map(str, shown))
 
 
+@pytest.mark.slow
+def test_the_cell_that_ends_a_job_has_the_note_of_its_end(tmp_path: Path) -> None:
+    busy = (  # the thread that publishes, as on a busy machine
+        "class Busy:\n    def pump(self, now): time.sleep(1.5)\n"
+        "get_ipython()._meshbook_session.publisher.schedule(Busy(), 0)\ntime.sleep(0.2)\n"
+    )
+    cells = [
+        "%mesh spawn gpus=2 --device cpu",
+        "%%mesh --async\nimport time; dist.barrier(); time.sleep(60 * rank); dist.barrier()",
+        "import time; time.sleep(0.5)",
+        f"{busy}%mesh cancel 1",
+        "%%mesh --async --out values\ntime.sleep(1); rank",
+        f"{busy}%mesh wait 2",
+        "print(values.values())",
+    ]
+    report = (
+        "for cell in notebook.cells[3:]:\n"
+        "    lines = ''.join(output.get('text', '') for output in cell.outputs).splitlines()\n"
+        "    print(sorted(line.split(' after')[0] for line in lines if not line.startswith('[')))\n"
+    )
+    cancelled = ["job 1 cancelled", "job 1 interrupted: ranks 0,1 stopped, all variables kept"]
+    runs = ["job 2 runs on ranks 0,1; wait for it: %mesh wait 2"]
+    expected = [[], cancelled, runs, ["job 2 done"] * 2, []]
+    assert headless(tmp_path, cells, report) == list(map(str, expected))
+
+
 def test_prints_of_a_call_land_in_the_cell_that_made_it(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
     first = kernel.run("procs.execute(print, 'from a call').get()")
