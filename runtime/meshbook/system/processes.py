@@ -151,10 +151,14 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """``pid`` and all that it and its children have started and that lives; parents first."""
+    """List ``pid`` and all that it and its children have started and that lives: parents first, then the youngest.
+
+    Signals in this order end a shell as Ctrl-C does: it knows of the signal before its child ends, and the last command
+    of a pipeline gets its own before the end of the pipe, at which it would end well and let the shell go on.
+    """
     pids = [pid]
     for parent in pids:
-        pids += children(parent)
+        pids += reversed(children(parent))
     return pids
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from meshbook.shell import commands
 from meshbook.shell.shell import CellOutcome
 
 DEADLINE_S = 60.0
@@ -367,6 +368,26 @@ def test_an_interrupt_ends_a_command_and_all_that_it_started(rank: RankProcess, 
     assert ran.outcome.interrupted and not ran.outcome.ok and "reachable" not in ran.stdout
     assert time.monotonic() - started < 5
     assert children_of(rank.pid) == []
+
+
+def test_a_shell_that_is_interrupted_bit_by_bit_runs_no_further_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine processes get their signals one by one; a shell goes on when its pipeline ends well first."""
+    kill = os.kill
+
+    def kill_slowly(pid: int, signum: int) -> None:
+        kill(pid, signum)
+        time.sleep(0.02)
+
+    with subprocess.Popen(["bash"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdin is not None and shell.stdout is not None
+        shell.stdin.write("(sleep 77 | cat; true); echo unreachable\n")
+        shell.stdin.close()
+        deadline = time.monotonic() + 60
+        while {"sleep", "cat"} - {child.name() for child in psutil.Process(shell.pid).children(recursive=True)}:
+            assert time.monotonic() < deadline
+        monkeypatch.setattr(commands.os, "kill", kill_slowly)
+        commands._end(shell)  # type: ignore[arg-type]
+        assert shell.stdout.read() == ""
 
 
 # ---- awaiting ---------------------------------------------------------------------------------------------------
