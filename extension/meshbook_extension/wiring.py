@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import set_advice
-from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler
+from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
 from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.prompt import CallPromptHandler
@@ -17,7 +17,7 @@ from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
-from meshbook_extension.output.publisher import served_cell
+from meshbook_extension.output.publisher import StartLine, served_cell
 from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.visual_debugger.target import Debugged
@@ -54,6 +54,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
 
     set_current_mesh(session.mesh, give_procs)
     set_prompt_handler(CallPromptHandler(session))
+    set_start_display(StartLine(shell).show)
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
@@ -73,6 +74,7 @@ def close_session(session: Session) -> None:
     set_output_source(None)
     set_current_mesh(None)
     set_prompt_handler(None)
+    set_start_display(None)
     session.part(Hooks).uninstall()
     session.part(Debugged).end()
     for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):

@@ -16,7 +16,7 @@ from meshbook.system.interfaces import WANTED
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_age, describe_others
-from meshbook_extension.notebook.engines import COUNTED, HOSTS, ON, PYTHON, WITHIN, read_engine
+from meshbook_extension.notebook.engines import COUNTED, HOSTS, ON, PYTHON, WITHIN, read_engine, read_within
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
@@ -104,7 +104,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     sizes = _read_sizes(arguments)
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
-    limit = _read_limit(arguments)
+    limit, within_s = _read_limit(arguments), read_within(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
     launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
@@ -126,6 +126,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
                 owns_hosts=hosts is not None,
                 env=env,
                 cwd=arguments.text("--cwd"),
+                within_s=within_s,
             )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None

@@ -12,7 +12,7 @@ from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.sync import send_again
-from meshbook_extension.notebook.engines import ON, PYTHON, WITHIN, read_other_engine
+from meshbook_extension.notebook.engines import ON, PYTHON, WITHIN, read_other_engine, read_within
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
@@ -44,7 +44,12 @@ def heal(session: Session, arguments: Arguments) -> None:
     """Repair, then the setup cells."""
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
-    repaired = _repair(lambda: procs.base().heal(force=arguments.flag("--force"), note=_note, launcher=launcher))
+    within_s = read_within(arguments)
+
+    def act() -> Repaired:
+        return procs.base().heal(force=arguments.flag("--force"), note=_note, launcher=launcher, within_s=within_s)
+
+    repaired = _repair(act)
     print(repaired)
     send_again(session, procs, repaired.ranks)
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
@@ -55,7 +60,7 @@ def heal(session: Session, arguments: Arguments) -> None:
     summary="End ranks, busy or not, and start them again in their places, without their variables.",
     words="[SLICE]",
     pairs="AXIS=.. [AXIS=.. ...]",
-    options=(REPLAY, FORCE),
+    options=(REPLAY, FORCE, WITHIN),
     examples=("%mesh respawn rank=3", "%mesh respawn rank=3 --replay", "%mesh respawn gpus=0:2"),
 )
 def respawn(session: Session, arguments: Arguments) -> None:
@@ -63,10 +68,10 @@ def respawn(session: Session, arguments: Arguments) -> None:
     if not arguments.words and not arguments.pairs:
         raise arguments.grammar.refuse("say which ranks.")
     procs = session.mesh()
-    ranks = session.target(arguments.words, arguments.pairs).ranks
+    ranks, within_s = session.target(arguments.words, arguments.pairs).ranks, read_within(arguments)
 
     def act() -> Repaired:
-        return procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note)
+        return procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note, within_s=within_s)
 
     repaired = _repair(act)
     print(repaired)
@@ -100,7 +105,8 @@ def grow(session: Session, arguments: Arguments) -> None:
         raise arguments.grammar.refuse("say along which axis, and by how much.")
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs)
-    change = _repair(lambda: procs.change(grow=more, note=_note, launcher=launcher))
+    within_s = read_within(arguments)
+    change = _repair(lambda: procs.change(grow=more, note=_note, launcher=launcher, within_s=within_s))
     _take_over(session, procs, change)
     send_again(session, change.procs, change.new)
     if arguments.flag("--replay"):

@@ -35,7 +35,9 @@ ON = Option(
     "local|ssh:HOST,..|slurm|k8s|ray[:ADDRESS]|mpi[:MPIRUN]|batch:SCHEDULER|manual[:ADDRESS]",
 )
 PYTHON = Option("--python", "the interpreter on hosts elsewhere", str, "PATH")
-WITHIN = Option("--within", "how long hosts of manual may take to come (30m)", str, "TIME")
+WITHIN = Option(
+    "--within", "how long it may go without progress (2m), or hosts of manual take to come (30m)", str, "TIME"
+)
 
 
 def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[[], int]) -> Launcher:
@@ -48,8 +50,6 @@ def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[
         near = did_you_mean(engine, ENGINES)
         there = "local, slurm, k8s, ray, mpi, manual, batch:pbs and others, and ssh with hosts: ssh:nodeA,nodeB"
         raise arguments.grammar.refuse(f'unknown engine "{engine}".{near} There is: {there}.', "ssh:")
-    if engine != "manual" and arguments.text("--within") is not None:
-        raise arguments.grammar.refuse("--within is for hosts that you start: --on manual.", "manual")
     if engine == "ssh":
         if not named:
             raise arguments.grammar.refuse("ssh needs the names of hosts, as your ssh config has them.", "ssh:")
@@ -109,9 +109,13 @@ def _read_manual(arguments: Arguments, address: str) -> Launcher:
     from meshbook.launchers.manual import WITHIN_S, ManualLauncher
 
     _refuse_rest(arguments, "manual")
-    within = arguments.text("--within")
-    within_s = WITHIN_S if within is None else parse_duration(within, "--within")
-    return ManualLauncher(address, python=arguments.text("--python"), within_s=within_s)
+    return ManualLauncher(address, python=arguments.text("--python"), within_s=read_within(arguments) or WITHIN_S)
+
+
+def read_within(arguments: Arguments) -> float | None:
+    """Seconds that ``--within`` says, if it is given. Raises: UsageError."""
+    text = arguments.text(WITHIN.name)
+    return None if text is None else parse_duration(text, WITHIN.name)
 
 
 def _refuse_rest(arguments: Arguments, engine: str) -> None:
@@ -122,8 +126,8 @@ def _refuse_rest(arguments: Arguments, engine: str) -> None:
 def read_other_engine(arguments: Arguments, procs: ProcMesh) -> Launcher | None:
     """Who starts more hosts of a mesh; None where that is who started the others. Raises: UsageError."""
     if arguments.text("--on") is None:
-        for given in filter(arguments.options.__contains__, (PYTHON.name, WITHIN.name)):
-            raise arguments.grammar.refuse(f"{given} is for hosts of another engine: name it by --on.", "--on")
+        if arguments.text(PYTHON.name) is not None:
+            raise arguments.grammar.refuse("--python is for hosts of another engine: name it by --on.", "--on")
         if arguments.rest:
             raise arguments.grammar.refuse("what follows -- is for another engine: name it by --on.", "--on")
         return None

@@ -181,6 +181,25 @@ def sink_for(shell: InteractiveShell) -> CellSink:
     return KernelSink(kernel, parent_of(shell))
 
 
+class StartLine:
+    """One line below the running cell that says how far a start has come, until it is there."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._sink: CellSink | None = None
+
+    def show(self, text: str) -> None:
+        """Replace the line; empty: take it away. A start that no cell waits for has none."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if text and self._sink is None:
+            self._sink = sink_for(self._shell)
+        if self._sink is not None:
+            self._sink.bars([text] if text else [])
+        if not text:
+            self._sink = None
+
+
 def kernel_of(shell: InteractiveShell) -> IPythonKernel | None:
     """The kernel that ``shell`` runs in; None in a terminal."""
     kernel: IPythonKernel | None = getattr(shell, "kernel", None)

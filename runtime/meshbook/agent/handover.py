@@ -24,7 +24,7 @@ Segment = tuple[int, int]
 
 
 _OF_THE_OLD = (
-    wire.MeshReady, wire.SpawnFailed, wire.MeshStopped, wire.Hosted, wire.Call, wire.Cancel,
+    wire.MeshReady, wire.SpawnProgress, wire.SpawnFailed, wire.MeshStopped, wire.Hosted, wire.Call, wire.Cancel,
 )  # fmt: skip
 """Answers to what the former controller asked, and its view of meshes: the next one gets a report instead. Calls to
 mailboxes of its process: the next one has others."""

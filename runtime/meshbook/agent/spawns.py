@@ -16,8 +16,13 @@ from meshbook.agent.template import TemplateProcess
 from meshbook.launchers.starting.templates import WITH_TORCH, StartedTemplate
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import kill_strays
+from meshbook.system.processes import kill_strays, processor_time
 from meshbook.wire import messages as wire
+
+TELL_S = 1.0
+"""How often the controller is told what workers wait for that come up."""
+MOVE_S = 0.05
+"""Processes that have computed for so long meanwhile have moved; one that only looks from time to time has not."""
 
 
 class _Interpreter(NamedTuple):
@@ -28,6 +33,16 @@ class _Interpreter(NamedTuple):
 
 
 _OURS = _Interpreter()
+
+
+class _Starting(NamedTuple):
+    """What was asked for and has not come up."""
+
+    spawn: wire.Spawn
+    mesh: AgentMesh
+    template: TemplateProcess
+    told: tuple[object, ...] = ()
+    """What has moved when the controller was told."""
 
 
 class Spawns:
@@ -49,6 +64,7 @@ class Spawns:
         self._special: dict[tuple[_Interpreter, bool, tuple[str, ...]], TemplateProcess] = {}
         """By the modules that they have imported besides, too."""
         self._waiting: list[wire.Spawn] = []
+        self._starting: list[_Starting] = []
         self._was_asked = False
         if inherited is not None:
             self._plain[_OURS, inherited.has_torch] = TemplateProcess.start(loop, inherited)
@@ -81,6 +97,12 @@ class Spawns:
         mesh = self._mesh_of(spawn)
         mesh.memory.on_spawn(spawn)
         self._waiting.append(spawn)
+        if not self._starting:
+            self._loop.call_later(TELL_S, self._tell)
+        self._starting = [
+            *(each for each in self._starting if each.spawn is not spawn),
+            _Starting(spawn, mesh, template),
+        ]
         template.when_ready(lambda: self._fork(spawn, mesh, template, again))
 
     def _template_for(self, spawn: wire.Spawn) -> TemplateProcess:
@@ -130,6 +152,31 @@ class Spawns:
             retry = None if again else functools.partial(self.start, spawn, again=True)
             mesh.worker_pool.start(spawn, template, in_workers, retry)
 
+    def _tell(self) -> None:
+        """Once a second while workers come up: tell the controller what they wait for, if that has moved."""
+        told = []
+        for each in self._starting:
+            workers, is_waiting = each.mesh.worker_pool.starting(each.spawn), each.spawn in self._waiting
+            if not workers and not is_waiting:
+                continue
+            step = self._import_of(each) if is_waiting else _answers(each.spawn, len(workers))
+            pids = self.template_pids if is_waiting else {worker.pid for worker in workers}
+            moves = round(sum(processor_time(pid) for pid in pids if pid) / MOVE_S)
+            line = each.template.last_line
+            if (step, moves, line) != each.told:
+                self._report(wire.SpawnProgress(each.spawn.mesh, each.spawn.request, step, line))
+            told.append(each._replace(told=(step, moves, line)))
+        self._starting = told
+        if told:
+            self._loop.call_later(TELL_S, self._tell)
+
+    def _import_of(self, starting: _Starting) -> str:
+        """What the template of workers is at."""
+        plain = [template for (_, torch), template in self._plain.items() if torch == starting.spawn.torch]
+        if starting.spawn.preload and any(template.is_ready for template in plain):
+            return f"importing {', '.join(starting.spawn.preload)}"
+        return "importing torch" if starting.spawn.torch else "starting Python"
+
     def _fail(self, spawn: wire.Spawn, reason: str) -> None:
         self._report(wire.SpawnFailed(spawn.mesh, reason, request=spawn.request))
 
@@ -155,6 +202,10 @@ class Spawns:
         for template in self._templates:
             template.close()
         kill_strays(())
+
+
+def _answers(spawn: wire.Spawn, missing: int) -> str:
+    return f"starting ranks, {len(spawn.seats) - missing} of {len(spawn.seats)} have answered"
 
 
 def _at_home(spawn: wire.Spawn, cwd: bytes) -> wire.Spawn:

@@ -53,6 +53,10 @@ class TemplateOutput:
         words = last_words(self._kept.decode(errors="backslashreplace"), _LAST_LINES)
         return "; its last words:\n" + "\n".join(f"  {line}" for line in words.splitlines()) if words else ""
 
+    @property
+    def last_line(self) -> str:
+        return last_words(self._kept.decode(errors="backslashreplace"), 1).strip()
+
     def close(self) -> None:
         if self._watch.active:
             self._loop.forget(self._watch)
@@ -91,7 +95,8 @@ class TemplateProcess:
         self._sock = sock
         self._voice = voice
         self._watch = loop.watch(sock.fileno(), self._on_readable)
-        self._ready = False
+        self.is_ready = False
+        """Whether it has imported all that it is to import."""
         self._waiting: deque[Callable[[], None]] = deque()
         self._forks: deque[_ForkRequest] = deque()
 
@@ -127,9 +132,14 @@ class TemplateProcess:
         self.when_ready(ask)
         return forked
 
+    @property
+    def last_line(self) -> str:
+        """The last line that it or one of its forks has written."""
+        return self._voice.last_line
+
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the template is ready or has failed: look at `problem` and `failure`."""
-        if self._ready or self.failure:
+        if self.is_ready or self.failure:
             callback()
         else:
             self._waiting.append(callback)
@@ -188,7 +198,7 @@ class TemplateProcess:
             self.pid = answer.pid
         elif isinstance(answer, protocol.TemplateReady):
             self.problem, self.failure = answer.problem, answer.failure or _misfit(answer.version)
-            self._ready = True
+            self.is_ready = True
             self._serve_waiting()
         elif isinstance(answer, protocol.ForkFailed):
             failed = self._forks.popleft()

@@ -185,6 +185,11 @@ class WorkerPool:
                     wire.MeshReady(batch.spawn.mesh, tuple(map(_describe, batch.workers)), batch.spawn.request)
                 )
 
+    def starting(self, spawn: wire.Spawn) -> list[AgentWorker]:
+        """Those of ``spawn`` that have not answered yet."""
+        workers = next((batch.workers for batch in self._batches if batch.spawn is spawn), [])
+        return [worker for worker in workers if worker.phase is not WorkerPhase.READY or not worker.pid]
+
     def describe(self) -> tuple[wire.WorkerStarted, ...]:
         """Those that have come up."""
         return tuple(_describe(worker) for worker in self.workers.values() if worker.phase is WorkerPhase.READY)

@@ -69,6 +69,9 @@ class FrontEnd(Protocol):
     refusal: Callable[[], str]
     """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
 
+    show_start: Callable[[str], object]
+    """Shows how far a start has come, in the place of what it showed before; an empty text takes that away."""
+
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         """Open the prompt of ranks that have stopped in a call that the main thread waits for."""
 

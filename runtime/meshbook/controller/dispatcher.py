@@ -286,6 +286,10 @@ class Dispatcher:
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_ready(host, message)
                     self.held_deadlines.on_ready(mesh)
+            case wire.SpawnProgress():
+                pending = mesh.pending_workers if (mesh := self.meshes.get(message.mesh)) is not None else None
+                if pending is not None and pending.id == message.request:
+                    pending.move(host, message)
             case wire.SpawnFailed():
                 if (mesh := self.meshes.get(message.mesh)) is not None:
                     mesh.on_spawn_failed(host.name, message)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from meshbook.concurrency.future import Future
-from meshbook.errors import HostLost, SpawnError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.wire import messages as wire
@@ -21,10 +20,6 @@ SUSPECT_S = 3.0
 MAX_SILENCE_S = 10.0
 """It is lost when its machine has not answered for so long either (`meshbook.wire.answering`), or no connection came
 back; on our own machine when its process has ended, which we see."""
-
-
-LOOK_S = 1.0
-"""How often somebody who waits for a host looks what that waits for."""
 
 
 class HostStarter(Protocol):
@@ -88,28 +83,6 @@ class HostState(HostLink):
     def give_place_to(self, other: HostState) -> None:
         """``other`` was started in the place of this one, which is lost."""
         self.present()._successor = other
-
-    def wait_ready(self, timeout_s: float, look: Callable[[str], object] = lambda waits_for: None) -> None:
-        """Wait until it has dialled in; the time begins when it waits in no queue. Raises: SpawnError.
-
-        look: called every second with what it waits for.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self.ready.get(max(0.0, min(LOOK_S, deadline - time.monotonic())))
-                break
-            except HostLost as error:
-                raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
-            except TimeoutError:
-                if waits_for := self.launched.waits_for():
-                    deadline = time.monotonic() + timeout_s
-                look(waits_for)
-                if time.monotonic() > deadline:
-                    where = f" at {self.endpoint}, which must be reachable from there" if self.endpoint else ""
-                    raise SpawnError(f"host {self.name} did not dial in within {timeout_s:g} s{where}.") from None
-        if not self.lost and (why := self.launched.failure()):  # some are known to be wrong only when they run
-            raise SpawnError(f"host {self.name} cannot be used: {why}")
 
     @property
     def suspicion(self) -> str:

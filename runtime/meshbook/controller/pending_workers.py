@@ -39,12 +39,32 @@ class PendingWorkers:
         self.adopted = False
         """Whether they are workers of the mesh by now."""
         self.failure: SpawnError | None = None
+        self.moves = 0
+        """How often a host has told that something moved."""
+        self.last_line = ""
+        """Of the log of the host that told last."""
+        self._steps: dict[HostState, str] = {}
 
     def come(self, host: HostState, started: wire.WorkerStarted) -> None:
         """Note a worker that has answered."""
+        self.moves += 1
         if started.rank in self.waiting:
             self.waiting.discard(started.rank)
             self.workers[started.rank] = WorkerRecord(started.rank, host, started.pid, started.device, started.log_path)
+
+    def move(self, host: HostState, progress: wire.SpawnProgress) -> None:
+        """Note how far those of one host have come."""
+        self.moves, self.last_line, self._steps[host] = self.moves + 1, progress.last_line, progress.step
+
+    def describe(self) -> str:
+        """What those wait for that have not answered, as in ``importing torch on local-2, local-3``."""
+        late = [host for host, here in self.seats.items() if any(seat.known_as in self.waiting for seat in here)]
+        steps = {host.name: self._steps.get(host, "starting ranks") for host in late}
+        step = next(iter(steps.values()), "starting ranks")
+        names = [name for name, other in steps.items() if other == step]
+        if len(self.seats) == 1:
+            return step
+        return f"{step} on {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
     def fail(self, error: SpawnError) -> None:
         """They will not all come, or one that came has ended."""

@@ -50,6 +50,7 @@ class Advice(NamedTuple):
     pull: str = "mesh.pull(NAME)"
     ask: str = "Ask where the mesh is driven, and send the answer with: mesh.push({NAME: answer})"
     cpu: str = 'device="cpu"'
+    within: str = "within_s=600"
 
 
 _current = Advice()

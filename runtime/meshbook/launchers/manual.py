@@ -256,10 +256,11 @@ at_fork(in_child=_door.forget)
 
 
 def _instructions(party: Party, python: str) -> str:
-    count, minutes = len(party.hosts), max(1, round(party.within_s / 60))
+    count, within_s = len(party.hosts), party.within_s
+    left = f"{within_s:g} s" if within_s < 90 else f"{round(within_s / 60)} min"
     where = f"each of {count} machines" if count > 1 else "one machine"
     return (
-        f"run this on {where} until {party.until}, in {minutes} min; it stays a host until the mesh ends or by Ctrl-C:"
+        f"run this on {where} until {party.until}, in {left}; it stays a host until the mesh ends or by Ctrl-C:"
         f"\n\n {quoted_program(python or 'python3')} {COMMAND} <<< {party.invitation}\n\n"
         'by ssh or in a container: "ssh -T HOST" or "docker exec -i NAME" before it. Its last word is the ticket, '
         "which it asks for where it is left out"

@@ -17,13 +17,15 @@ from meshbook.errors import CallFailed, SpawnError, WorkerLost
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.host_versions import warn_of_differences
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.settings import setting_s
+from meshbook.mesh.start_progress import StartProgress
 
 
-def bring_up(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
+def bring_up(
+    controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None, progress: StartProgress
+) -> None:
     """Start the workers of a new mesh and form their group. Raises: SpawnError; then none of them is left."""
     try:
-        _start(controller, procs, bootstrap)
+        _start(controller, procs, bootstrap, progress)
     except BaseException:
         controller.stop_mesh(procs._mesh, 0.0)
         raise
@@ -33,6 +35,7 @@ def bring_up_aside(
     controller: Controller,
     procs: ProcMesh,
     bootstrap: Callable[[], object] | None,
+    progress: StartProgress,
     await_hosts: Callable[[], object],
 ) -> None:
     """The same on a thread aside; what keeps them is told where people ask, and to who watches."""
@@ -44,7 +47,7 @@ def bring_up_aside(
         arrival.thread = threading.current_thread()
         try:
             await_hosts()
-            _start(controller, procs, bootstrap)
+            _start(controller, procs, bootstrap, progress)
         except BaseException as error:
             if not arrival.is_over:  # else people have stopped it
                 _tell(controller, procs, arrival, error)
@@ -67,19 +70,20 @@ def _tell(controller: Controller, procs: ProcMesh, arrival: MeshArrival, error: 
     router.on_not_started(procs, told, error.__cause__)
 
 
-def _start(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None) -> None:
+def _start(
+    controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None, progress: StartProgress
+) -> None:
     """Raises: SpawnError."""
-    mesh, timeout_s = procs._mesh, setting_s("mesh_proc_spawn_max_idle")
+    mesh = procs._mesh
     try:
-        controller.recruit(mesh).done.get(timeout_s)
+        progress.await_workers(controller.recruit(mesh))
         warn_of_differences(controller, mesh)
-        (procs.rebuild_groups() if mesh.grouped else procs.prepare_group()).get(timeout_s)
+        groups = procs.rebuild_groups() if mesh.grouped else procs.prepare_group()
+        progress.await_call(groups, "forming process groups")
         if bootstrap is not None:
-            _run_bootstrap(procs, bootstrap, timeout_s)
+            _run_bootstrap(procs, bootstrap, progress)
     except (SpawnError, KeyboardInterrupt):
         raise
-    except TimeoutError as error:
-        raise SpawnError(f"not every worker answered within {timeout_s:g} s; see {controller.folder.logs}") from error
     except BaseException as error:
         raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
     mesh.joined = not mesh.lost
@@ -87,10 +91,10 @@ def _start(controller: Controller, procs: ProcMesh, bootstrap: Callable[[], obje
     controller.submit(mesh.tell_up)
 
 
-def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], timeout_s: float) -> None:
-    """Run it in every process. Raises: SpawnError, of an ActorError where it has raised; TimeoutError."""
+def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], progress: StartProgress) -> None:
+    """Run it in every process. Raises: SpawnError, of an ActorError where it has raised."""
     try:
-        procs.execute(bootstrap).get(timeout_s)
+        progress.await_call(procs.execute(bootstrap), "running the bootstrap")
     except (CallFailed, WorkerLost) as error:
         why = ActorError(error.failures, f"{procs.name}.bootstrap") if isinstance(error, CallFailed) else error
         why.__cause__ = error.__cause__

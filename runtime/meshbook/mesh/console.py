@@ -86,6 +86,7 @@ class ProcessFrontEnd:
         self.have_prompts_answered(ConsolePromptHandler())
         self.current: Callable[[], ProcMesh] = _no_current_mesh
         self.of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
+        self.show_start: Callable[[str], object] = _show_nothing
 
     def have_prompts_answered(self, by: PromptHandler) -> None:
         """Have ``by`` answer ranks that stop at breakpoints."""
@@ -116,3 +117,7 @@ class ProcessFrontEnd:
 
 def _refuses_nothing() -> str:
     return ""
+
+
+def _show_nothing(text: str) -> None:
+    """A script has lines of its own on its terminal."""

@@ -187,6 +187,11 @@ def set_current_mesh(
     _driven.front_end.of_sizes = of_sizes
 
 
+def set_start_display(show: Callable[[str], object] | None) -> None:
+    """Have ``show`` show how far a start has come, as in ``importing torch, 34 s``, and with "" take it away again."""
+    _driven.front_end.show_start = show or ProcessFrontEnd().show_start
+
+
 def current_procs() -> ProcMesh:
     """The processes that the notebook calls current, with their axes there. Raises: UsageError where there are none."""
     return _driven.front_end.current()

@@ -144,20 +144,6 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
     )
 
 
-class HostProgress:
-    """Tells what hosts wait for before they are there, a line whenever it is something else."""
-
-    def __init__(self, hosts: Sequence[HostState]) -> None:
-        self._hosts, self._told = hosts, ""
-
-    def look(self, waits_for: str) -> None:
-        there = [host.name for host in self._hosts if host.is_up]
-        line = waits_for + (f"; there: {', '.join(there)}" if waits_for and there else "")
-        if line not in ("", self._told):
-            print(line, flush=True)
-            self._told = line
-
-
 # ---- those of a former controller -----------------------------------------------------------------------------------
 
 

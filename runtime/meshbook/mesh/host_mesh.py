@@ -15,12 +15,12 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import HostsEndedError, NotOwnerError, SpawnError, UsageError
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
-from meshbook.mesh.host_agents import HostProgress, replace_hosts
+from meshbook.mesh.host_agents import replace_hosts
 from meshbook.mesh.host_view import HostView
 from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_calls import refuse_conda
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.settings import setting_s, shows_calls
+from meshbook.mesh.settings import shows_calls
 from meshbook.mesh.spawn_options import (
     BootstrapCommand,
     check_bootstrap,
@@ -32,6 +32,7 @@ from meshbook.mesh.spawn_options import (
     checked_variables,
     commands_of,
 )
+from meshbook.mesh.start_progress import StartProgress
 from meshbook.mesh.workspace_copies import copy_folders
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import NamedRegion
@@ -59,6 +60,7 @@ class HostMesh(HostView):
         owns_hosts: bool = False,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        within_s: float | None = None,
     ) -> ProcMesh:
         """Start ``per_host`` processes on every host and wait until each has answered; see `without_waiting`.
 
@@ -74,6 +76,8 @@ class HostMesh(HostView):
         bootstrap: called first in every process; may be ``async``.
         proc_bind: the CPUs and NUMA nodes of each process of a host; see `meshbook.system.binding`.
         bootstrap_command: another interpreter or environment; a function of a Point gives each process its own.
+        within_s: how long a step of the start may make no progress; importing is progress. By default hosts have a
+        minute, processes two (`meshbook.config`).
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """
@@ -93,7 +97,8 @@ class HostMesh(HostView):
                 commands=commands_of(bootstrap_command, extent, self._python, self._anew),
                 bindings=checked_bindings(proc_bind, math.prod(per_host.values())),
             )
-            hosts = self.await_ready() if self._waits else self._living()
+            progress = StartProgress(self._controller, within_s)
+            hosts = self.await_ready(progress) if self._waits else self._living()
             placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
@@ -103,9 +108,9 @@ class HostMesh(HostView):
             if not shows_calls():
                 hide_calls(procs)
             if self._waits:
-                bring_up(self._controller, procs, bootstrap)
+                bring_up(self._controller, procs, bootstrap, progress)
             else:
-                bring_up_aside(self._controller, procs, bootstrap, self.await_ready)
+                bring_up_aside(self._controller, procs, bootstrap, progress, lambda: self.await_ready(progress))
         return procs
 
     @contextlib.contextmanager
@@ -227,12 +232,9 @@ class HostMesh(HostView):
         """Start another host in the place of each that was lost. Raises: SpawnError."""
         replace_hosts(self._hosts, {}, self._controller, None)
 
-    def await_ready(self) -> list[HostState]:
+    def await_ready(self, progress: StartProgress | None = None) -> list[HostState]:
         """Wait until all hosts are there. Raises: SpawnError."""
-        hosts = self._undismissed()
-        progress = HostProgress(hosts)
-        for host in hosts:
-            host.wait_ready(setting_s("host_spawn_ready_timeout"), progress.look)
+        (progress or StartProgress(self._controller)).await_hosts(self._undismissed())
         return self._living()
 
     def _living(self) -> list[HostState]:

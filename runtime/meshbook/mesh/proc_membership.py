@@ -11,6 +11,7 @@ from meshbook.launchers.base import Launcher
 from meshbook.mesh.proc_view import ProcView, call_living
 from meshbook.mesh.repair import ROUNDS, Note, Repair
 from meshbook.mesh.resize import Change, Elastic
+from meshbook.mesh.start_progress import StartProgress
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -26,6 +27,7 @@ class Membership(ProcView):
         force: bool = False,
         note: Note | None = None,
         launcher: Launcher | None = None,
+        within_s: float | None = None,
     ) -> Repaired:
         """Start the ranks that ended again, with new agents where theirs are lost, and form the groups with all ranks.
 
@@ -33,19 +35,26 @@ class Membership(ProcView):
         force: also a rank that ends again and again, and those of hosts that are suspect (`suspects`), which are given
         up. note: is told, once, what takes long.
         launcher: starts other hosts in the place of lost ones; by default these come back as they came.
+        within_s: as of `HostMesh.spawn_procs`.
         Raises: CrashLoopError, SpawnError, MeshStoppedError, UsageError, all of them `DeviceMeshError`;
         KeyboardInterrupt, and then it can be healed again.
         """
-        return self._repair((), setup, force=force, note=note, launcher=launcher)
+        return self._repair((), setup, force=force, note=note, launcher=launcher, within_s=within_s)
 
     def respawn(
-        self, ranks: int | Iterable[int], setup: Sequence[str] = (), *, force: bool = False, note: Note | None = None
+        self,
+        ranks: int | Iterable[int],
+        setup: Sequence[str] = (),
+        *,
+        force: bool = False,
+        note: Note | None = None,
+        within_s: float | None = None,
     ) -> Repaired:
         """End ``ranks``, busy or not, and start them again in their places, as `heal` does with all that ended."""
         chosen = [ranks] if isinstance(ranks, int) else list(ranks)
         for rank in chosen:
             self._present().members.point(rank)
-        return self._repair(chosen, setup, force=force, note=note)
+        return self._repair(chosen, setup, force=force, note=note, within_s=within_s)
 
     def _repair(
         self,
@@ -55,7 +64,9 @@ class Membership(ProcView):
         force: bool,
         note: Note | None,
         launcher: Launcher | None = None,
+        within_s: float | None = None,
     ) -> Repaired:
+        progress = StartProgress(self._controller, within_s)
         if (
             isinstance(setup, str)
             or not isinstance(setup, Sequence)
@@ -67,7 +78,8 @@ class Membership(ProcView):
         new: set[int] = set()
         for left in reversed(range(ROUNDS)):
             whole = cast("ProcMesh", self.base())
-            repaired = Repair(self._controller, self._mesh, whole, note, launcher).run(ranks, setup, force=force)
+            repair = Repair(self._controller, self._mesh, whole, progress, note, launcher)
+            repaired = repair.run(ranks, setup, force=force)
             new.update(repaired.ranks)
             repaired = self._mesh.last_repair = repaired._replace(ranks=tuple(sorted(new)))
             try:
@@ -84,15 +96,15 @@ class Membership(ProcView):
         """The report of the last repair of the whole mesh, whoever asked for it; None before the first."""
         return self._mesh.last_repair
 
-    def grow(self, launcher: Launcher | None = None, /, **more: int) -> ProcMesh:
+    def grow(self, launcher: Launcher | None = None, /, *, within_s: float | None = None, **more: int) -> ProcMesh:
         """Add indices at the ends of axes: ``grow(gpus=2)``; returns the whole mesh as it is then.
 
         Who is there keeps its process, its state, and its rank unless new ones come before it. New ranks have no state.
         Along an axis that counts hosts new hosts are started, if the mesh has hosts of its own: by ``launcher``, else
-        as its first one was.
+        as its first one was. within_s: as of `HostMesh.spawn_procs`.
         Raises: UsageError while a cell runs, UnknownAxisError, DeviceError, SpawnError: then the mesh is as it was.
         """
-        return self.change(grow=more, launcher=launcher).procs
+        return self.change(grow=more, launcher=launcher, within_s=within_s).procs
 
     def shrink(self, **fewer: int) -> ProcMesh:
         """Remove indices of axes: ``shrink(gpus=1)``, those of dead ranks first, then from the end; see `grow`.
@@ -108,7 +120,9 @@ class Membership(ProcView):
         shrink: Mapping[str, int] | None = None,
         note: Note | None = None,
         launcher: Launcher | None = None,
+        within_s: float | None = None,
     ) -> Change:
         """As `grow` or `shrink`, one of the two; says also which rank became which."""
-        elastic = Elastic(self._controller, self._mesh, cast("ProcMesh", self._present()), note)
+        progress = StartProgress(self._controller, within_s)
+        elastic = Elastic(self._controller, self._mesh, cast("ProcMesh", self._present()), progress, note)
         return elastic.grow(grow, launcher) if grow is not None else elastic.shrink(shrink or {})

@@ -36,19 +36,16 @@ from meshbook.errors.advice import advice
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
 from meshbook.launchers.base import Launcher
-from meshbook.mesh.host_agents import HostProgress, replace_hosts
+from meshbook.mesh.host_agents import replace_hosts
+from meshbook.mesh.start_progress import StartProgress
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
 
-HOST_TIMEOUT_S = 60.0
-RECRUIT_TIMEOUT_S = 120.0
-JOIN_TIMEOUT_S = 120.0
-"""How long agents, workers and the forming of groups may take."""
-
+AXES_TIMEOUT_S = 120.0
 PROVE_TIMEOUT_S = 5.0
 LOOK_S = 1.0
-"""How long ranks may take for a collective, and to say how far their groups are."""
+"""How long ranks may take to take up their axes, for a collective, and to say how far their groups are."""
 
 NOT_PROVED = "its process groups were not proved, since ranks are busy"
 
@@ -72,6 +69,7 @@ class Repair:
         controller: Controller,
         mesh: MeshState,
         procs: ProcMesh,
+        progress: StartProgress,
         note: Note | None = None,
         launcher: Launcher | None = None,
     ) -> None:
@@ -80,6 +78,7 @@ class Repair:
         launcher: what starts others in the place of lost hosts; by default each comes back as it came.
         """
         self._controller, self._mesh, self._procs, self._launcher = controller, mesh, procs, launcher
+        self.progress = progress
         self._new_hosts: list[str] = []
         self.note: Note = note or (lambda text: None)
 
@@ -167,12 +166,15 @@ class Repair:
         starting: dict[HostState, HostState] = {}
         try:
             replace_hosts(self._mesh.hosts, starting, self._controller, self._launcher)
-            progress = HostProgress(list(starting.values()))
-            for host, new in list(starting.items()):
-                new.wait_ready(HOST_TIMEOUT_S, progress.look)
+            lost_of = {new: host for host, new in starting.items()}
+
+            def on_up(new: HostState) -> None:
+                host = lost_of[new]
                 self._controller.ask(functools.partial(self._mesh.replace_host, host, new))
                 self._new_hosts.append(new.name)
                 del starting[host]
+
+            self.progress.await_hosts(list(lost_of), on_up)
         except BaseException as error:  # the next try starts yet others
             self._controller.stop_hosts(list(starting.values()), 0.1)
             if isinstance(error, SpawnError) and any(host.starter and host.starter.fixed for host in lost):
@@ -184,13 +186,9 @@ class Repair:
         """Have ``ask`` ask for workers, and wait until all have answered; if that fails none of them is left."""
         try:
             self._controller.submit(ask)
-            pending_workers.done.get(RECRUIT_TIMEOUT_S)
-        except BaseException as error:
+            self.progress.await_workers(pending_workers)
+        except BaseException:
             self._controller.give_up_recruits(self._mesh, pending_workers)
-            if isinstance(error, TimeoutError):
-                raise SpawnError(
-                    f"not every new worker answered within {RECRUIT_TIMEOUT_S:g} s; see {self._controller.folder.logs}"
-                ) from error
             raise
 
     def _prove_groups(self) -> str:
@@ -229,7 +227,7 @@ class Repair:
         try:
             self._wait_for_ranks(future)
             if mesh.axes != dict(mesh.extent):
-                procs.as_on_ranks().set_axes().get(JOIN_TIMEOUT_S)
+                procs.as_on_ranks().set_axes().get(AXES_TIMEOUT_S)
         except BaseException as error:
             future.end_on_ranks(1.0)  # those that wait for the dead come back
             if isinstance(error, CallFailed):
@@ -249,7 +247,7 @@ class Repair:
         except CallTimeout:
             if waits := future.describe_wait():
                 self.note(f"{waits}; an interrupt ends the wait")
-        future.get(JOIN_TIMEOUT_S)
+        self.progress.await_call(future, "forming process groups")
 
     def run_setup(self, ranks: Sequence[int], setup: Sequence[str]) -> None:
         """Run cells on new ranks, in order. Raises: CallFailed."""

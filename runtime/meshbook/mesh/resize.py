@@ -24,9 +24,10 @@ from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_sizes, name_ranks
 from meshbook.launchers.base import Launcher
-from meshbook.mesh.host_agents import HostProgress, launch_hosts
-from meshbook.mesh.repair import GONE_TIMEOUT_S, HOST_TIMEOUT_S, Note, Repair
+from meshbook.mesh.host_agents import launch_hosts
+from meshbook.mesh.repair import GONE_TIMEOUT_S, Note, Repair
 from meshbook.mesh.resize_plan import NewHost, Plan, check_steps, describe_moves, plan_growth, plan_shrinkage, without
+from meshbook.mesh.start_progress import StartProgress
 from meshbook.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -64,12 +65,19 @@ class Change(NamedTuple):
 class Elastic:
     """One change of one mesh, on a thread of the user."""
 
-    def __init__(self, controller: Controller, mesh: MeshState, procs: ProcMesh, note: Note | None = None) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        mesh: MeshState,
+        procs: ProcMesh,
+        progress: StartProgress,
+        note: Note | None = None,
+    ) -> None:
         """procs: the view whose axes grow or shrink: all ranks, in their order. Raises: LayoutError."""
         if procs.ranks != tuple(range(mesh.extent.nelements)):
             raise LayoutError(f"only the whole mesh can grow or shrink, not a part of it; take it by {advice().whole}.")
         self._controller, self._mesh, self._procs = controller, mesh, procs
-        self._repair = Repair(controller, mesh, procs, note)
+        self._repair = Repair(controller, mesh, procs, progress, note)
         self._extent = procs.extent
         self._began = time.monotonic()
 
@@ -142,9 +150,7 @@ class Elastic:
             return {}
         new = self._launch(len(wanted), launcher)
         try:
-            progress = HostProgress(new)
-            for host in new:
-                host.wait_ready(HOST_TIMEOUT_S, progress.look)
+            self._repair.progress.await_hosts(new)
         except BaseException:
             self._controller.stop_hosts(new, GONE_TIMEOUT_S)
             raise
@@ -217,7 +223,7 @@ class Elastic:
 
     def _finish(self, plan: Plan[HostState], ended: tuple[int, ...], new: tuple[int, ...]) -> Change:
         procs = self._procs.base()
-        Repair(self._controller, self._mesh, procs, self._repair.note).join()
+        Repair(self._controller, self._mesh, procs, self._repair.progress, self._repair.note).join()
         return Change(procs, dict(plan.moved), ended, new, time.monotonic() - self._began)
 
 

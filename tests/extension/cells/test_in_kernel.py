@@ -100,6 +100,22 @@ def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) ->
     assert [display["data"]["text/plain"] for display in request.of("display_data")] == ["[0,1] 0", "[2,3] 1"]
 
 
+@pytest.mark.slow
+def test_a_slow_start_says_how_far_it_is_in_one_line(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "computing_module.py").write_text(
+        "import time\nend = time.process_time() + 4\nwhile time.process_time() < end: pass\n"
+    )
+    kernel.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    spawn = "%mesh spawn gpus=2 --name slow --no-torch --preload computing_module --within 3s"
+    request = kernel.run(spawn)
+    kernel.run("%mesh stop slow\n%mesh use main")
+    assert 'mesh "slow": gpus=2, cpu, no process group; ready in ' in request.text("stdout"), request.outputs
+    (shown,) = request.of("display_data")
+    lines = [each["data"]["text/plain"] for each in (shown, *request.of("update_display_data"))]
+    assert any(line.startswith("importing computing_module, ") for line in lines) and lines[-1] == "", lines
+    assert len({each["transient"]["display_id"] for each in (shown, *request.of("update_display_data"))}) == 1
+
+
 def shown_by(request: Request) -> list[str]:
     """Lines, and what rich output shows, in the order of a front end."""
     shown: list[str] = []

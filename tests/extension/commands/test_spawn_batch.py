@@ -32,7 +32,6 @@ def test_a_mesh_of_jobs(empty_notebook) -> None:
         ("hosts=2 gpus=2 --on batch", "batch needs a scheduler: batch:pbs, batch:torque"),
         ("hosts=2 gpus=2 --on batch:pbss", 'Did you mean "pbs"? There is no "pbss"'),
         ("hosts=2 gpus=2 --on batch:lsf -- --walltime=1:0:0", "there is no bsub on this machine"),
-        ("hosts=2 gpus=2 --on batch:pbs --within 5m", "--within is for hosts that you start"),
     ],
 )
 def test_lines_that_make_no_sense(empty_notebook, line: str, said: str) -> None:

@@ -29,7 +29,6 @@ def test_a_mesh_of_hosts_of_mpirun(empty_notebook, tmp_path: Path) -> None:
         ("gpus=2 --on mpi", "say how many hosts of mpirun: hosts=N"),
         ("hosts=2 gpus=2 --on mpi -- -np 3", "mpirun cannot be given -np here: hosts=N says how many"),
         ("hosts=2 gpus=2 --on mpi:no-mpirun", "there is no no-mpirun on this machine"),
-        ("hosts=2 gpus=2 --on mpi --within 5m", "--within is for hosts that you start"),
     ],
 )
 def test_lines_that_make_no_sense(empty_notebook, line: str, said: str) -> None:

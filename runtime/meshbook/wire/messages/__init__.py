@@ -96,6 +96,7 @@ from meshbook.wire.messages.meshes import (
     Seat,
     Spawn,
     SpawnFailed,
+    SpawnProgress,
     StartCommand,
     StopMesh,
     WorkerExited,

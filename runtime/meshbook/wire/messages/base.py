@@ -8,7 +8,7 @@ import msgspec
 
 from meshbook.shape.members import Piece
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Peers compare it in their first message and refuse each other, naming both numbers."""
 
 

@@ -42,6 +42,7 @@ from meshbook.wire.messages.meshes import (
     Renumber,
     Spawn,
     SpawnFailed,
+    SpawnProgress,
     StopMesh,
     WorkerExited,
 )
@@ -70,9 +71,9 @@ ToHost: TypeAlias = (
     | OpenPeerPort | Peers | PeerLost | Moved | MeshUp
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnFailed | WorkerExited
-    | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest | StoreAnswer
-    | AskPeers | PeerAddress | Unread
+    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnProgress | SpawnFailed
+    | WorkerExited | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest
+    | StoreAnswer | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
     Begin

@@ -87,6 +87,17 @@ class MeshReady(Header, frozen=True, tag="ready"):
     request: int = 0
 
 
+class SpawnProgress(Header, frozen=True, tag="coming"):
+    """Workers of a `Spawn` come up: sent once a second, whenever that has moved."""
+
+    mesh: int
+    request: int
+    step: str
+    """What they wait for, as in ``importing torch``."""
+    last_line: str
+    """The last that was written to the log of the host's agent meanwhile."""
+
+
 class SpawnFailed(Header, frozen=True, tag="nospawn"):
     mesh: int
     reason: str

@@ -1,0 +1,136 @@
+"""A start is waited for step by step: hosts dial in, workers import and answer, groups form, the bootstrap runs.
+
+The limit counts from the last progress, so a slow disk or a loaded machine may take its time, and what has stopped
+moving is given up with an error that names the step, who is missing, and where to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+from meshbook.calls.call_future import CallFuture
+from meshbook.concurrency.future import Future
+from meshbook.controller.controller import Controller
+from meshbook.controller.host_state import HostState
+from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.errors import HostLost, SpawnError, UsageError
+from meshbook.errors.advice import advice
+from meshbook.formatting import name_ranks
+from meshbook.mesh.settings import setting_s
+from meshbook.system.exits import log_tail
+from meshbook.system.processes import processor_time
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+"""How often it is looked whether something has moved, and the person is told."""
+MOVE_S = 0.05
+"""An agent of this machine that has computed for so long meanwhile has moved."""
+
+
+class _Step(NamedTuple):
+    """How far a step has come."""
+
+    what: str
+    """What it is, as in ``importing torch``."""
+    moves: Hashable
+    """Something else whenever it has moved."""
+    missing: str
+    """Who has not come, as a sentence."""
+    last_line: str = ""
+    """Of the log of those."""
+
+
+class StartProgress:
+    """The waits of one start, or repair, on the thread of the user.
+
+    within_s: how long each may go without progress; by default what `meshbook.config.configure` has set.
+    """
+
+    def __init__(self, controller: Controller, within_s: float | None = None) -> None:
+        """Raises: UsageError."""
+        if within_s is not None and not within_s > 0:
+            raise UsageError(f"a start is given a number of seconds above 0, not within_s={within_s!r}.")
+        self._controller = controller
+        self._hosts_s = within_s or setting_s("host_spawn_ready_timeout")
+        self._workers_s = within_s or setting_s("mesh_proc_spawn_max_idle")
+        self._told = ""
+
+    def await_hosts(self, hosts: Sequence[HostState], on_up: Callable[[HostState], object] = lambda host: None) -> None:
+        """Wait until all have dialled in. on_up: called with each, in their order. Raises: SpawnError."""
+        for host in hosts:
+            try:
+                self._wait(host.ready, lambda host=host: self._step_of(host, hosts), self._hosts_s)  # type: ignore[misc]
+            except HostLost as error:
+                raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
+            if not host.lost and (why := host.launched.failure()):  # some are known to be wrong only when they run
+                raise SpawnError(f"host {host.name} cannot be used: {why}")
+            on_up(host)
+
+    def _step_of(self, host: HostState, hosts: Sequence[HostState]) -> _Step:
+        """What a host waits for; told, once, where that is a queue, in which no time counts."""
+        there = [each.name for each in hosts if each.is_up]
+        if waits_for := host.launched.waits_for():
+            line = waits_for + (f"; there: {', '.join(there)}" if there else "")
+            if line != self._told:
+                print(line, flush=True)
+                self._told = line
+        cpu_s = sum(processor_time(each.launched.pid) for each in hosts if each.launched.pid)
+        moves = time.monotonic() if waits_for else (len(there), round(cpu_s / MOVE_S))
+        where = f" at {host.endpoint}, which must be reachable from there" if host.endpoint else ""
+        some = f"; {len(there)} of {len(hosts)} hosts are there" if len(hosts) > 1 else ""
+        log = self._controller.folder.logs / f"agent-{host.id}.log"
+        what = "" if waits_for else f"waiting for host {host.name}{some}"
+        return _Step(what, moves, f"host {host.name} has not dialled in{where}{some}", log_tail(log, 1).strip())
+
+    def await_workers(self, pending: PendingWorkers) -> None:
+        """Wait until all have answered. Raises: SpawnError."""
+
+        def step() -> _Step:
+            return _Step(pending.describe(), pending.moves, _no_answer(tuple(pending.waiting)), pending.last_line)
+
+        self._wait(pending.done, step, self._workers_s)
+
+    def await_call(self, call: Future[T], what: str) -> T:
+        """Wait for a call to ranks, the step ``what`` of the start. Raises: SpawnError; what the call raises."""
+
+        def step() -> _Step:
+            waiting = tuple(call.call.waiting) if isinstance(call, CallFuture) else ()
+            return _Step(what, len(waiting), _no_answer(waiting))
+
+        return self._wait(call, step, self._workers_s)
+
+    def _wait(self, future: Future[T], look: Callable[[], _Step], within_s: float) -> T:
+        began = moved_at = time.monotonic()
+        moves: Hashable = None
+        try:
+            while True:
+                left_s = moved_at + within_s - time.monotonic()
+                try:
+                    return future.get(max(0.0, min(LOOK_S, left_s)))
+                except TimeoutError:
+                    if future.done():
+                        raise
+                step, now = look(), time.monotonic()
+                if step.moves != moves:
+                    moves, moved_at = step.moves, now
+                elif now >= moved_at + within_s:
+                    raise SpawnError(self._describe(step, within_s))
+                if step.what and now - began >= LOOK_S:
+                    self._controller.front_end.show_start(f"{step.what}, {now - began:.0f} s")
+        finally:
+            self._controller.front_end.show_start("")
+
+    def _describe(self, step: _Step, within_s: float) -> str:
+        last = f"\n  the last line of the log: {step.last_line}" if step.last_line else ""
+        what = f" while {step.what}" if step.what else ""
+        return (
+            f"no progress for {within_s:g} s{what}: {step.missing}{last}\n"
+            f"  logs: {self._controller.folder.logs}    give it longer: {advice().within}"
+        )
+
+
+def _no_answer(ranks: Collection[int]) -> str:
+    return f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not answered"
