@@ -11,6 +11,13 @@ INSTEAD: dict[str, str] = {
     "serialize_service_proc_ids": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
     "service_proc_addr": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
     "service_proc_addrs": "nothing to pass, as `SERVICE_PROC_IDS_ENV`",
+    "attach": "an engine that reaches the machines, as `--on ssh`; docs/clusters.md",
+    "attach_to_workers": "one line with a ticket: `python3 -m meshbook.join`, docs/clusters.md",
+    "run_worker_loop_forever": "one line with a ticket: `python3 -m meshbook.join`, docs/clusters.md",
+    "run_worker_loop_until_shutdown": "one line with a ticket: `python3 -m meshbook.join`, docs/clusters.md",
+    "start_worker_loop_forever": "one line with a ticket: `python3 -m meshbook.join`, docs/clusters.md",
+    "LoginJob": "`SSHJob`, or one line with a ticket: `python3 -m meshbook.join`, docs/clusters.md",
+    "ProcessState": "nothing: see `LoginJob`",
     "ActorFuture": "`Future`",
     "OpaqueRef": "objects of the ranks: actors, or `meshbook.distributed.remote`",
     "Selection": "`slice` of the mesh, `choose` of an actor",
@@ -25,12 +32,7 @@ INSTEAD: dict[str, str] = {
 """By name; a name that is missing and not listed is simply not here."""
 
 BETTER: dict[str, str] = {
-    "attach": "lets through who has the ticket; hosts are back when their server is; docs/actors.md",
     "debug_controller": "for cells too; a private socket; without it pdb opens where the call waits; docs/actors.md",
-    "attach_to_workers": "only workers that have this user's ticket; docs/actors.md",
-    "run_worker_loop_forever": "serves only who has its ticket, several at a time; docs/actors.md",
-    "run_worker_loop_until_shutdown": "serves only who has its ticket, several at a time; docs/actors.md",
-    "start_worker_loop_forever": "serves only who has its ticket, several at a time; docs/actors.md",
     "enable_transport": "is checked, and changes nothing: transports are chosen, and encrypted between machines",
     "configure": "takes all of Monarch's settings, and warns of those that mean nothing here; docs/actors.md",
     "span": "to OpenTelemetry, and in profiles of PyTorch",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,54 +19,6 @@ def program(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Have it run with a mesh of four processes, gpus=4."""
     PROGRAMS.append(function)
     return function
-
-
-ATTACHING = """
-import socket, subprocess, sys
-from meshbook.actor import Actor, attach, attach_to_workers, endpoint, this_host
-
-class Echo(Actor):
-    @endpoint
-    def echo(self, value):
-        return value
-
-    @endpoint
-    def pass_on(self, other, value):
-        return other.echo.call_one(value).get()
-
-def main():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
-    code = "import sys; from meshbook.actor import run_worker_loop_forever as run; run(address=sys.argv[1], ca='%s')"
-    worker = subprocess.Popen([sys.executable, "-c", code % "trust_all_connections", address])
-    try:
-        attach(address)
-        attach(address)
-        hosts = attach_to_workers(ca="trust_all_connections", workers=[address])
-        far = hosts.spawn_procs({"gpus": 2}).spawn("far", Echo)
-        near = this_host().spawn_procs({"more": 1}).spawn("near", Echo)
-        print(far.echo.call("there").get().values(), near.echo.call_one("here").get())
-        print(far.slice(gpus=1).pass_on.call_one(near, "and back").get(), hosts.sizes)
-        try:
-            attach("tcp://127.0.0.1:1")
-        except Exception as error:
-            print("already attached through" in str(error))
-        hosts.shutdown().get()
-    finally:
-        worker.kill()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@program
-def a_program_that_is_attached_through_a_worker(procs: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "attaching.py"
-        path.write_text(ATTACHING)
-        done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=240)
-    return done.stdout.splitlines()
 
 
 class Debugged(Actor):

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ from meshbook.actor import (
     Uid,
     ValueMesh,
     as_endpoint,
-    attach_to_workers,
     concurrent_endpoint,
     context,
     current_rank,
@@ -595,37 +593,6 @@ def begin_late() -> None:
 
 def begin_badly() -> None:
     raise ValueError("cannot begin")
-
-
-def new_worker(how: str) -> tuple[Any, str]:
-    """A process of its own that listens at an address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    code = f"from meshbook.actor import {how} as run; run(address={address!r}, ca={TRUST!r}); print('returned')"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True), address
-
-
-TRUST = "trust_all_connections"
-
-
-@program
-def workers_that_were_started_elsewhere(procs: Any) -> Any:
-    started = [new_worker("run_worker_loop_forever") for _ in range(2)]
-    hosts = attach_to_workers(ca=TRUST, workers=[address for _, address in started])
-    told: list[Any] = [hosts.extent.labels, hosts.initialized.get()]
-    there = hosts.spawn_procs({"gpus": 2})
-    told += [there.sizes, values(there.spawn("c", Counter).rank.call().get())]
-    hosts.shutdown().get()
-    return (told, [process.wait(60) for process, _ in started])
-
-
-@program
-def a_worker_until_its_hosts_are_shut_down(procs: Any) -> Any:
-    process, address = new_worker("run_worker_loop_until_shutdown")
-    hosts = attach_to_workers(ca=TRUST, workers=[f"{address}@{address}"])
-    told = values(hosts.spawn_procs().spawn("c", Counter).rank.call().get())
-    hosts.shutdown().get()
-    return told, "returned" in process.communicate(timeout=60)[0]
 
 
 @program

@@ -5,6 +5,7 @@ A module of its own because programs import it by this name, as they import ``mo
 
 from __future__ import annotations
 
+from meshbook.actor import refuse_worker_loop
 from meshbook.mesh.current_job import hosts_from_config, load_current_job, set_current_job
 from meshbook.mesh.host_commands import exec_command
 from meshbook.mesh.host_shell import shell
@@ -19,13 +20,17 @@ from meshbook.mesh.job_trait import (
 )
 from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
-from meshbook.mesh.login_job import LoginJob
-from meshbook.mesh.login_job import StartedWorker as ProcessState
 from meshbook.mesh.port_forwarding import PortForwarder
 from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
-    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "LoginJob", "MeshAdminConfig",
-    "PortForwarder", "ProcessJob", "ProcessState", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
+    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "MeshAdminConfig",
+    "PortForwarder", "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
     "hosts_from_config", "job_load", "job_loads", "load_current_job", "set_current_job", "shell",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LoginJob", "ProcessState"):
+        refuse_worker_loop(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

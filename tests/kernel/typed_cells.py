@@ -31,19 +31,28 @@ def run_typing(kernel: Kernel, code: str, answers: Sequence[Answer], limit_s: fl
     cell, left, client = Typed(), list(answers), kernel.client
     request = client.execute(code, allow_stdin=True, stop_on_error=False)
     deadline = time.monotonic() + limit_s
-    idle = False
-    while not (cell.reply and idle):
+    ended: set[str] = set()
+
+    def listen() -> None:
         assert time.monotonic() < deadline, f"{cell.plain}\nprompts: {cell.prompts}, never asked for: {left}"
         while client.iopub_channel.msg_ready():
             message = client.get_iopub_msg(timeout=1)
-            if message["parent_header"].get("msg_id") != request:
-                continue
+            parent = message["parent_header"].get("msg_id", "")
             if message["msg_type"] == "status":
-                idle = idle or message["content"]["execution_state"] == "idle"
-            else:
+                if message["content"]["execution_state"] == "idle":
+                    ended.add(parent)
+            elif parent == request:
                 cell.add(message)
+
+    while not (cell.reply and request in ended):
+        listen()
         if client.stdin_channel.msg_ready():
             prompt = client.get_stdin_msg(timeout=1)["content"]["prompt"]
+            mark = client.session.msg("kernel_info_request")
+            client.control_channel.send(mark)
+            while mark["header"]["msg_id"] not in ended:  # what was shown before the prompt comes by another socket
+                listen()
+                time.sleep(0.005)
             cell.prompts.append(prompt)
             assert left, f"{cell.plain}\nnobody answers {prompt!r}"
             answer = left.pop(0)

@@ -19,8 +19,9 @@ counters.slice(gpus=0).add.call_one(1).get()
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import meshbook
 from meshbook.actor.actor_mesh import ActorMesh
@@ -48,6 +49,7 @@ from meshbook.actor.ports import Channel, Port, PortReceiver, RankedPortReceiver
 from meshbook.actor.router import is_rank
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.concurrency.future import Future
+from meshbook.errors import UsageError
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
 from meshbook.shape.value_mesh import ValueMesh
@@ -63,13 +65,6 @@ if TYPE_CHECKING:
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
-    from meshbook.mesh.workers import (
-        attach,
-        attach_to_workers,
-        run_worker_loop_forever,
-        run_worker_loop_until_shutdown,
-        start_worker_loop_forever,
-    )
 
 __all__ = [
     "Accumulator",
@@ -114,8 +109,6 @@ __all__ = [
     "UnhandledFault",
     "ValueMesh",
     "as_endpoint",
-    "attach",
-    "attach_to_workers",
     "concurrent_endpoint",
     "context",
     "current_actor_name",
@@ -128,12 +121,9 @@ __all__ = [
     "get_meter",
     "get_or_spawn_controller",
     "returns_future",
-    "run_worker_loop_forever",
-    "run_worker_loop_until_shutdown",
     "send",
     "shutdown_context",
     "span",
-    "start_worker_loop_forever",
     "this_host",
     "this_proc",
     "traced",
@@ -157,11 +147,6 @@ _LATER = {
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",
-    "attach": "meshbook.mesh.workers",
-    "attach_to_workers": "meshbook.mesh.workers",
-    "run_worker_loop_forever": "meshbook.mesh.workers",
-    "run_worker_loop_until_shutdown": "meshbook.mesh.workers",
-    "start_worker_loop_forever": "meshbook.mesh.workers",
 }
 """What stands above this package, which those modules import themselves; buffers, which import NumPy; what few use."""
 
@@ -169,7 +154,25 @@ _LATER = {
 def __getattr__(name: str) -> object:
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)
+    if name in _WORKER_LOOPS:
+        return functools.partial(refuse_worker_loop, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_WORKER_LOOPS = (
+    "attach", "attach_to_workers", "run_worker_loop_forever", "run_worker_loop_until_shutdown",
+    "start_worker_loop_forever",
+)  # fmt: skip
+"""Monarch's names for machines that become hosts by themselves, for which there is one way here: an invitation."""
+
+
+def refuse_worker_loop(name: str, *args: object, **kwargs: object) -> NoReturn:
+    """Raises: UsageError that shows the way there is."""
+    raise UsageError(
+        f"{name} is not here: a machine becomes a host by one line with a ticket, python3 -m meshbook.join <<< TICKET. "
+        "It is shown by %mesh spawn hosts=2 gpus=8 --on manual; in Python by start_hosts({'hosts': 2}, "
+        "meshbook.launchers.manual.ManualLauncher()). See docs/clusters.md."
+    )
 
 
 def this_host() -> HostMesh | HostRef:

@@ -60,8 +60,6 @@ class HostState(HostLink):
         self.launched = launched
         self.shares_environment, self.is_found = shares_environment, is_found
         self.starter: HostStarter | None = None
-        self.retire: Callable[[], object] = lambda: None
-        """Have it end for good when it is closed, also where others may need it once the session has ended."""
         self.launcher = SavedLauncher()
         """What starts another in its place."""
         self.is_dismissed = False

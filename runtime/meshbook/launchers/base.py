@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.wire.ticket import Ticket
@@ -68,11 +68,3 @@ class Launcher(Protocol):
 
         Of a launcher of several hosts that is asked of `for_host` only.
         """
-
-
-@runtime_checkable
-class RetiringLauncher(Protocol):
-    """One whose hosts are of use to others once their session has ended, unless they are told that they are not."""
-
-    def retire(self, host: LaunchedHost) -> None:
-        """Have the host end for good when it is closed."""

@@ -86,10 +86,7 @@ def find_session(session: str | SavedSession) -> SavedSession:
     if isinstance(session, SavedSession):
         return session
     if "://" in session:
-        raise AttachError(
-            f"{session} is an address, no session: meshbook.actor.attach reaches workers through the one that listens "
-            "there."
-        )
+        raise AttachError(f"{session} is an address, no session: a machine becomes a host by its line of --on manual.")
     known = sessions()
     found = [each for each in known if each.id == session]
     found = found or [each for each in known if any(mesh.name == session for mesh in each.meshes)]
@@ -113,6 +110,8 @@ def attach_session(
     started = time.monotonic()
     folder = _own(session)
     try:
+        if any(host.launcher.engine == "workers" for host in folder.state.hosts.values()):
+            raise AttachError(f"session {session.id} is of an older Meshbook, whose hosts no one can find any more.")
         controller = Controller(folder, front_end)
     except BaseException:
         folder.leave()

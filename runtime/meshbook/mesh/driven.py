@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import math
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -229,13 +228,6 @@ def shutdown(timeout_s: float = 5.0) -> None:
             if procs.id not in waiting:
                 procs.stop()
         controller.leave(lease_s, timeout_s)
-    _close_way()
-
-
-def _close_way() -> None:
-    """To workers that were reached through a server, by a module that few programs load."""
-    if (loaded := sys.modules.get("meshbook.launchers.invitations.server_way")) is not None:
-        loaded.forget_way()
 
 
 def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) -> Attachment:
@@ -262,7 +254,6 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
             controller.leave(default_lease_s() if lease_s is None else lease_s, timeout_s)
         else:
             controller.close(timeout_s)
-    _close_way()
     return left
 
 

@@ -9,7 +9,7 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.errors import SpawnError
-from meshbook.launchers.base import LaunchedHost, Launcher, RetiringLauncher
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.os_errors import explain
@@ -90,8 +90,6 @@ class _Starter:
 def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
     """Have ``launcher`` start whatever comes in the place of a host, or beside it."""
     host.starter, host.launcher = _Starter(controller, launcher, serves_all), launcher.saved
-    if isinstance(launcher, RetiringLauncher):
-        host.retire = lambda: launcher.retire(host.launched)
 
 
 def replace_hosts(
@@ -193,11 +191,6 @@ def _launcher_of(saved: SavedLauncher) -> Launcher:
         from meshbook.launchers.manual import saved_manual
 
         return saved_manual(saved)
-    if saved.engine == "workers":
-        from meshbook.launchers.invitations.server_way import resume_way
-        from meshbook.launchers.workers import WorkersLauncher
-
-        return WorkersLauncher((saved.host,), resume_way(*saved.options) if saved.options else None)
     if saved.engine == "ssh":
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 

@@ -172,10 +172,7 @@ class HostMesh(HostView):
 
     def end(self, timeout_s: float = 5.0) -> None:
         """As `shutdown`, for whoever has started them: without waiting for actors, and as often as is liked."""
-        hosts = self._present()
-        for host in hosts:
-            host.retire()
-        self._controller.stop_hosts(hosts, timeout_s)
+        self._controller.stop_hosts(self._present(), timeout_s)
 
     def sync_workspace(
         self, workspace: str | Path | Workspace = ".", conda: bool = False, auto_reload: bool = False

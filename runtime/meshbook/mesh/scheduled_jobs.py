@@ -10,11 +10,10 @@ from meshbook.errors import UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.job_trait import JobTrait
-from meshbook.mesh.jobs import HOSTS, HostsJob, checked_counts, start_all
-from meshbook.mesh.login_job import NamedHostsJob
+from meshbook.mesh.jobs import HOSTS, HostsJob, checked_counts, checked_names, start_all
 
 
-class SSHJob(NamedHostsJob):
+class SSHJob(HostsJob):
     """Hosts by ssh, which `add_mesh` names (`meshbook.launchers.ssh`)."""
 
     def __init__(self, python_exe: str | None = None, ssh_args: Sequence[str] = ()) -> None:
@@ -23,19 +22,33 @@ class SSHJob(NamedHostsJob):
         ssh_args: options of ssh.
         """
         super().__init__()
+        self._meshes: dict[str, tuple[str, ...]] = {}
         self._python, self._options = python_exe, tuple(ssh_args)
+
+    def add_mesh(self, name: str, hosts: Sequence[str]) -> None:
+        """Have ``hosts``, as they are called for a login, under a name. Raises: UsageError once the job was applied."""
+        self._check_changeable(name)
+        checked_names([name])
+        self._meshes[name] = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, SSHJob) and self.active and spec._spec == self._spec
 
     @property
     def _spec(self) -> object:
+        """What two jobs have in common whose hosts are the same."""
         return self._meshes, self._python, self._options
 
     def _start(self) -> dict[str, HostMesh]:
+        """Raises: UsageError where there are no hosts."""
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 
+        if not self._meshes:
+            raise UsageError('the job has no hosts: add_mesh("trainers", ["nodeA", "nodeB"]).')
         return start_all(
             {
                 name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
-                for name, hosts in self._named().items()
+                for name, hosts in self._meshes.items()
             }
         )
 

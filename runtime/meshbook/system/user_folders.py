@@ -131,19 +131,6 @@ def write_private(path: Path, data: bytes) -> None:
         raise
 
 
-def create_private(path: Path, data: bytes) -> None:
-    """Write it as `write_private` does, unless there is a file already: of several who do, one is first."""
-    if path.exists():
-        return
-    new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    write_private(new, data)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.link(new, path)
-    finally:
-        new.unlink()
-
-
 def read_private(path: Path) -> bytes | None:
     """The content of a file that `write_private` wrote; None when there is none, or it is not ours alone."""
     try:

@@ -7,18 +7,15 @@ only the owner of the gate's key can read. What a question means is its owner's 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 
 import zmq
-from zmq.utils import z85
 
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.own_faults import attempt
 from meshbook.errors import ProtocolError
 from meshbook.system.processes import connect_to
-from meshbook.wire.admission import ConnectionFilter
 from meshbook.wire.zmq_transport import hear_monitor, listen
 
 MAX_BYTES = 1 << 16
@@ -31,12 +28,9 @@ _REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EV
 class Gate:
     """Answers questions at a port of its own, on a thread of its own, until it is closed."""
 
-    def __init__(self, address: str, answer: Callable[[bytes], bytes], secret: bytes | None = None) -> None:
-        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread.
-
-        secret: 32 bytes that the gate's key is made of; by default the key is new. Raises: OSError.
-        """
-        public, secret = zmq.curve_keypair() if secret is None else gate_keys(secret)
+    def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
+        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread. Raises: OSError."""
+        public, secret = zmq.curve_keypair()
         self.key = public.decode()
         """Public; whoever knows it knows that we answer."""
         self._answer, self._owner = answer, os.getpid()
@@ -47,14 +41,8 @@ class Gate:
         self._socket.handshake_ivl = HANDSHAKE_MS
         self._socket.curve_server = True
         self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
-        self._door: ConnectionFilter | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self.endpoint = address
         try:
-            if address.startswith("ipc://"):
-                self._socket.bind(address)
-            else:
-                self._door, self._monitor, self.endpoint = listen(self._socket, address)
+            self._door, self._monitor, self.endpoint = listen(self._socket, address)
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from error
@@ -72,11 +60,10 @@ class Gate:
         poll = zmq.Poller()
         poll.register(self._socket, zmq.POLLIN)
         poll.register(self._wake, zmq.POLLIN)
-        if self._monitor is not None:
-            poll.register(self._monitor, zmq.POLLIN)
+        poll.register(self._monitor, zmq.POLLIN)
         try:
             while self._wake not in (ready := dict(poll.poll())):
-                while self._monitor is not None and self._door is not None and hear_monitor(self._monitor, self._door):
+                while hear_monitor(self._monitor, self._door):
                     pass
                 if self._socket in ready:
                     question = self._socket.recv()
@@ -85,27 +72,9 @@ class Gate:
                     self._socket.send(b"".join(answers))
         finally:
             os.close(self._wake)
-            if self._door is not None:
-                self._socket.disable_monitor()
-                self._door.close()
+            self._socket.disable_monitor()
+            self._door.close()
             self._context.destroy(linger=500)
-
-
-def gate_keys(secret: bytes) -> tuple[bytes, bytes]:
-    """The key pair (public, secret) that is made of 32 bytes."""
-    encoded: bytes = z85.encode(secret)
-    return zmq.curve_public(encoded), encoded
-
-
-def knock(endpoint: str) -> str:
-    """Look whether anybody listens there, in the system's own words; returns the endpoint's host. Raises: OSError."""
-    if endpoint.startswith("ipc://"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.connect(endpoint.removeprefix("ipc://"))
-        return ""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    connect_to((host.strip("[]"), int(port)), CONNECT_S).close()
-    return host
 
 
 def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> bytes:
@@ -113,7 +82,8 @@ def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> byte
 
     Raises: OSError where nobody can be reached; ProtocolError where it is another that listens, or does not answer.
     """
-    host = knock(endpoint)
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    connect_to((host.strip("[]"), int(port)), CONNECT_S).close()  # the system's own words where nobody listens
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.REQ) as sock:
         sock.linger = 0

@@ -90,9 +90,9 @@ def stop(run: CellRun) -> None:
 def pressing(*after_s: float) -> Iterator[None]:
     """SIGINT to this process so long after the start of the block; one that comes after its end hits nobody."""
     timers = [threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)) for delay_s in after_s]
-    for timer in timers:
-        timer.start()
     try:
+        for timer in timers:
+            timer.start()
         yield
     finally:
         for timer in timers:
@@ -356,7 +356,7 @@ def test_a_call_that_waits_for_its_payload_is_dropped_at_once(mesh2x2: ProcMesh)
 def test_a_push_on_one_host_is_interrupted_anywhere(mesh4: ProcMesh) -> None:
     big = bytes(300_000_000)
     for delay_s in (0.02, 0.1, 0.3):
-        with pressing(delay_s), contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), pressing(delay_s):
             while True:
                 mesh4.push({"big": big}).get(60)
         assert works(mesh4)
@@ -398,7 +398,7 @@ def test_an_interrupted_spawn_leaves_nothing(mesh4: ProcMesh) -> None:
     before = set(descendants(os.getpid()))
     for delay_s in (0.02, 0.15):
         began = time.monotonic()
-        with pressing(delay_s), contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), pressing(delay_s):
             this_host().spawn_procs({"gpus": 2}, name="never").stop()
         assert time.monotonic() - began < 10
     deadline = time.monotonic() + 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,10 +19,8 @@ from meshbook.job import (
     JobState,
     JobTrait,
     LocalJob,
-    LoginJob,
     MeshAdminConfig,
     ProcessJob,
-    ProcessState,
     SlurmJob,
     SSHJob,
     TelemetryConfig,
@@ -137,52 +134,6 @@ def test_a_script_runs_with_the_hosts_of_its_job(tmp_path: Path) -> None:
     wait_until((job.log_dir / "stdout.log").read_text, 60)
     job.kill()
     assert job.process.poll() is not None and not job.active, "the script ends with its job"
-
-
-class OwnLogin(LoginJob):
-    """A login of one's own: here, to this machine, at sockets in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-        self.begun: list[subprocess.Popen[bytes]] = []
-
-    def _start_host(self, host: str) -> ProcessState:
-        address = f"ipc://{self.folder}/{host}"
-        options = f"address={address!r}, ca='trust_all_connections'"
-        code = f"from meshbook.actor import run_worker_loop_forever; run_worker_loop_forever({options})"
-        self.begun.append(subprocess.Popen([sys.executable, "-c", code]))
-        return ProcessState(self.begun[-1].pid, address)
-
-
-def test_hosts_by_a_login_of_ones_own_end_with_the_job() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        job = OwnLogin(Path(folder))
-        with pytest.raises(UsageError, match="the job has no hosts"):
-            job.apply()
-        job.add_mesh("trainers", ["a", "b"])
-        with job.state().trainers.spawn_procs(torch=False) as procs:
-            assert procs.sizes == {"hosts": 2} and procs.run("rank").get(60).values() == [0, 1]
-        with pytest.raises(UsageError, match="kill"):
-            job.add_mesh("more", ["c"])
-        job.kill()
-        assert [worker.wait(60) for worker in job.begun] == [0, 0]
-
-
-def test_workers_of_a_login_end_where_another_cannot_be_started() -> None:
-    class Half(OwnLogin):
-        def _start_host(self, host: str) -> ProcessState:
-            if host == "b":
-                raise OSError("no way to b")
-            return super()._start_host(host)
-
-    with tempfile.TemporaryDirectory() as folder:
-        job = Half(Path(folder))
-        job.add_mesh("trainers", ["a"])
-        job.add_mesh("judges", ["b"])
-        with pytest.raises(OSError, match="no way to b"):
-            job.apply()
-        assert job.begun[0].wait(60) != 0 and not job.active
 
 
 def test_hosts_by_ssh(there: SshHosts) -> None:
