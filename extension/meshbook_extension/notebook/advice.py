@@ -40,6 +40,7 @@ NOTEBOOK_ADVICE = Advice(
     pull="%mesh pull",
     ask="Ask in the notebook, and send the answer with: %mesh push NAME",
     cpu='--device cpu (device="cpu" in Python)',
+    invite="%mesh spawn hosts=2 gpus=8 --on manual",
     within="--within 10m (within_s=600 in Python)",
 )
 

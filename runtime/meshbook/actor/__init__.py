@@ -50,6 +50,7 @@ from meshbook.actor.router import is_rank
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
+from meshbook.errors.advice import advice
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
 from meshbook.shape.value_mesh import ValueMesh
@@ -170,8 +171,7 @@ def refuse_worker_loop(name: str, *args: object, **kwargs: object) -> NoReturn:
     """Raises: UsageError that shows the way there is."""
     raise UsageError(
         f"{name} is not here: a machine becomes a host by one line with a ticket, python3 -m meshbook.join <<< TICKET. "
-        "It is shown by %mesh spawn hosts=2 gpus=8 --on manual; in Python by start_hosts({'hosts': 2}, "
-        "meshbook.launchers.manual.ManualLauncher()). See docs/clusters.md."
+        f"It is shown by {advice().invite}; see docs/clusters.md."
     )
 
 

@@ -51,6 +51,8 @@ class Advice(NamedTuple):
     ask: str = "Ask where the mesh is driven, and send the answer with: mesh.push({NAME: answer})"
     cpu: str = 'device="cpu"'
     within: str = "within_s=600"
+    invite: str = 'start_hosts({"hosts": 2}, ManualLauncher()) of meshbook.launchers.manual'
+    """What shows the line by which other machines become hosts."""
 
 
 _current = Advice()

@@ -86,7 +86,7 @@ def find_session(session: str | SavedSession) -> SavedSession:
     if isinstance(session, SavedSession):
         return session
     if "://" in session:
-        raise AttachError(f"{session} is an address, no session: a machine becomes a host by its line of --on manual.")
+        raise AttachError(f"{session} is an address, no session; what makes a machine a host: {advice().invite}")
     known = sessions()
     found = [each for each in known if each.id == session]
     found = found or [each for each in known if any(mesh.name == session for mesh in each.meshes)]
