@@ -3,10 +3,11 @@
     controller ──stdin: the tickets──> mpirun ════> its daemon on each host ──> sh ──> agent
         '── own address: port <══════════════════ network ════════════════════════════'
 
-Open MPI passes its stdin on to all processes (``--stdin all``). MPICH gives it to the first alone; there the tickets
-lie in a file of mode 0600 in the session's folder of logs, which the hosts must share, until all have read it. Each
-agent takes the ticket of its rank. No MPI is spoken: sh ends with 0 however its agent has ended, so that mpirun lets
-the others live on, and says in its log how that was. A lost host is started again by an mpirun of its own.
+The tickets lie in a file of mode 0600 in the session's folder of logs until all have read it: for MPICH, whose hosts
+must share that folder, and for those of Open MPI on mpirun's own machine, which never get its stdin. All others of
+Open MPI have them by stdin (``--stdin all``). Each agent takes the ticket of its rank. No MPI is spoken: sh ends with 0
+however its agent has ended, so that mpirun lets the others live on, and says in its log how that was. A lost host is
+started again by an mpirun of its own.
 """
 
 from __future__ import annotations
@@ -102,13 +103,12 @@ class MPILauncher:
         ours = ("--stdin", "all", "--tag-output", "--map-by", "ppr:1:node", "--bind-to", "none")
         command = [program, *options, *count, *(ours if by_stdin else ("-ppn", "1", "-prepend-rank"))]
         data = encode_tickets([_own(ticket) for ticket in tickets]) + b"\n"
-        tickets_file = None if by_stdin else log.with_suffix(".tickets")
-        if tickets_file is not None:
-            with open(os.open(tickets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
+        tickets_file = log.with_suffix(".tickets")
+        with open(os.open(tickets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
         with open_log(log) as output:
             process = subprocess.Popen(
-                [*command, "sh", "-c", _script(self.python, tickets_file)],
+                [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -203,16 +203,13 @@ def found_hosts(hosts: dict[str, SavedHost], logs: Path) -> Iterator[tuple[str, 
             yield id, host, MPILauncher(program=program, python=launcher.python, options=options, place=host)
 
 
-def _script(python: str, tickets: Path | None) -> str:
-    """What sh runs on each host. tickets: the file with them, where they do not come by stdin."""
+def _script(python: str, tickets: Path, by_stdin: bool) -> str:
+    """What sh runs on each host. tickets: the file with them. by_stdin: they come so where there is no such file."""
     rank = "MESHBOOK_TASK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; export MESHBOOK_TASK"
     on, agent = f'echo "{ON}$(uname -n)" >&2', f"({agent_script(python)})"
-    if tickets is None:
-        run = f"{on}; {agent}"
-    else:
-        path = shlex.quote(str(tickets))
-        refuse = f"echo meshbook: no ticket at {path} >&2; (exit 66)"
-        run = f"if t=$(cat {path} 2>&-); then {on}; printf '%s\\n' \"$t\" | {agent}; else {refuse}; fi"
+    path = shlex.quote(str(tickets))
+    other = f"{on}; {agent}" if by_stdin else f"echo meshbook: no ticket at {path} >&2; (exit 66)"
+    run = f"if t=$(cat {path} 2>&-); then {on}; printf '%s\\n' \"$t\" | {agent}; else {other}; fi"
     return f'{rank}; {run}; echo "{ENDED}$?" >&2'
 
 

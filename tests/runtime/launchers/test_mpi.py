@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import textwrap
 import threading
@@ -95,6 +96,14 @@ def test_collectives_run_across_hosts(there: MPIHosts) -> None:
         assert procs.run(code).get(60).values()[3] == (6.0, {"hosts": 1, "gpus": 1})
 
 
+@pytest.mark.some("openmpi")
+def test_a_host_on_the_machine_of_mpirun_gets_its_ticket(there: MPIHosts) -> None:
+    """Open MPI gives its stdin to none of the processes beside it."""
+    launcher = MPILauncher(program=there.program, options=there.options("localhost", "nodeB"))
+    with start_hosts({"hosts": 2}, launcher).spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
+        assert procs.run("import platform; platform.node()").get(60).values() == [platform.node(), "nodeB"]
+
+
 def test_an_mpirun_that_is_killed_takes_its_hosts_with_it_and_heals(there: MPIHosts) -> None:
     with spawned(there) as procs:
         (client,) = mpi_processes()
@@ -109,7 +118,7 @@ def test_an_mpirun_that_is_killed_takes_its_hosts_with_it_and_heals(there: MPIHo
     ("names", "more", "said"),
     [
         (("nodeA", "elsewhere"), {}, "does not reach its hosts: ssh: Could not resolve hostname elsewhere"),
-        (("nodeA",), {}, "two agents on nodeA|more processes than the ppr"),
+        (("nodeA",), {}, "two agents on nodeA|options name fewer nodes than hosts=N asks for"),
         (("nodeA", "nodeB"), {"python": "/no/python"}, "no Python at /no/python.*--python PATH"),
         (("nodeA", "nodeB"), {"program": "echo"}, "is neither of Open MPI nor of MPICH, as far as it says: "),
         (("nodeA", "nodeB"), {"program": "no-mpirun"}, "there is no no-mpirun on this machine"),

@@ -20,6 +20,9 @@ _UNREACHED = re.compile(
 """What ssh says of a host that it does not reach, after which MPICH goes on waiting for it."""
 _SAID_LINES, _SAID_CHARS = 4, 400
 
+_FEW = "more processes than the ppr"
+"""In what Open MPI says where its options name fewer nodes than there are to be hosts."""
+
 _HINTS = (
     *PYTHON_HINTS,
     ("meshbook: no ticket", "MPICH gives stdin to one process: that folder must be shared with the hosts."),
@@ -65,6 +68,8 @@ class MPILog:
         unreached = next((line for who, line in self.said if who is None and _UNREACHED.match(line)), "")
         if unreached and not node:
             return f"mpirun does not reach its hosts: {unreached.rstrip('.')}"
+        if status is not None and any(_FEW in line for _, line in self.said):
+            return "mpirun's options name fewer nodes than hosts=N asks for, and each host is a node of its own"
         return None if status is None else self._with_words(f"{program} ended ({describe_exit(status)})", None)
 
     def _with_words(self, what: str, task: int | None) -> str:
