@@ -172,6 +172,7 @@ def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) ->
 def test_run_all_after_a_restart_goes_on_with_the_mesh(start_kernel: StartKernel, watch: Watch) -> None:
     kernel = start_kernel()
     family = with_mesh(kernel, watch, "%%mesh\nkept = rank")
+    assert not kernel.run("%%mesh\nraise ValueError('before')").ok
     die_and_come_back(kernel, "restart")
     again = kernel.run("%mesh spawn gpus=2 --device cpu")
     assert again.ok, again.reply
@@ -180,6 +181,10 @@ def test_run_all_after_a_restart_goes_on_with_the_mesh(start_kernel: StartKernel
     other = kernel.run("%mesh spawn gpus=3 --device cpu")
     assert not other.ok
     assert 'mesh "main" runs already' in str(other.reply["traceback"])
+    assert not kernel.run("%%mesh\nraise ValueError('after')").ok
+    before, after = kernel.run("%mesh errors").text("stdout").splitlines()[-2:]
+    assert "ValueError: before" in before and "(earlier kernel)" in before, before
+    assert "ValueError: after" in after and "earlier" not in after, after
     end(kernel, family)
 
 

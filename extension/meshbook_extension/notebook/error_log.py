@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 KEPT = 50
 TRACEBACK_CHARS = 60_000
+SAVED, SAVED_CHARS = 20, 4_000
+"""The last errors go to the notebook's next kernel, with so much of their tracebacks."""
+EARLIER = " (earlier kernel)"
 
 
 class LoggedError(NamedTuple):
@@ -112,6 +115,24 @@ class ErrorLog:
         """Return the errors of one mesh."""
         return [error for error in self.all() if error.mesh == mesh]
 
+    def saved(self, meshes: Collection[str]) -> tuple[LoggedError, ...]:
+        """Return the last errors of ``meshes`` for the next kernel, whose cells have numbers of their own."""
+        mine = [error for error in self.all() if error.mesh in meshes][-SAVED:]
+        return tuple(
+            error._replace(
+                what=error.what if not error.what or error.what.endswith(EARLIER) else error.what + EARLIER,
+                traceback=_cut(error.traceback, SAVED_CHARS),
+            )
+            for error in mine
+        )
+
+    def take_up(self, saved: Iterable[LoggedError]) -> None:
+        """Go on with those of an earlier kernel."""
+        with self._lock:
+            for error in saved:
+                self._errors.append(error._replace(number=self._next))
+                self._next += 1
+
     def find(self, number: int) -> LoggedError:
         """The one of this number. Raises: UsageError."""
         kept = self.all()
@@ -132,9 +153,9 @@ def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
     return [*(failure for failure in failures if failure.ename != INTERRUPT), *merged]
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, chars: int = TRACEBACK_CHARS) -> str:
     """The beginning and the end of what is too long."""
-    half = TRACEBACK_CHARS // 2
+    half = chars // 2
     return (
         text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text) - 2 * half:,} characters ...\n{text[-half:]}"
     )

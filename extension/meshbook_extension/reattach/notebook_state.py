@@ -17,6 +17,7 @@ import msgspec
 from meshbook.formatting import utf8_text
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
+from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.setup_cells import Setup
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
 from meshbook_extension.output.publisher import kernel_of
@@ -70,6 +71,8 @@ class NotebookState(msgspec.Struct, frozen=True):
     next_job: int
     limits: dict[str, Limit] = {}
     """Of meshes that stop by themselves."""
+    errors: tuple[LoggedError, ...] = ()
+    """The last failures of its ranks."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -173,6 +176,7 @@ class StateWriter:
             setups=tuple(setup for name in meshes for setup in session.setups.of(name)),
             jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
             next_job=session.part(Jobs).next_number,
+            errors=session.errors.saved(meshes),
             limits={name: limit for name, procs in meshes.items() if (limit := limits.of(procs)) != Limit()},
         )
 

@@ -46,6 +46,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         session.current = notebook_state.current
     for setup in notebook_state.setups:
         session.setups.add(setup)
+    session.errors.take_up(notebook_state.errors)
     gone = _restore_slices(session, attachment, notebook_state)
     ended: list[tuple[ResumedCall, ProcMesh]] = []
     deadline = time.monotonic() + ANSWERS_S
