@@ -25,6 +25,8 @@ class Repaired(NamedTuple):
     setup_cells: int
     """Cells that the new ranks have run."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What was brought back besides, as the tensors of a `meshbook.distributed.Mesh`."""
 
     def __str__(self) -> str:
         if not self.ranks and not self.joined:
@@ -39,7 +41,8 @@ class Repaired(NamedTuple):
             did.append(f"{name_ranks(self.ranks)} started again")
         if self.joined:
             did.append(f"all {self.world_size} ranks joined")
-        return f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s'
+        lines = [f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s', *self.notes]
+        return "\n  ".join(lines)
 
     def __repr__(self) -> str:
         return str(self)  # a cell that ends with a repair shows it

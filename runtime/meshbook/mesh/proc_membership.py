@@ -83,7 +83,9 @@ class Membership(ProcView):
             new.update(repaired.ranks)
             repaired = self._mesh.last_repair = repaired._replace(ranks=tuple(sorted(new)))
             try:
-                call_living(self._mesh.after_repairs)
+                told = call_living(self._mesh.after_repairs)
+                notes = tuple(dict.fromkeys(each for each in told if isinstance(each, str) and each))
+                repaired = self._mesh.last_repair = repaired._replace(notes=notes)
                 break
             except WorkerLost:
                 if not left or not self._mesh.lost:

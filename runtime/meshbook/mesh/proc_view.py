@@ -29,10 +29,9 @@ def _living(methods: Methods) -> Methods:
     return [method for method in methods if method() is not None]
 
 
-def call_living(methods: Methods) -> None:
-    for each in methods:
-        if (method := each()) is not None:
-            method()
+def call_living(methods: Methods) -> list[object]:
+    """Call those whose objects are still there; returns what they return."""
+    return [method() for each in methods if (method := each()) is not None]
 
 
 class ProcView(MeshView):

@@ -76,14 +76,19 @@ class Mesh:
         about = self.stream.name, dict(self.axes), self.procs.ranks, self.held_by, self.stream.decided
         self.procs.execute(known_meshes.open_mesh, *about).get()
 
-    def _go_on(self) -> None:
-        """After a repair of the processes. Tensors of a mesh that has grown or shrunk since can only be taken away."""
+    def _go_on(self) -> str:
+        """After a repair of the processes; says what became of the tensors.
+
+        Tensors of a mesh that has grown or shrunk since can only be taken away.
+        """
         if self.procs.is_renumbered:
-            return
+            return ""
         self.stream.begin_repair()
         self._open()
-        restore(self.stream, self.axes)
+        whole, lost = restore(self.stream, self.axes)
         self.stream.end_repair()
+        counts = [f"{whole} whole again"] * (whole > 0) + [f"{len(lost)} lost"] * (len(lost) > 0)
+        return f"mesh tensors: {', '.join(counts)}" if counts else ""
 
     def size(self, axis: str | None = None) -> int:
         """The number of processes, or of those along one axis."""

@@ -70,8 +70,11 @@ class ViewLost(MeshError):
         return "ranks were replaced since this view was made, and it lies across the parts of its base: make it again"
 
 
-def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
-    """Bring the tensors of a mesh to the ranks that have none; those that cannot be brought are lost."""
+def restore(stream: OpStream, axes: Mapping[str, int]) -> tuple[int, set[TensorId]]:
+    """Bring the tensors of a mesh to the ranks that have none; those that cannot be brought are lost.
+
+    Returns: how many are whole again, and those that are lost or torn.
+    """
     told = dict(zip(stream.procs.ranks, stream.ask("parts").get().values(), strict=True))
     held: dict[int, dict[TensorId, LocalPart]] = {rank: parts for rank, (parts, _) in told.items()}
     lost: dict[TensorId, MeshError] = dict.fromkeys(
@@ -112,7 +115,9 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> None:
     lost.update(dict.fromkeys(gone, TensorLost(stream.procs.ranks, "")))
     given_up = {number: str(error) for number, error in lost.items() if not isinstance(error, OwnTensorsLost)}
     stream.send("transfer", transfers, given_up).get()  # with nothing before it that frees what is to be transferred
-    stream.renew({number for parts in held.values() for number in parts} - lost.keys(), lost, torn, writes.undone)
+    kept = {number for parts in held.values() for number in parts} - lost.keys()
+    stream.renew(kept, lost, torn, writes.undone)
+    return len(kept - torn.keys()), lost.keys() | torn.keys()
 
 
 class _Writes:

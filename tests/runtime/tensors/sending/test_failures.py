@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -406,7 +407,7 @@ def test_a_hunt_goes_on_behind_a_repair(mesh2: ProcMesh, rank: int) -> None:
         end_rank(mesh, rank)
         with pytest.raises(DeviceMeshError):
             root_step(x).item()
-        mesh.heal()
+        assert re.search(r"\n  mesh tensors: \d+ whole again", str(mesh.heal()))
         for _ in range(5):
             assert root_step(x).item() == pytest.approx(4 * 2**0.5)
         root_step(-x)
@@ -533,7 +534,7 @@ def test_tensors_whose_ranks_have_all_ended_are_lost_and_say_so() -> None:
     with this_host().spawn_procs({"gpus": 2}, device="cpu", name="replaced") as procs:
         x = meshbook.ones(4, mesh=Mesh(procs))
         assert x.sum().item() == 4.0
-        procs.respawn([0, 1])
+        assert str(procs.respawn([0, 1])).endswith("\n  mesh tensors: 1 lost")
         with pytest.raises(TensorLost, match="was on ranks 0,1 alone, and ended with them"):
             x.sum().item()
         assert (meshbook.ones(4, mesh=Mesh(procs)) + 1).sum().item() == 8.0
