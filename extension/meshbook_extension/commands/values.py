@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import TYPE_CHECKING, TypeVar
 
-from meshbook.errors import CallFailed
+from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
@@ -22,6 +24,9 @@ T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
 """Pairs that are not part of the target in scatter and gather."""
 
+_VARIABLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$([^\W\d]\w*)""")
+"""A text, in which $ means nothing, or a variable of the notebook."""
+
 AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
 OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
 
@@ -32,15 +37,40 @@ OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
     pairs="[AXIS=.. ...]",
     options=(AT, OUT),
     tail="EXPR",
-    examples=("%mesh eval loss.item()", "%mesh eval gpus=0 model.training", "%mesh eval --at left x.shape"),
-    notes=f"{FORMS}\nThe expression is the rest of the line, as it stands. _mesh is bound to the values.",
+    examples=(
+        "%mesh eval loss.item()",
+        "%mesh eval gpus=0 model.training",
+        "%mesh eval --at left x.shape",
+        "%mesh eval losses[$step]",
+    ),
+    notes=f"""
+{FORMS}
+The expression is the rest of the line, as it stands, but $x is the notebook's x: a number, a text, or such in
+containers. _mesh is bound to the values.""",
 )
 def evaluate(session: Session, arguments: Arguments) -> None:
     """Show values on the ranks."""
-    values = answer(target_of(session, arguments).evaluate(arguments.tail))
+    expression = _VARIABLE.sub(lambda found: _written(session, found), arguments.tail)
+    values = answer(target_of(session, arguments).evaluate(expression))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     print(show_values(values))
+
+
+def _written(session: Session, found: re.Match[str]) -> str:
+    """``$x`` as the notebook's value of ``x``, in Python. Raises: UsageError."""
+    if not (name := found[1]):
+        return found[0]
+    known = session.shell.user_ns
+    if name not in known:
+        raise UsageError(f"the notebook has no {name}, which ${name} stands for.")
+    text = repr(known[name])
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        kind = type(known[name]).__name__
+        raise UsageError(f"${name} is a {kind}, which no expression can hold: %mesh push {name} first.") from None
+    return text
 
 
 @Command(

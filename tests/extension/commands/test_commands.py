@@ -207,6 +207,16 @@ def test_eval_shows_equal_values_once(notebook) -> None:
     assert "NameError: name 'nonsense' is not defined" in text and len(text.splitlines()) <= 2
 
 
+def test_eval_takes_variables_of_the_notebook(notebook) -> None:
+    notebook.shell.user_ns.update(step=3, where={"lr": [0.5]}, odd=object())
+    assert notebook.run("%mesh eval $step + rank * 0").stdout == "[0-3] 3\n"
+    assert (
+        notebook.run("%mesh eval $where['lr'][0], 'it is $step', \"$\"").stdout == "[0-3] (0.5, 'it is $step', '$')\n"
+    )
+    assert "the notebook has no stepp, which $stepp stands for" in notebook.fail("%mesh eval $stepp")
+    assert "$odd is a object, which no expression can hold: %mesh push odd first" in notebook.fail("%mesh eval $odd")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_eval_takes_and_shows_strange_texts(notebook, seed: int) -> None:
     text = strange_text(random.Random(seed))
