@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,12 @@ class _Shown:
         self.event = event
 
 
+class Outcome(NamedTuple):
+    """What became of the cell is known. invalid: ranks whose values mean nothing."""
+
+    invalid: frozenset[int]
+
+
 class CellOutput:
     """Takes the events of one cell and shows them. Made on the main thread; `finish` waits there."""
 
@@ -83,11 +89,16 @@ class CellOutput:
         """The progress bars as they stand, equal ones once, each with its ranks."""
         self.stops_where = "; look: %mesh pdb"
         """What is said behind the place at which a rank stopped."""
+        self.awaits_outcome = False
+        """Whether values of last expressions are held back until `conclude` tells which of them are valid."""
+        self._invalid: frozenset[int] = frozenset()
+        self._held_ends: list[tuple[int, float]] = []
+        """Ranks that have ended, and when: while one of them counts as running no value is shown."""
         self._stopped_ranks: deque[tuple[float, Stop]] = deque()
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent | Text | None]] = deque()
+        self._events: deque[tuple[float, OutputEvent | Text | Outcome | None]] = deque()
         """Each has the time at which it came; None says that all printed by then came before it."""
         self._await_printed = await_printed
         self._unshown_characters = 0
@@ -133,6 +144,12 @@ class CellOutput:
         """Say something in the cell's output, on a line of its own; from any thread."""
         now = time.monotonic()
         self._events.append((now, Text(stream, f"{text}\n")))
+        self._publisher.schedule(self, now)
+
+    def conclude(self, invalid: Collection[int]) -> None:
+        """Show the values of last expressions, but for those of the ranks ``invalid``; from any thread."""
+        now = time.monotonic()
+        self._events.append((now, Outcome(frozenset(invalid))))
         self._publisher.schedule(self, now)
 
     def finish(self) -> None:
@@ -249,7 +266,7 @@ class CellOutput:
         self._events.append((asked_at, None))
         self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
 
-    def _take(self, at: float, event: OutputEvent | Text | None) -> None:
+    def _take(self, at: float, event: OutputEvent | Text | Outcome | None) -> None:
         self._moved += 1
         if isinstance(event, StreamText):
             self._take_text(event, at)
@@ -263,8 +280,11 @@ class CellOutput:
             self._budget.cut(event.rank, event.size_bytes, event.log_path)
             self._tell_of_limit()
         elif isinstance(event, RankDone):
-            self._grouping.end(event.rank, at)
             self._all_done = len(self.done) == len(self._ranks)
+            if self._all_done and self.awaits_outcome:
+                self._held_ends.append((event.rank, at))
+            else:
+                self._grouping.end(event.rank, at)
             failure = event.failure
             if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
                 self._failures.add(failure, at)
@@ -272,6 +292,10 @@ class CellOutput:
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
         elif isinstance(event, Text):
             self._notes.append(event)
+        elif isinstance(event, Outcome):
+            self._invalid, self.awaits_outcome, self._all_done = event.invalid, False, True
+            while self._held_ends:
+                self._grouping.end(*self._held_ends.pop(0))
         else:
             self._notes.append(Text("stderr", f"{event.text}\n"))
 
@@ -365,6 +389,10 @@ class CellOutput:
         event, display_id = shown.event, self._display_id(shown.event)
         if display_id:
             self._on_their_way[display_id].remove(shown)
+        if event.is_result and not self._invalid.isdisjoint(piece.ranks):
+            piece = piece._replace(ranks=tuple(rank for rank in piece.ranks if rank not in self._invalid))
+            if not piece.ranks:
+                return
         if not self._budget.admit_display(piece, sum(len(str(value)) for value in event.data.values())):
             return
         self._end_line()

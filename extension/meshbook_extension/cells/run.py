@@ -250,6 +250,7 @@ def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) ->
 
 def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
     job.ended = time.monotonic()
+    job.cell.conclude()
     session.errors.note(job.mesh, job.cell.what, job.cell.failures)
     future = job.cell.run.future
     error = future.exception(0)

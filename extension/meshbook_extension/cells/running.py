@@ -23,9 +23,10 @@ from meshbook.errors import (
     group_failures,
     next_steps,
 )
+from meshbook.errors.groups import GRADIENTS
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.failures import INTERRUPT, headline
+from meshbook_extension.output.failures import DISAGREE, INTERRUPT, headline
 from meshbook_extension.output.labels import format_seconds
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class RunningCell:
     def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
+        output.awaits_outcome = True
         self._tell_failed_at: float | None = None
         """When to say who still runs beside ranks that failed: known once one has."""
         self._tell_ahead_at = math.inf
@@ -117,6 +119,7 @@ class RunningCell:
     def outcome(self) -> ValueMesh[object]:
         """What `result` returns or raises, once the future is done."""
         error = self.run.future.exception(0)
+        self.conclude()
         try:
             self.output.finish()
         except KeyboardInterrupt:
@@ -125,6 +128,10 @@ class RunningCell:
         if error is None:
             return self.run.future.result(0)
         raise self._presentable(error) from None
+
+    def conclude(self) -> None:
+        """Have the values shown that are valid, once the future is done."""
+        self.output.conclude(_invalid(self.run.future.exception(0)))
 
     def interrupt(self) -> CallInterrupted:
         """Interrupt the ranks; returns who obeyed within a moment, and where the others are and why."""
@@ -191,13 +198,23 @@ class RunningCell:
                 interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
                 interrupted.groups, interrupted.torn = error.groups, error.torn
                 return interrupted
-            show_as(error, [*brief(error), *_others(error), *verdict(error)])
+            invalid = [rank for rank in _invalid(error) if rank in self.output.done and self.output.done[rank].ok]
+            unshown = (
+                [f"  values of {name_ranks(invalid)} are not shown: they came of that operation"] if invalid else []
+            )
+            show_as(error, [*brief(error), *unshown, *_others(error), *verdict(error)])
         elif isinstance(error, WorkerLost):
             steps = next_steps(error.ranks, self._survivors())
             if not self.is_current():
                 steps.append(f"  it is not the current mesh; first: %mesh use {self.procs.name}")
             show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
         return error
+
+
+def _invalid(error: BaseException | None) -> list[int]:
+    """The ranks whose values mean nothing."""
+    failures = error.failures if isinstance(error, CallFailed) else ()
+    return [failure.rank for failure in failures if failure.ename == DISAGREE]
 
 
 def brief(error: CallFailed) -> list[str]:
@@ -212,7 +229,16 @@ def brief(error: CallFailed) -> list[str]:
 def verdict(error: CallError, *, again: bool = True) -> list[str]:
     """Who was freed, and on the process groups where they are not back; nothing where there is nothing to say."""
     lines = [f"  {line}" for line in error.verdict()]
-    return lines + (["  again: run the cell again"] if again and error.freed and not error.groups else [])
+    if not again or not error.freed or error.groups:
+        return lines
+    first = ""
+    if error.torn:
+        first = "zero_grad(), then " if all(map(_is_gradients, error.torn)) else "set what is named right, then "
+    return [*lines, f"  again: {first}run the cell again"]
+
+
+def _is_gradients(torn: str) -> bool:
+    return torn.startswith(GRADIENTS)
 
 
 def _brief_deaths(error: WorkerLost) -> list[str]:

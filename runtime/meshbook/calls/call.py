@@ -124,7 +124,8 @@ class OpenCall:
             return
         failure = None
         if reply.status == wire.OK:
-            self.results.raw[reply.rank] = frames[0] if frames else reply.inline, buffers
+            if reply.rank not in self._disagree:  # else its value came of numbers that mean nothing
+                self.results.raw[reply.rank] = frames[0] if frames else reply.inline, buffers
         else:
             failure = _failure_of(reply, frames)
             self._failed_at = self._failed_at or time.monotonic()
@@ -179,6 +180,8 @@ class OpenCall:
         news = set(ranks) - self._disagree
         failures = [*self.failures, *(failure for failure in disagreeing(ranks, text) if failure.rank in news)]
         self._disagree |= news
+        for rank in news:
+            self.results.raw.pop(rank, None)
         self.freed += tuple(failure for failure in failures if failure.ename == GroupAborted.__name__)
         self.failures = tuple(failure for failure in failures if failure.ename != GroupAborted.__name__)
         self._failed_at = self._failed_at or time.monotonic()

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from meshbook.errors.base import MeshError
 from meshbook.errors.failures import Failure
 
+GRADIENTS = "gradients of backward()"
+"""What a text on torn tensors begins with where they are a bucket of DDP, or whatever else backward() reduces."""
+
 
 class GroupAborted(MeshError):
     """A rank's collective was given up, or not begun, since the process groups were aborted.

@@ -20,6 +20,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from meshbook.concurrency import forks
+from meshbook.errors.groups import GRADIENTS
 from meshbook.groups.records import is_users, users_frame
 
 COPIED_BYTES = 4096
@@ -70,7 +72,8 @@ class Torn:
         if not names:
             first, more = self._tensors[0], len(self._tensors) - 1
             shape, dtype = tuple(first.shape), str(first.dtype).removeprefix("torch.")
-            return f"the tensor {shape} {dtype}{f' and {more} more' if more else ''} of {operation}"
+            what = f"the tensor {shape} {dtype}{f' and {more} more' if more else ''} of {operation}"
+            return f"{GRADIENTS}, {what}," if _in_backward() else what
         more = len(self._tensors) - len(names)
         same = list(dict.fromkeys(names))
         return ", ".join(same) + (f" and {more} more" if more and len(same) == len(names) else "")
@@ -94,6 +97,16 @@ class Torn:
             return False  # its memory was given back meanwhile
         ctypes.memmove(pointer, content, len(content))
         return True
+
+
+def _in_backward() -> bool:
+    """Whether the main thread is in torch's engine of gradients, in which DDP waits for its buckets."""
+    frame: FrameType | None = sys._current_frames().get(forks.main_thread)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.autograd.graph.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def settle(torn: Sequence[tuple[Torn, bool]]) -> tuple[list[str], list[str]]:

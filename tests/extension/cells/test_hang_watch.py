@@ -73,6 +73,18 @@ def test_a_rank_that_took_another_branch_is_named_and_all_are_freed(notebook) ->
     notebook.run("%%mesh\ndist.barrier()")
 
 
+@pytest.mark.parametrize("is_job", [False, True])
+def test_values_of_ranks_that_disagreed_are_not_shown(notebook, is_job: bool) -> None:
+    option = " --async" if is_job else ""
+    code = f"%%mesh{option}\nx = torch.ones(2, 2) if rank == 1 else torch.ones(4)\ndist.all_reduce(x)\nprint('ends')\nx"
+    ran = notebook.try_to_run(code)
+    if is_job:
+        ran = notebook.try_to_run(f"%mesh wait {ran.stdout.split()[1]}")
+    assert "disagree in all_reduce" in ran.stdout and "tensor(" not in str(ran), ran
+    assert "  values of ranks 0-3 are not shown: they came of that operation" in ran.stdout
+    assert notebook["_mesh"] is None
+
+
 def test_a_rank_that_is_many_times_slower_is_named(run_until_told) -> None:
     loop = "while True:\n    time.sleep(0.3 if rank == 3 else 0.03)\n    dist.all_reduce(torch.ones(1))"
     code = f"%%mesh\nimport time\n{loop}"

@@ -36,6 +36,18 @@ def test_large_tensors_are_named_with_their_ranks(mesh4: ProcMesh) -> None:
     assert "y may be half reduced on ranks 0-2" in str(error)
 
 
+def test_a_bucket_of_ddp_is_called_gradients(mesh4: ProcMesh) -> None:
+    code = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 40))
+loss = net(torch.ones(2, 40)).sum()
+dist.barrier()
+if rank == 3: 1 / 0
+loss.backward()
+"""
+    text = "gradients of backward(), the tensor (1640,) float32 of all_reduce, may be half reduced"
+    assert ranks_told(fail(mesh4, code), text) == {0, 1, 2}
+
+
 def test_outputs_are_named_by_the_list_or_the_tensor_that_they_are_parts_of(mesh4: ProcMesh) -> None:
     code = """
 outs, whole = [torch.zeros(2000) for _ in range(4)], torch.zeros(100, 20)
