@@ -6,13 +6,13 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from meshbook.errors import CallError, CallFailed, MeshError, UsageError
+from meshbook.errors import CallError, CallFailed, MeshError, UsageError, WorkerLost
 from meshbook.formatting import name_ranks
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
-from meshbook_extension.cells.running import Job, Jobs, RunningCell, verdict
+from meshbook_extension.cells.running import Job, Jobs, RunningCell, show_lost, verdict
 from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session, check_identifier
@@ -162,16 +162,20 @@ def start(
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
     output = open_output(session, procs, group=group)
-    run: CellRun = procs.start_cell(
-        code,
-        cell_number=cell_number,
-        line_offset=line_offset,
-        on_output=output.receive,
-        forbid_collectives=forbid_collectives,
-        debug_name=debug_name,
-        profile=profile.name if profile is not None else "",
-        holding=holding,
-    )
+    try:
+        run: CellRun = procs.start_cell(
+            code,
+            cell_number=cell_number,
+            line_offset=line_offset,
+            on_output=output.receive,
+            forbid_collectives=forbid_collectives,
+            debug_name=debug_name,
+            profile=profile.name if profile is not None else "",
+            holding=holding,
+        )
+    except WorkerLost as error:
+        show_lost(error, procs, session.current == procs.name)
+        raise
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
 

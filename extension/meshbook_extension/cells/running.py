@@ -184,11 +184,6 @@ class RunningCell:
             f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
         )
 
-    def _survivors(self) -> list[int]:
-        """The living ranks of the mesh that the cell's ranks are of."""
-        mesh = self.procs.base()
-        return [rank for rank in mesh.ranks if rank not in mesh.lost]
-
     def _presentable(self, error: BaseException) -> BaseException:
         """The error as the notebook should get it: what was shown already is not shown again."""
         if isinstance(error, CallFailed):
@@ -204,10 +199,7 @@ class RunningCell:
             )
             show_as(error, [*brief(error), *unshown, *_others(error), *verdict(error)])
         elif isinstance(error, WorkerLost):
-            steps = next_steps(error.ranks, self._survivors())
-            if not self.is_current():
-                steps.append(f"  it is not the current mesh; first: %mesh use {self.procs.name}")
-            show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
+            show_lost(error, self.procs, self.is_current())
         return error
 
 
@@ -239,6 +231,15 @@ def verdict(error: CallError, *, again: bool = True) -> list[str]:
 
 def _is_gradients(torn: str) -> bool:
     return torn.startswith(GRADIENTS)
+
+
+def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
+    """Have ``error`` shown with what is left of the mesh of ``procs``, and what helps."""
+    mesh = procs.base()
+    steps = next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])
+    if not is_current:
+        steps.append(f"  it is not the current mesh; first: %mesh use {procs.name}")
+    show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
 
 
 def _brief_deaths(error: WorkerLost) -> list[str]:

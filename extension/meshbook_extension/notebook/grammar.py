@@ -261,7 +261,7 @@ class _Reader:
                 profile = part[1:] or part
             else:
                 words.append(part)
-        self._count(words, pairs)
+        self._count(words, pairs, options)
         return Arguments(self._grammar, tuple(words), pairs, options, rest=tuple(rest), profile=profile)
 
     def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, OptionValue]:
@@ -299,8 +299,10 @@ class _Reader:
             raise self._grammar.refuse(f"{axis}= has no value; write it without spaces.", f"{axis}=")
         pairs[axis] = value
 
-    def _count(self, words: list[str], pairs: Mapping[str, str]) -> None:
+    def _count(self, words: list[str], pairs: Mapping[str, str], options: Mapping[str, OptionValue]) -> None:
         least, most = self._grammar.limits
+        if words and (cut := next((each for each in options.values() if str(each).endswith(",")), None)):
+            raise self._grammar.refuse(f"write {cut}{words[0]} without a space after the comma.")
         if "=" in words or any(word.startswith("=") for word in words):
             raise self._grammar.refuse("write axis=value without spaces around the equals sign.")
         if len(words) < least:

@@ -39,6 +39,7 @@ from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
+from meshbook.system.os_errors import raise_file_limit
 from meshbook.system.processes import adopt_orphans, begin_as_host, machine_id, python_version, reap_strangers
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
@@ -428,6 +429,7 @@ def main(template: StartedTemplate | None = None) -> None:
     template: from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
     """
     begin_as_host()
+    raise_file_limit()
     faulthandler.enable(all_threads=False)
     ticket, connection = (
         decode_ticket(_read_line(0), int(os.environ.get("MESHBOOK_TASK") or os.environ.get("SLURM_PROCID") or 0)),

@@ -84,6 +84,7 @@ class Dispatcher:
         """
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
+        self._started = start_time(os.getpid()) or 0
         self.hosts: dict[str, HostState] = {}
         self.late_hosts = LateHosts(lease_s, on_late_settled)
         self.meshes: dict[int, MeshState] = {}
@@ -344,8 +345,8 @@ class Dispatcher:
             return
         host.hello, host.name = hello, hello.name
         host.shares_memory = hello.machine == self.machine
-        me = os.getpid()
-        host.send_urgent(wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, me, start_time(me) or 0))
+        welcome = wire.Welcome(wire.PROTOCOL_VERSION, host.shares_memory, self.machine, os.getpid(), self._started)
+        host.send_urgent(welcome)
         for mesh in self.meshes.values():
             self._tell_moves(host, mesh)
         host.ready.set_result(host)

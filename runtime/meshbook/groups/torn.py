@@ -101,7 +101,7 @@ class Torn:
 
 def _in_backward() -> bool:
     """Whether the main thread is in torch's engine of gradients, in which DDP waits for its buckets."""
-    frame: FrameType | None = sys._current_frames().get(forks.main_thread)
+    frame: FrameType | None = sys._current_frames().get(forks.main_thread or 0)
     while frame is not None:
         if frame.f_code.co_filename == torch.autograd.graph.__file__:
             return True

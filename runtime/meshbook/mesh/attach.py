@@ -21,6 +21,7 @@ from meshbook.sessions.folder import SessionFolder, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
 from meshbook.sessions.lock import living_owner
 from meshbook.system.needs import check_system
+from meshbook.system.os_errors import raise_file_limit
 from meshbook.wire.transport import new_keys
 
 OWN_TIMEOUT_S = 2.0
@@ -72,6 +73,7 @@ class Attachment:
 def new_controller(front_end: FrontEnd) -> Controller:
     """Begin a session. Raises: SpawnError, UsageError, OSError."""
     check_system()
+    raise_file_limit()
     sweep()
     folder = SessionFolder.create(*new_keys(), default_lease_s())
     try:

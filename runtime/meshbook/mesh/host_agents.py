@@ -12,10 +12,13 @@ from meshbook.errors import SpawnError
 from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.local import FoundHost, LocalLauncher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.os_errors import explain
+from meshbook.system.os_errors import check_descriptors, explain
 from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.unix_transport import SCHEME
+
+FILES_PER_HOST = 3
+"""Connections of a host, in the controller's process."""
 
 
 def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_all: bool) -> list[HostState]:
@@ -39,6 +42,10 @@ def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: 
     """Fill ``hosts``. Raises: SpawnError; then there are none."""
     tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
     transport = launcher.transport
+    try:
+        check_descriptors(count * FILES_PER_HOST)
+    except OSError as error:
+        raise SpawnError(f"{count} hosts need {count * FILES_PER_HOST} open files here: {explain(error)}.") from error
     try:
         endpoint = controller.endpoint({"tcp": tcp, "unix": unix}.get(transport, f"{transport}:*"))
     except OSError as error:

@@ -13,7 +13,7 @@ from meshbook.actor.identity import groups_on
 from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
-from meshbook.errors import HostsEndedError, NotOwnerError, SpawnError, UsageError
+from meshbook.errors import DeviceError, HostsEndedError, NotOwnerError, SpawnError, UsageError
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import replace_hosts
 from meshbook.mesh.host_view import HostView
@@ -99,6 +99,8 @@ class HostMesh(HostView):
             )
             progress = StartProgress(self._controller, within_s)
             hosts = self.await_ready(progress) if self._waits else self._living()
+            if device == "cuda":
+                _check_devices(hosts, math.prod(per_host.values()))
             placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
@@ -248,3 +250,10 @@ class HostMesh(HostView):
         if (ended := next((host for host in hosts if host.is_dismissed), None)) is not None:
             raise HostsEndedError(f"HostMesh has already been shut down, {ended.name} with it: start other hosts.")
         return hosts
+
+
+def _check_devices(hosts: Sequence[HostState], wanted: int) -> None:
+    """Raises: DeviceError for a host that has told of fewer; the ranks would learn it once they have torch."""
+    for host in hosts:
+        if host.hello is not None and host.hello.cuda_devices < wanted:
+            raise DeviceError(wanted, host.hello.cuda_devices, host.name)

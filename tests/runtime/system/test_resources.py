@@ -163,6 +163,8 @@ def test_a_controller_without_descriptors_says_so_and_keeps_its_meshes(mesh2: Pr
 STARVED = """
 import os, resource
 import meshbook
+from meshbook.system import os_errors
+os_errors.ENOUGH_FILES = 0  # a system that allows no more
 extra = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(extra) + LEFT, 1 << 14))
 try:
@@ -257,3 +259,26 @@ def test_workers_that_cannot_be_forked_are_a_spawn_error(mesh2: ProcMesh, few_pr
         time.sleep(0.1)
         zombies = [z for z in zombies if z.is_running() and z.status() == psutil.STATUS_ZOMBIE]
     assert not zombies
+
+
+FEW_FILES = """
+import resource
+from meshbook import LocalLauncher, start_hosts, this_host
+from meshbook.errors import SpawnError
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 600))
+with this_host().spawn_procs({"gpus": 1}, torch=False) as mesh:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], mesh.run("rank").get(60).values())
+try:
+    start_hosts({"hosts": 300}, LocalLauncher(separate_hosts=True))
+except SpawnError as error:
+    print(error)
+"""
+
+
+def test_open_files_are_raised_to_what_the_system_allows_and_too_many_hosts_are_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=120)
+    limit, refused = done.stdout.splitlines()
+    assert limit == "600 [0]", done.stderr
+    assert refused.startswith("300 hosts need 900 open files here: too many open files (process "), refused
+    assert refused.endswith(" may open 600; raise ulimit -n)."), refused

@@ -169,10 +169,14 @@ def _exec_with(
 
 
 def inherited() -> list[object]:
-    """List what a process that this thread starts inherits and cannot be given later. Raises: OSError."""
+    """List what a process that this thread starts inherits and cannot be given later. Raises: OSError.
+
+    The limit on open files is not among it: controllers and agents raise their own.
+    """
     here = Path("/proc/thread-self")
     own = [line for line in (here / "status").read_text().splitlines() if line.startswith(_INHERITED)]
-    files = [(here / name).read_text() for name in ("limits", "cgroup")]
+    limits = (here / "limits").read_text().splitlines()
+    files = [[line for line in limits if not line.startswith("Max open files")], (here / "cgroup").read_text()]
     namespaces = [os.readlink(here / "ns" / name) for name in ("net", "mnt", "pid", "ipc", "uts", "user")]
     read_early = sorted(
         item for item in os.environ.items() if item[0].startswith(_IMPORT_TIME) and item[0] not in _ENVIRONMENT
