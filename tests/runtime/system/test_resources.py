@@ -183,7 +183,7 @@ meshbook.shutdown()
 
 @pytest.mark.some("2")
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [2, 6, 14])
+@pytest.mark.parametrize("left", [2, 6, 10])
 def test_a_process_without_descriptors_cannot_begin_and_can_later(left: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STARVED.replace("LEFT", str(left))], capture_output=True, text=True, timeout=60
