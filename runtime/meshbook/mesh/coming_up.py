@@ -5,6 +5,7 @@ Aside is how Monarch's programs have it: they hold the mesh already (`meshbook.c
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -27,7 +28,8 @@ def bring_up(
     try:
         _start(controller, procs, bootstrap, progress)
     except BaseException:
-        controller.stop_mesh(procs._mesh, 0.0)
+        with contextlib.suppress(OSError):  # what is wrong is told already
+            controller.stop_mesh(procs._mesh, 0.0)
         raise
 
 
