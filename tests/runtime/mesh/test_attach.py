@@ -39,7 +39,7 @@ say("session", mesh.session)
 wait()
 """
 
-COUNT = "import time; print('go'); time.sleep(0.3); n += 1; print('count', n); n"
+COUNT = "import time; print('go'); time.sleep(0.6); n += 1; print('count', n); n"
 
 
 @pytest.fixture(scope="module")

@@ -201,8 +201,9 @@ def _provider(scheduler: str, given: dict[str, str]) -> Any:
     title, provider, _, limits = SCHEDULERS[scheduler]
     if importlib.util.find_spec("parsl") is None:
         raise SpawnError("Parsl is not installed for the notebook's Python; install it: pip install 'meshbook[batch]'")
-    if limits and "walltime" not in given:  # first: its import takes seconds
-        raise UsageError(f"say how long hosts of {title} may run, as in -- --walltime 4:00:00")
+    forgotten = UsageError(f"say how long hosts of {title} may run, as in -- --walltime 4:00:00")
+    if limits and not given:  # first: its import takes seconds
+        raise forgotten
     import parsl.providers
     from parsl.launchers import SimpleLauncher
 
@@ -217,6 +218,8 @@ def _provider(scheduler: str, given: dict[str, str]) -> Any:
             there = f"Did you mean {_option(near[0])}?" if near else f"There is: {', '.join(map(_option, names))}."
             raise UsageError(f"{title} has no option {_option(name)}. {there}")
         values[name] = _converted(name, text, str(hints.get(name, "")) or type(known[name].default).__name__)
+    if limits and "walltime" not in given:
+        raise forgotten
     return made(**values, init_blocks=0, max_blocks=1, cmd_timeout=ANSWER_S, launcher=SimpleLauncher())
 
 
