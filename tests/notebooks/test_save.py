@@ -80,6 +80,7 @@ def test_a_notebook_that_says_the_same_is_left_as_it_is(saved: Saved) -> None:
     assert (saved.folder / "good.ipynb").stat().st_mtime_ns == before
 
 
+@pytest.mark.quick("no-daemon", "big")
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -87,6 +88,7 @@ def test_a_notebook_that_says_the_same_is_left_as_it_is(saved: Saved) -> None:
         ("no-daemon", "skipped: there is no sshd"),
         ("big", "NOT SAVED: cell only of big.ipynb has a picture of 101 kB, and at most 100 kB go into git"),
     ],
+    ids=["fails", "no-daemon", "big"],
 )
 def test_what_cannot_be_saved_says_why_and_stays(saved: Saved, name: str, told: str) -> None:
     assert saved.line(name).startswith(told)

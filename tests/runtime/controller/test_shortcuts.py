@@ -212,6 +212,7 @@ def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None
     assert clerks.read.call().get(30).values() == sent
 
 
+@pytest.mark.slow
 def test_ranks_that_answer_a_call_of_several_before_others_can_be_called(procs: ProcMesh, tmp_path: Path) -> None:
     warm(lambda number: procs.execute(note, number).get(30))
     slow = procs.execute(wait_on, 1, str(tmp_path / "end"))

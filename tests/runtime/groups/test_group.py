@@ -36,6 +36,7 @@ def test_an_interrupt_ends_every_kind_of_wait(ranks: Ranks) -> None:
         assert len(took) == 5 and max(took.values()) < 3, took
 
 
+@pytest.mark.slow
 def test_a_receive_that_was_never_begun_is_no_success(ranks: Ranks) -> None:
     for rank, (counted, told) in enumerate(ranks.run("kept_receives")):
         assert counted == 4

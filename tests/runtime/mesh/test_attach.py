@@ -108,6 +108,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_midst_of_calls_twenty_times_each_result_comes_once(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, CALL)
     took, results, texts = [], [], ""
@@ -273,6 +274,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_hosts_over_tcp_are_found_again_and_share_their_store(zygote: Zygote, watch: Watch) -> None:
     driver = zygote.start(ON_HOSTS)
     agents = driver.expect_json("running")

@@ -388,6 +388,7 @@ def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:
     assert not any(started is not None and is_same_process(pid, started) for pid, started in recorded)
 
 
+@pytest.mark.slow
 def test_the_agent_of_this_host_is_shared_by_what_comes_after(mesh2: ProcMesh) -> None:
     agent = mesh2._mesh.hosts[0].hello
     assert agent is not None

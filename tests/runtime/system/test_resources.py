@@ -146,6 +146,7 @@ def test_an_agent_without_descriptors_refuses_a_spawn_and_serves_on(mesh2: ProcM
         assert len(mesh.run("rank").get(30).values()) == 4
 
 
+@pytest.mark.slow
 def test_a_controller_without_descriptors_says_so_and_keeps_its_meshes(mesh2: ProcMesh) -> None:
     with limited(0, resource.RLIMIT_NOFILE, _first_free(os.getpid())):
         with pytest.raises(errors.MeshError, match=r"no shared memory for a payload of 4\.19 MB: too many open files"):

@@ -35,6 +35,7 @@ A = torch.arange(6.0).reshape(3, 2)
 # ---- tracers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_what_torch_compiles_is_right_behind_the_same_operations(mesh: Mesh, backend: str) -> None:
     first, second, third = torch.ones(5, 3), torch.ones(3, 4), torch.ones(4, 2)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import meshbook
@@ -36,6 +37,7 @@ def run_beside(*works: Callable[[], object]) -> None:
         raise errors[0]
 
 
+@pytest.mark.slow
 def test_threads_get_their_own_values_beside_one_whose_operations_fail(square: ProcMesh) -> None:
     mesh = Mesh(square)
     x, table = meshbook.ones(4, mesh=mesh), meshbook.ones(4, 2, mesh=mesh)
