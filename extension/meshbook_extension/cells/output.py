@@ -61,7 +61,7 @@ class _Shown:
         self.event = event
 
 
-class Outcome(NamedTuple):
+class Concluded(NamedTuple):
     """What became of the cell is known. invalid: ranks whose values mean nothing."""
 
     invalid: frozenset[int]
@@ -98,7 +98,7 @@ class CellOutput:
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
-        self._events: deque[tuple[float, OutputEvent | Text | Outcome | None]] = deque()
+        self._events: deque[tuple[float, OutputEvent | Text | Concluded | None]] = deque()
         """Each has the time at which it came; None says that all printed by then came before it."""
         self._await_printed = await_printed
         self._unshown_characters = 0
@@ -149,7 +149,7 @@ class CellOutput:
     def conclude(self, invalid: Collection[int]) -> None:
         """Show the values of last expressions, but for those of the ranks ``invalid``; from any thread."""
         now = time.monotonic()
-        self._events.append((now, Outcome(frozenset(invalid))))
+        self._events.append((now, Concluded(frozenset(invalid))))
         self._publisher.schedule(self, now)
 
     def finish(self) -> None:
@@ -266,7 +266,7 @@ class CellOutput:
         self._events.append((asked_at, None))
         self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
 
-    def _take(self, at: float, event: OutputEvent | Text | Outcome | None) -> None:
+    def _take(self, at: float, event: OutputEvent | Text | Concluded | None) -> None:
         self._moved += 1
         if isinstance(event, StreamText):
             self._take_text(event, at)
@@ -292,7 +292,7 @@ class CellOutput:
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
         elif isinstance(event, Text):
             self._notes.append(event)
-        elif isinstance(event, Outcome):
+        elif isinstance(event, Concluded):
             self._invalid, self.awaits_outcome, self._all_done = event.invalid, False, True
             while self._held_ends:
                 self._grouping.end(*self._held_ends.pop(0))
