@@ -26,6 +26,10 @@ class Failure(NamedTuple):
     unmade: bool = False
     """Whether it is what the constructor of an actor has raised."""
 
+    def __repr__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"<Failure: rank {self.rank} raised {self.ename}: {self.evalue}{where}>"
+
     def load(self) -> BaseException | None:
         """The exception itself; None where it could not travel. Unpickles, so its class must exist here."""
         if isinstance(self.exception, bytes):

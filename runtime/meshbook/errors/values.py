@@ -55,7 +55,9 @@ class LoadError(MeshError):
             f"cloudpickle.register_pickle_by_value({self.module}) there"
         )
         if not self.module:
-            return f"a value that arrived in {self.where} cannot be built there: {self.reason}."
+            needs_groups = "process group has not been initialized" in self.reason
+            hint = " It is bound to process groups: take what it wraps, as in model.module." if needs_groups else ""
+            return f"a value that arrived in {self.where} cannot be built there: {self.reason.rstrip('.')}.{hint}"
         if not self.reason:
             return (
                 f'a value that arrived in {self.where} needs the module "{self.module}", which cannot be imported '

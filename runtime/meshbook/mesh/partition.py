@@ -21,6 +21,8 @@ def split(value: object, count: int, dim: int = 0) -> list[object]:
     if library is not None:
         _check_dim(value, dim)
         if library.__name__ == "torch":
+            if value.layout is not library.strided:  # type: ignore[attr-defined]
+                raise LayoutError(f"a tensor of layout {value.layout} cannot be scattered: give x.to_dense().")  # type: ignore[attr-defined]
             return [piece.contiguous() for piece in library.tensor_split(value, count, dim)]
         return list(library.array_split(value, count, dim))
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
@@ -42,6 +44,9 @@ def join(pieces: Sequence[Any], dim: int = 0) -> Any:
         if pieces[0].ndim == 0:
             return library.stack(list(pieces))
         _check_dim(pieces[0], dim)
+        if len({_shape_beside(piece, dim) for piece in pieces}) > 1:
+            shapes = ", ".join(dict.fromkeys(str(tuple(piece.shape)) for piece in pieces))
+            raise LayoutError(f"the pieces do not fit together: their shapes {shapes} differ beside dim={dim}.")
         if dim in (0, -pieces[0].ndim) and (joined := _join_mapped(pieces)) is not None:
             return joined
         return library.cat(list(pieces), dim) if library.__name__ == "torch" else library.concatenate(list(pieces), dim)
@@ -50,6 +55,14 @@ def join(pieces: Sequence[Any], dim: int = 0) -> Any:
     if all(isinstance(piece, tuple) for piece in pieces):
         return tuple(item for piece in pieces for item in piece)
     raise LayoutError(f"values of type {type(pieces[0]).__name__} cannot be joined; bring them one by one with pull.")
+
+
+def _shape_beside(piece: Any, dim: int) -> tuple[int, ...]:
+    """Its sizes but that along ``dim``; of one with other dims all of them, which fit nothing."""
+    shape = [*piece.shape]
+    if -len(shape) <= dim < len(shape):
+        shape[dim] = -1
+    return tuple(shape)
 
 
 def _join_mapped(pieces: Sequence[Any]) -> Any:

@@ -240,6 +240,13 @@ def test_push_and_pull(notebook) -> None:
     assert notebook.run("%mesh eval a").stdout == "[0,1] 6\n[2,3] 5\n"
 
 
+def test_a_model_that_is_bound_to_process_groups_says_what_to_pull(notebook) -> None:
+    notebook.run("%%mesh\nnet = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    notebook.run("%mesh pull net")
+    with pytest.raises(errors.LoadError, match=r"take what it wraps, as in model\.module"):
+        notebook["net"].get(0)
+
+
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
@@ -252,6 +259,11 @@ def test_push_and_pull(notebook) -> None:
         ("%mesh scatter alpha", "a int cannot be scattered"),
         ("t = [1]\n%mesh scatter t dim=x", "dim=x is no dim of a tensor; give a number."),
         ("t = [1]\n%mesh scatter t axis=gpu", 'unknown axis "gpu"; this mesh has gpus=4.'),
+        ("import torch\nt = torch.eye(3).to_sparse()\n%mesh scatter t", "layout torch.sparse_coo cannot be scattered"),
+        (
+            "%mesh eval globals().update(g=torch.ones(2, 2 + rank // 3))\n%mesh gather g",
+            "(2, 2), (2, 3) differ beside dim=0",
+        ),
         ("%mesh broadcast x --from rank=9", "is no rank of this mesh, which has ranks 0-3."),
         ("%mesh broadcast x --from first", "is no rank of this mesh, which has ranks 0-3."),
         ("%mesh broadcast x --from rank=0:2", '"rank=0:2" is no rank of this mesh'),

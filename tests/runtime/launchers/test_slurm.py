@@ -106,7 +106,7 @@ def test_srun_and_then_the_job_are_killed(nodes: SlurmNodes) -> None:
         procs.heal()
         assert procs.run("rank").get(60).values() == [0, 1] and nodes.queue() == queue
         number = queue[0].split()[0]
-        assert f"Slurm has cancelled step {number}" in loss(procs, lambda: nodes.ask("scancel", number))
+        assert f"Slurm has cancelled job {number}" in loss(procs, lambda: nodes.ask("scancel", number))
         deadline = time.monotonic() + 60
         while len(procs.lost) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)

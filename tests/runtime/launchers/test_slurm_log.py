@@ -30,12 +30,12 @@ srun: cluster configuration lacks support for cpu binding
         (
             "0: slurmstepd-n1: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
             "srun: error: n2: task 1: Terminated\nmeshbook: srun ended 143\n",
-            "Slurm has cancelled step 12: time limit",
+            "Slurm has cancelled job 12: time limit",
         ),
         (
             "0: slurmstepd-n1: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***\n"
             "srun: error: n2: task 1: Terminated\nmeshbook: srun ended 143\n",
-            "Slurm has cancelled step 12: preemption",
+            "Slurm has cancelled job 12: preemption",
         ),
         ("meshbook: srun ended 137\n", "srun ended (killed by SIGKILL"),
     ],

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshbook.errors.advice import advice
 from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_shell_exit
 
@@ -17,7 +16,8 @@ _NODE = "meshbook: on "
 _SRUN_ENDED = re.compile(r"meshbook: srun ended (\d+)")
 _TASKS_ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.*)")
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
-_CANCELLED = re.compile(r"\*\*\* (STEP|JOB) (\d+)\S* ON \S+ CANCELLED AT \S+(?: DUE TO (.*?))? \*\*\*")
+_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) (\d+)\S* ON \S+ CANCELLED AT \S+(?: DUE TO (.*?))? \*\*\*")
+"""The number of a step begins with that of its job."""
 _IMPOSSIBLE = "Requested partition configuration not available now"
 """salloc says so of what no node of the partition will ever be, and waits all the same."""
 
@@ -30,7 +30,7 @@ _SAID_LINES = 3
 
 _HINTS = (
     *(
-        (words, "Its allocation has no node for it, see sinfo; go on without: {shrink}")
+        (words, "Its allocation has no node for it, see sinfo")
         for words in ("node configuration is not available", "Hostlist is empty")
     ),
     *PYTHON_HINTS,
@@ -66,8 +66,8 @@ class StepLog:
         task, line = (int(labelled[1]), labelled[2]) if labelled else (None, line)
         self.owned = self.owned or line.startswith("salloc: ")
         if match := _CANCELLED.search(line):
-            why = f": {match[3].lower()}" if match[3] else ""
-            self.cancelled = f"Slurm has cancelled {match[1].lower()} {match[2]}{why}"
+            why = f": {match[2].lower()}" if match[2] else ""
+            self.cancelled = f"Slurm has cancelled job {match[1]}{why}"
         elif task is not None and line.startswith(_NODE):
             self.nodes[task] = line.removeprefix(_NODE)
         elif match := _SRUN_ENDED.match(line):
@@ -109,10 +109,7 @@ class StepLog:
     def _words(self, task: int | None) -> str:
         """What a task, or Slurm, said last, and what to do about it."""
         lines = [line for who, line in self.said if who == task][-_SAID_LINES:]
-        return with_hint(
-            "; ".join(line.rstrip(".") for line in lines),
-            ((words, hint.format(shrink=advice().shrink)) for words, hint in _HINTS),
-        )
+        return with_hint("; ".join(line.rstrip(".") for line in lines), _HINTS)
 
 
 def _numbers(text: str) -> Iterator[int]:
