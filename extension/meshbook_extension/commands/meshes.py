@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes
-from meshbook.system.interfaces import WANTED
+from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_age, describe_others
@@ -104,6 +104,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     sizes = _read_sizes(arguments)
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
+    _check_interface(arguments.text("--interface"), launcher)
     limit, within_s = _read_limit(arguments), read_within(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
@@ -222,6 +223,13 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
     if (interface := arguments.text("--interface")) is not None:
         variables[WANTED] = interface
     return variables
+
+
+def _check_interface(wanted: str | None, launcher: Launcher) -> None:
+    """Raises: UsageError for one that this machine does not have; hosts elsewhere tell of their own."""
+    if wanted is not None and launcher.shares_environment and not wanted_interfaces(wanted):
+        there = ", ".join(map(str, own_interfaces())) or "none"
+        raise UsageError(f"--interface: this machine has no {wanted}; it has {there}.")
 
 
 def _read_limit(arguments: Arguments) -> Limit:

@@ -87,10 +87,19 @@ def _start(
     except (SpawnError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise SpawnError(f"the workers started, but their process group did not form: {error}") from error
+        raise SpawnError(f"the workers started, but their process group did not form: {_said_by(error)}") from error
     mesh.joined = not mesh.lost
     controller.folder.save_mesh(mesh.id, mesh.saved)
     controller.submit(mesh.tell_up)
+
+
+def _said_by(error: BaseException) -> str:
+    """What kept the ranks; where all of them say the same of a start, that alone."""
+    if isinstance(error, CallFailed):
+        said = {failure.evalue for failure in error.failures}
+        if len(said) == 1 and error.failures[0].ename == SpawnError.__name__:
+            return said.pop()
+    return str(error)
 
 
 def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], progress: StartProgress) -> None:

@@ -51,6 +51,7 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ),
         ("%mesh spawn gpus=4 -- --partition a", 'the engine local has no options, but got "--partition a" after "--".'),
         ("%mesh spawn gpus=4 --on ssh:nodeA, nodeB", "write ssh:nodeA,nodeB without a space after the comma."),
+        ("%mesh spawn gpus=4 --interface eth77", "--interface: this machine has no eth77; it has "),
         ("%mesh spawn gpus=4 --device gpu", '--device takes cpu or cuda, not "gpu". Did you mean "cpu"?'),
         ("%mesh spawn gpus=4 --nmae x", 'unknown option "--nmae" of %mesh spawn. Did you mean "--name"?'),
         ("%mesh spawn gpus=4 --name 2x", '--name: "2x" cannot be the name of a variable.'),
