@@ -35,6 +35,7 @@ def shown() -> Iterator[list[str]]:
     set_start_display(None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("modules")
 def test_importing_is_progress_and_is_shown(shown: list[str]) -> None:
     with this_host().spawn_procs({"gpus": 2}, preload=("computing_module",), torch=False, within_s=1.5) as mesh:
