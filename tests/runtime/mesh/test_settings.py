@@ -138,7 +138,7 @@ def test_settings_without_meaning_are_kept_and_told_of() -> None:
 def test_processes_have_so_long_to_come_up() -> None:
     with (
         configured(mesh_proc_spawn_max_idle="1s"),
-        pytest.raises(SpawnError, match="no progress for 1 s while running the bootstrap: rank 0 has"),
+        pytest.raises(SpawnError, match=r"no progress for 1 s while .*: rank 0 has not answered"),
     ):
         this_host().spawn_procs({"gpus": 1}, _sleep, torch=False)
 
