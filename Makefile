@@ -25,6 +25,7 @@ $(READY): pyproject.toml constraints.txt kernel/meshbook_kernel/kernelspec/kerne
 	@echo "Installing PyTorch, Jupyter and the tools into .venv; the first time this takes minutes."
 	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt uv torch
 	@$(BIN)/python -m uv pip install -q --compile-bytecode -p $(BIN)/python -c constraints.txt -e '.[dev]'
+	@-$(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1  # pytest compiles the tests once, not in each of its processes
 	@touch $@
 
 fix: $(READY)

@@ -48,7 +48,7 @@ def test_other_shapes_are_told_while_a_rank_hangs_and_when_the_cell_ends(mesh4: 
     said, error, notices = disagree(mesh4, "z = torch.ones(4 if rank else 5)\ndist.all_reduce(z)")
     assert said == "ranks 0 and 1-3 disagree in all_reduce (cell 9, line 3): (5,) against (4,)"
     assert str(error).startswith(said)
-    assert error.partial.keys() | error.freed.keys() == {0, 1, 2, 3}
+    assert not error.partial, "values that came of it mean nothing"
     assert all(said in notice for notice in notices)
     assert notices or not error.freed
 
