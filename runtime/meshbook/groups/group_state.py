@@ -74,6 +74,7 @@ class GroupState:
         self.told = threading.Event()
         """Set while ``reason`` is."""
         self.roads = Roads()
+        self._last_reason = ""
         self._held_since: float | None = None
         self._held_s = 0.0
 
@@ -85,16 +86,23 @@ class GroupState:
             self.log.add_wait(Wait(thread, what, since, now))
 
     def abort(self, epoch: int, reason: str) -> None:
+        self._last_reason = self.reason or reason
         self.reason_epoch = max(self.reason_epoch, epoch)
-        self.reason = self.reason or reason
+        self.reason = self._last_reason
         self.told.set()
 
     def renew(self, epoch: int) -> None:
         """Groups are about to be formed under ``epoch``. Raises: GroupAborted if that was aborted before it began."""
-        if epoch <= self.reason_epoch:
-            raise GroupAborted(self.reason)
+        self.check_begun(epoch)
         self.epoch, self.reason = epoch, ""
         self.told.clear()
+
+    def check_begun(self, epoch: int) -> None:
+        """Raises: GroupAborted if forming under ``epoch`` was aborted, also while it began, by another thread."""
+        if epoch <= self.reason_epoch:
+            self.reason = self.reason or self._last_reason
+            self.told.set()
+            raise GroupAborted(self.reason)
 
     def note_broken(self) -> None:
         """A group has become of no use, or is no more."""

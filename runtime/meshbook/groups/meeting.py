@@ -80,10 +80,20 @@ class RankMeeting:
         """By which of its addresses each host is known to the others; by its number."""
 
     def meet(
-        self, rpc: Rpc, place: Identity, epoch: int, timeout_s: float, lineage: str, *, keep_link: bool, reaches: bool
+        self,
+        rpc: Rpc,
+        place: Identity,
+        epoch: int,
+        timeout_s: float,
+        lineage: str,
+        *,
+        keep_link: bool,
+        reaches: bool,
+        check_begun: Callable[[], object],
     ) -> Agreement:
         """Wait for the other ranks. keep_link: there are groups that go on over it. reaches: the hosts are to reach
-        each other.
+        each other. check_begun: raises if the groups were aborted since this began; an abort that comes later finds
+        the link, and ends its waits.
 
         Raises: SpawnError if not all ranks came within ``timeout_s``.
         """
@@ -92,6 +102,7 @@ class RankMeeting:
         link = self.link if keep_link and self.link is not None else LinkStore(rpc, timeout_s)
         link.set_timeout(timedelta(seconds=timeout_s))
         self.link = link
+        check_begun()
 
         def decide(greetings: list[str]) -> str:
             told = [msgspec.json.decode(text, type=Greeting) for text in greetings]

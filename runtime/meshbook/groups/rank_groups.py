@@ -198,7 +198,10 @@ class RankGroups:
         self._guard.renew(epoch)
         self._place, meeting = place, self._meeting
         lineage = self._lineage_for(place)
-        agreement = meeting.meet(rpc, place, epoch, timeout_s, lineage, keep_link=keep_link, reaches=reaches)
+        agreement = meeting.meet(
+            rpc, place, epoch, timeout_s, lineage, keep_link=keep_link, reaches=reaches,
+            check_begun=lambda: self._guard.check_begun(epoch),
+        )  # fmt: skip
         master = meeting.master(agreement)
         self._torchrun = set_environment(place, master)
         self._default.meeting_point, self._default.master = MeetingPoint(self._our_link, meeting.scope), master

@@ -423,3 +423,37 @@ def test_two_hosts_are_freed_alike(mesh2x2: ProcMesh) -> None:
     error = fail(mesh2x2, "if rank == 3:\n    1 / 0\ndist.barrier()")
     assert error.freed == dict.fromkeys((0, 1, 2), "barrier (cell 7, line 4)")
     assert mesh2x2.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").get(30).values() == [4.0] * 4
+
+
+ABORTED_AS_IT_BEGINS = """
+import gc, time
+from meshbook.groups import meeting
+from meshbook.groups.rank_groups import RankGroups
+
+(groups,) = [each for each in gc.get_objects() if isinstance(each, RankGroups)]
+link_store = meeting.LinkStore
+
+class Planted(link_store):
+    def __init__(self, *args):
+        meeting.LinkStore = link_store
+        if rank == 0:
+            groups.abort(groups._guard.epoch, "another rank ended")
+        else:
+            time.sleep(20)
+        super().__init__(*args)
+
+meeting.LinkStore = Planted
+"""
+
+
+@pytest.mark.slow
+def test_an_abort_that_comes_as_forming_begins_ends_it_and_the_next_succeeds(mesh2: ProcMesh) -> None:
+    mesh2.run(ABORTED_AS_IT_BEGINS).get(30)
+    future = mesh2.rebuild_groups()
+    began = time.monotonic()
+    wait_until(lambda: set(mesh2.busy) == {1}, 60)
+    assert time.monotonic() - began < 15, "it waited for the other rank"
+    with pytest.raises(errors.CallFailed, match="another rank ended"):
+        future.get(60)
+    mesh2.rebuild_groups().get(60)
+    assert mesh2.run("t = torch.ones(1); dist.all_reduce(t); t.item()").get(30).values() == [2.0, 2.0]
