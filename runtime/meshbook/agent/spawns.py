@@ -16,13 +16,11 @@ from meshbook.agent.template import TemplateProcess
 from meshbook.launchers.starting.templates import WITH_TORCH, StartedTemplate
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import kill_strays, processor_time
+from meshbook.system.processes import count_moves, kill_strays
 from meshbook.wire import messages as wire
 
 TELL_S = 1.0
 """How often the controller is told what workers wait for that come up."""
-MOVE_S = 0.05
-"""Processes that have computed for so long meanwhile have moved; one that only looks from time to time has not."""
 
 
 class _Interpreter(NamedTuple):
@@ -42,7 +40,7 @@ class _Starting(NamedTuple):
     mesh: AgentMesh
     template: TemplateProcess
     told: tuple[object, ...] = ()
-    """What has moved when the controller was told."""
+    """The state that the controller was told of last."""
 
 
 class Spawns:
@@ -161,17 +159,17 @@ class Spawns:
                 continue
             step = self._import_of(each) if is_waiting else _answers(each.spawn, len(workers))
             pids = self.template_pids if is_waiting else {worker.pid for worker in workers}
-            moves = round(sum(processor_time(pid) for pid in pids if pid) / MOVE_S)
             line = each.template.last_line
-            if (step, moves, line) != each.told:
+            found = step, count_moves(pids), line
+            if found != each.told:
                 self._report(wire.SpawnProgress(each.spawn.mesh, each.spawn.request, step, line))
-            told.append(each._replace(told=(step, moves, line)))
+            told.append(each._replace(told=found))
         self._starting = told
         if told:
             self._loop.call_later(TELL_S, self._tell)
 
     def _import_of(self, starting: _Starting) -> str:
-        """What the template of workers is at."""
+        """Return what its template of workers imports now, in words."""
         plain = [template for (_, torch), template in self._plain.items() if torch == starting.spawn.torch]
         if starting.spawn.preload and any(template.is_ready for template in plain):
             return f"importing {', '.join(starting.spawn.preload)}"

@@ -186,7 +186,7 @@ class WorkerPool:
                 )
 
     def starting(self, spawn: wire.Spawn) -> list[AgentWorker]:
-        """Those of ``spawn`` that have not answered yet."""
+        """Return the workers of ``spawn`` that have not answered yet."""
         workers = next((batch.workers for batch in self._batches if batch.spawn is spawn), [])
         return [worker for worker in workers if worker.phase is not WorkerPhase.READY or not worker.pid]
 

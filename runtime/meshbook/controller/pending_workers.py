@@ -42,7 +42,7 @@ class PendingWorkers:
         self.moves = 0
         """How often a host has told that something moved."""
         self.last_line = ""
-        """Of the log of the host that told last."""
+        """The host that told last has this at the end of its log."""
         self._steps: dict[HostState, str] = {}
 
     def come(self, host: HostState, started: wire.WorkerStarted) -> None:
@@ -57,7 +57,7 @@ class PendingWorkers:
         self.moves, self.last_line, self._steps[host] = self.moves + 1, progress.last_line, progress.step
 
     def describe(self) -> str:
-        """What those wait for that have not answered, as in ``importing torch on local-2, local-3``."""
+        """Say what the workers that have not answered wait for, as in ``importing torch on local-2, local-3``."""
         late = [host for host, here in self.seats.items() if any(seat.known_as in self.waiting for seat in here)]
         steps = {host.name: self._steps.get(host, "starting ranks") for host in late}
         step = next(iter(steps.values()), "starting ranks")

@@ -20,27 +20,25 @@ from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.mesh.settings import setting_s
 from meshbook.system.exits import log_tail
-from meshbook.system.processes import processor_time
+from meshbook.system.processes import count_moves
 
 T = TypeVar("T")
 
 LOOK_S = 1.0
 """How often it is looked whether something has moved, and the person is told."""
-MOVE_S = 0.05
-"""An agent of this machine that has computed for so long meanwhile has moved."""
 
 
 class _Step(NamedTuple):
     """How far a step has come."""
 
     what: str
-    """What it is, as in ``importing torch``."""
+    """Its name, as in ``importing torch``; empty while hosts wait in a queue."""
     moves: Hashable
-    """Something else whenever it has moved."""
+    """A value that differs whenever the step has moved."""
     missing: str
     """Who has not come, as a sentence."""
     last_line: str = ""
-    """Of the log of those."""
+    """The log of the host that told last ends with it."""
 
 
 class StartProgress:
@@ -77,8 +75,7 @@ class StartProgress:
             if line != self._told:
                 print(line, flush=True)
                 self._told = line
-        cpu_s = sum(processor_time(each.launched.pid) for each in hosts if each.launched.pid)
-        moves = time.monotonic() if waits_for else (len(there), round(cpu_s / MOVE_S))
+        moves = time.monotonic() if waits_for else (len(there), count_moves(each.launched.pid for each in hosts))
         where = f" at {host.endpoint}, which must be reachable from there" if host.endpoint else ""
         some = f"; {len(there)} of {len(hosts)} hosts are there" if len(hosts) > 1 else ""
         log = self._controller.folder.logs / f"agent-{host.id}.log"
