@@ -96,7 +96,7 @@ class Spawns:
         mesh.memory.on_spawn(spawn)
         self._waiting.append(spawn)
         if not self._starting:
-            self._loop.call_later(TELL_S, self._tell)
+            self._loop.call_later(TELL_S / 2, self._tell)  # so that who looks after a second is told what it is
         self._starting = [
             *(each for each in self._starting if each.spawn is not spawn),
             _Starting(spawn, mesh, template),
