@@ -17,6 +17,7 @@ from meshbook.errors import (
     CallInterrupted,
     CallTimeout,
     MeshDetachedError,
+    MeshStoppedError,
     UsageError,
     WorkerLost,
     describe_deaths,
@@ -282,6 +283,8 @@ class Job:
     ended: float | None = None
     told: threading.Event = field(default_factory=threading.Event)
     """Set once the result is kept and the note of its end is on its way to the output."""
+    waited_for: bool = False
+    """Whether a ``%mesh wait`` has told how it ended."""
 
     def finish(self) -> None:
         """Wait until a job whose ranks have ended is told of, so that the running cell has the note and the result.
@@ -303,6 +306,13 @@ class Job:
         failures = [done.failure for done in self.cell.output.done.values() if done.failure is not None]
         stopped = bool(failures) and all(failure.ename == INTERRUPT for failure in failures)
         return "cancelled" if stopped else "failed"
+
+    @property
+    def failed_unseen(self) -> bool:
+        """Whether it failed and no wait has said so. The end of a mesh that was stopped is no failure."""
+        if self.waited_for or self.state != "failed":
+            return False
+        return not isinstance(self.cell.run.future.exception(0), MeshStoppedError)
 
     @property
     def duration_s(self) -> float:
@@ -354,6 +364,10 @@ class Jobs:
     def running(self) -> list[Job]:
         """Those that have not ended."""
         return [job for job in self._jobs.values() if job.state == "running"]
+
+    def unwaited(self) -> list[Job]:
+        """Those that run, and those that failed before anything waited for them: a wait must not miss a failure."""
+        return [job for job in self._jobs.values() if job.state == "running" or job.failed_unseen]
 
     def find(self, word: str) -> Job:
         """The job with this number.

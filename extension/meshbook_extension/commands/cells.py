@@ -39,7 +39,7 @@ def list_jobs(session: Session, arguments: Arguments) -> None:
 )
 def wait(session: Session, arguments: Arguments) -> None:
     """Wait, then say how it ended."""
-    jobs = [session.part(Jobs).find(word) for word in arguments.words] or session.part(Jobs).running()
+    jobs = [session.part(Jobs).find(word) for word in arguments.words] or session.part(Jobs).unwaited()
     timeout_s = arguments.number("--timeout")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     if not jobs:
@@ -51,6 +51,7 @@ def wait(session: Session, arguments: Arguments) -> None:
             continue
         try:
             job.finish()
+            job.waited_for = True
             job.cell.outcome()
         except MeshError as error:
             errors.append(error)

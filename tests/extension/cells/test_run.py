@@ -288,6 +288,13 @@ def test_waiting_for_a_job_that_failed_fails(notebook) -> None:
     assert f"job {number}: failed" in notebook.run("%mesh jobs").stdout
 
 
+def test_a_wait_for_all_does_not_miss_a_job_that_failed_before_it(notebook) -> None:
+    notebook.run("%%mesh --async\nraise ValueError('early')")
+    wait_until(lambda: states_of_jobs(notebook)[-1] == "failed")
+    assert "ranks 0-3 raised ValueError: early" in notebook.fail("%mesh wait")
+    assert notebook.run("%mesh wait").stdout == "no job is running\n"
+
+
 def test_a_job_can_be_cancelled(notebook) -> None:
     number = notebook.run("%%mesh --async\nimport time\ntime.sleep(20)").stdout.split()[1]
     wait_until(lambda: notebook.run("%mesh status").stdout.count(" busy ") == 4)
