@@ -68,8 +68,7 @@ LOGS_GRACE_S = 1.0
 FAULT_REST_S = 0.01
 
 EXPECT_TORCH_S = 0.5
-"""A controller that asks for no ranks so soon after it was met is given no more than a host for now: importing torch
-would slow the first ranks of a program that wants none, and the first cell of a kernel."""
+"""Torch that a controller expects to need is imported so long after: at once it would slow a kernel's first cell."""
 
 _LEFT = wire.DeathCause("", "the process that controls the mesh has ended, or has detached from it", "")
 
@@ -252,6 +251,7 @@ class HostAgent:
                 self._welcome, self._uplink.shares_memory = message, message.shares_memory
                 if message.machine == machine_id():
                     self._lease.watch_process(message.pid, message.started)
+            case wire.ExpectTorch():
                 self._loop.call_later(EXPECT_TORCH_S, self._spawns.expect_torch)
             case wire.Leave(lease_s):
                 self._lease.leave(lease_s)

@@ -208,8 +208,11 @@ def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
 
 
 def prewarm() -> None:
-    """Start this host's agent and its template in the background, so that the first spawn finds them warm."""
-    this_host()
+    """Start this host's agent, and have its template import torch, so that the first spawn finds them warm.
+
+    Raises: SpawnError if the agent does not come up.
+    """
+    this_host().expect_torch()
 
 
 def shutdown(timeout_s: float = 5.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -36,6 +37,7 @@ from meshbook.mesh.start_progress import StartProgress
 from meshbook.mesh.workspace_copies import copy_folders
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import NamedRegion
+from meshbook.wire import messages as wire
 from meshbook.workspace.folders import Workspace
 
 
@@ -226,6 +228,11 @@ class HostMesh(HostView):
         """Shut them down, unless the block has done so."""
         if not self._has_ended:
             self.shutdown()
+
+    def expect_torch(self) -> None:
+        """Wait until all hosts are there, and have them import torch for ranks to come. Raises: SpawnError."""
+        for host in self.await_ready():
+            self._controller.submit(functools.partial(host.send, wire.ExpectTorch()))
 
     def replace_lost(self) -> None:
         """Start another host in the place of each that was lost. Raises: SpawnError."""

@@ -68,6 +68,7 @@ from meshbook.wire.messages.groups import (
 )
 from meshbook.wire.messages.hosts import (
     AskPeers,
+    ExpectTorch,
     Goodbye,
     Heartbeat,
     Hello,

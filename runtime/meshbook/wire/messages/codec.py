@@ -21,6 +21,7 @@ from meshbook.wire.messages.groups import (
 )
 from meshbook.wire.messages.hosts import (
     AskPeers,
+    ExpectTorch,
     Goodbye,
     Heartbeat,
     Hello,
@@ -67,7 +68,7 @@ from meshbook.wire.messages.workers import Begin, Begun, OpenMail, Renumbered
 ToHost: TypeAlias = (
     Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
     | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
-    | Leave | Goodbye
+    | ExpectTorch | Leave | Goodbye
     | OpenPeerPort | Peers | PeerLost | Moved | MeshUp
 )  # fmt: skip
 FromHost: TypeAlias = (

@@ -49,6 +49,10 @@ class Unread(Header, frozen=True, tag="unread"):
     reason: str
 
 
+class ExpectTorch(Header, frozen=True, tag="torch"):
+    """Ranks with torch are likely to be asked for: have it imported before, once nothing was asked for a moment."""
+
+
 class Leave(Header, frozen=True, tag="leave"):
     """The controller goes, the meshes stay: wait so long for the next one. After everything else that it sends."""
 
