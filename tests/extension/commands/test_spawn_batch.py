@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from slurm_cluster import slurm_cluster
 
 from meshbook import shutdown
 
-pytestmark = pytest.mark.cluster
-
-pytest.importorskip("parsl")
+# It is not imported to find out: that takes two seconds in each process that only collects the tests.
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("parsl") is None, reason="there is no parsl"),
+]
 
 
 def test_a_mesh_of_jobs(empty_notebook) -> None:

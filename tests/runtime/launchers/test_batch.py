@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -24,9 +25,11 @@ from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.batch import BatchFiles, BatchLauncher
 from meshbook.mesh.driven import own_sessions
 
-pytestmark = pytest.mark.cluster
-
-pytest.importorskip("parsl")
+# It is not imported to find out: that takes two seconds in each process that only collects the tests.
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(importlib.util.find_spec("parsl") is None, reason="there is no parsl"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -429,7 +429,7 @@ procs.stop()
 """
 
 
-@pytest.mark.quick("before")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "how"),
     [("never", " (killed by SIGKILL, by kill -9 or the OOM killer)"), ("before", ""), ("after", "")],

@@ -99,8 +99,8 @@ def grid(square: ProcMesh) -> Mesh:
     return Mesh(square)
 
 
-@pytest.mark.some()
-@pytest.mark.quick("embedding by column-1")
+@pytest.mark.some("embedding by column-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_with_styles_trains_as_in_one_process(grid: Mesh, plan: str, axes: int) -> None:

@@ -86,8 +86,8 @@ def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
     assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
 
 
-@pytest.mark.some()
-@pytest.mark.quick("AdamW-{'fused': True}")
+@pytest.mark.some("AdamW-{'fused': True}")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_step_as_in_one_process(grid: Mesh, optimizer: str, options: dict[str, bool]) -> None:
@@ -348,8 +348,8 @@ MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.some()
-@pytest.mark.quick("padding within-True")
+@pytest.mark.some("padding within-True")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("masked", MASKS)

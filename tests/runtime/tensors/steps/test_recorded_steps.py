@@ -345,8 +345,8 @@ def test_who_looks_at_no_loss_is_told_of_a_failed_step_by_a_later_one(mesh: Mesh
     assert_trained(trained(), mesh, [good] * 5)
 
 
-@pytest.mark.some()
-@pytest.mark.quick("0.02")
+@pytest.mark.some("0.02")
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.02, 0.05, 0.1])
 def test_steps_that_an_interrupt_cuts_off_are_done_or_not_and_counted_so(
     mesh: Mesh, replays: list[int], delay_s: float
