@@ -98,9 +98,9 @@ class ActorRegistry:
         self._runners[runner.mailbox] = runner
         self._mailboxes.open(runner.mailbox, functools.partial(self._deliver, runner), runner.cancel)
         runner.deliver(call, load_args, reply)
+        runner.thread.start()  # before an early word that the actor is to stop
         for early in self._early.pop(runner.mailbox, []):
-            runner.deliver(*early)
-        runner.thread.start()
+            self._deliver(runner, *early)
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
         """A message may have overtaken, by another connection, the spawn of the actor that it is for."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -212,6 +213,41 @@ def test_a_reference_from_elsewhere_knows_whether_actors_were_made(mesh4: ProcMe
     with pytest.raises(ActorError, match=r"spawned.__init__ failed: rank 1 raised RuntimeError: no such file"):
         handing.spawn.call_one(mesh4.slice(gpus=1), Broken).get(20).initialized.get(20)
     wait_until(lambda: [failure.what for failure in seen] == ["spawned.__init__"])
+
+
+HOLD_THE_NEXT_SPAWN = """
+import gc
+from meshbook.actor.router import ACTORS, WATCH
+from meshbook.worker.actors import ActorRegistry
+(registry,) = [each for each in gc.get_objects() if type(each) is ActorRegistry]
+mailboxes, held = registry._mailboxes, []
+
+def spawn_behind(call, *message):
+    registry._keep_early(call, *message)
+    if call.endpoint == WATCH:
+        return
+    mailboxes.open(ACTORS, registry._spawn, registry._cancel_spawn)
+    mailboxes.open_rest(registry._keep_early)
+    registry._spawn(*held.pop())
+
+mailboxes.open(ACTORS, lambda *spawn: held.append(spawn))
+mailboxes.open_rest(spawn_behind)
+"""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda spawned: spawned.initialized,
+        lambda spawned: spawned.stop(),
+        lambda spawned: spawned.add.call_one(1),
+    ],
+    ids=["made", "stop", "call"],
+)
+def test_a_message_may_overtake_the_spawn_of_its_actor(mesh4: ProcMesh, ask: Callable[[Any], Any]) -> None:
+    handing = mesh4.slice(gpus=0).spawn("handing", Handing)
+    mesh4.slice(gpus=1).run(HOLD_THE_NEXT_SPAWN).get(20)
+    assert ask(handing.spawn.call_one(mesh4.slice(gpus=1), Counter).get(20)).get(20) in (None, 1)
 
 
 class Maker(Actor):
