@@ -61,7 +61,7 @@ class Container:
 
     def agent(self) -> psutil.Process:
         """The host agent in it, not a fork of it."""
-        return next(each for each in self.first().children() if "host_agent" in " ".join(each.cmdline()))
+        return next(each for each in self.first().children() if "meshbook agent" in " ".join(each.cmdline()))
 
 
 class Nodes:

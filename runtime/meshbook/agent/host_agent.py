@@ -40,7 +40,14 @@ from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import raise_file_limit
-from meshbook.system.processes import adopt_orphans, begin_as_host, machine_id, python_version, reap_strangers
+from meshbook.system.processes import (
+    adopt_orphans,
+    begin_as_host,
+    machine_id,
+    python_version,
+    reap_strangers,
+    set_title,
+)
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
@@ -441,6 +448,7 @@ def main(template: StartedTemplate | None = None) -> None:
         except (OSError, SpawnError) as error:
             sys.exit(str(error))
     adopt_orphans()
+    set_title("agent")
     agent = HostAgent(ticket, template)
     if ticket.by_tunnel or ticket.ends_with_launcher:
         agent.end_with(connection)

@@ -26,7 +26,7 @@ from meshbook.launchers.starting import templates
 from meshbook.shell.shell import RankShell
 from meshbook.system.os_errors import explain
 from meshbook.system.process_ends import has_pidfds
-from meshbook.system.processes import begin_as_host
+from meshbook.system.processes import begin_as_host, set_title
 from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (
     ForkFailed,
@@ -47,6 +47,7 @@ def main(agent: str, fd: int) -> NoReturn:
     """Import, say ready, and serve until the launcher closes the socket or ends. agent: the module of agents."""
     comes_with = repr(templates.inherited())  # before a signal is ignored
     begin_as_host()
+    set_title("template of hosts")
     sock, started = socket.socket(fileno=fd), time.perf_counter()
     starter = os.pidfd_open(os.getppid()) if has_pidfds() else None
     shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *templates.WITH_TORCH, agent))

@@ -39,6 +39,7 @@ from meshbook.system.processes import (
     is_group,
     kill_session,
     outlive_parent,
+    set_title,
     start_time,
     thread_count,
     versions,
@@ -103,6 +104,7 @@ def _import(modules: Iterable[str]) -> None:
 
 def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str] | None = None) -> NoReturn:
     """Be the template of the agent at the other end of ``sock``. later: modules to import when there is time."""
+    set_title("template of ranks")
     while True:
         if (groups := sys.modules.get("meshbook.groups.rank_groups")) is not None:
             groups.warm()

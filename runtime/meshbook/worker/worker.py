@@ -32,7 +32,7 @@ from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps
 from meshbook.system.gpu import GpuGauge
-from meshbook.system.processes import may_be_traced
+from meshbook.system.processes import may_be_traced, set_title
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import RankShortcut
 from meshbook.worker.actor_process import RankProcess
@@ -100,6 +100,7 @@ class Worker:
         self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
         enter_environment(begin)
+        set_title(f"{identity.name} rank {identity.rank}")
         if not begin.shares_files:
             ask_for_missing(ask_for_module)
         seed()
@@ -178,6 +179,7 @@ class Worker:
         if torch is not None and torch.get_num_threads() == self.identity.threads:  # else the user has chosen
             torch.set_num_threads(now.threads)
         self.identity = now
+        set_title(f"{now.name} rank {now.rank}")
         self.shell.become(now.rank)
         self.shell.define(self._names())
 

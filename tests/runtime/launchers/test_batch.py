@@ -80,7 +80,7 @@ def test_a_lost_host_comes_back_by_another_job_and_nothing_is_left(nodes: SlurmN
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         seen = [agent_of(procs, 0), *agent_of(procs, 0).children(recursive=True)]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
-        assert "host_agent" in words and not [key for key in keys if key in words]
+        assert "'meshbook', 'agent'" in words and not [key for key in keys if key in words]
         assert not [file for file in left_files() if file.suffix == ".ticket"], "each was read once"
         assert " ended (killed by SIGKILL" in loss(procs, agent_of(procs, 1).kill)
         before = job_of(procs, 0)

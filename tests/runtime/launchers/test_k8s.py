@@ -92,7 +92,7 @@ def test_collectives_run_across_pods(here: KubernetesHere) -> None:
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         seen = [drivers()[0], *here.nodes.of(job_of(procs, 0)).first().children(recursive=True)]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen)
-        assert "host_agent" in words and "k8s_driver" in words and not [key for key in keys if key in words]
+        assert "'meshbook', 'agent'" in words and "k8s_driver" in words and not [key for key in keys if key in words]
     await_quiet(here)
 
 

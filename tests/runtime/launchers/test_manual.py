@@ -111,7 +111,7 @@ def test_its_ticket_is_on_no_command_line_and_in_no_environment(crowd: People, s
         keys = [ticket, read_invitation(ticket).token, *(session.state.secret_key for session in own_sessions())]
         seen = [psutil.Process(), *crowd.machines[0].processes()]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen)
-        assert "host_agent" in words and not [key for key in keys if key in words]
+        assert "'meshbook', 'agent'" in words and not [key for key in keys if key in words]
         assert procs.run("rank").get(60).values() == [0]
 
 

@@ -70,7 +70,7 @@ def test_a_lost_host_comes_back_where_it_was_and_nothing_is_left(there: MPIHosts
         tree = [process for each in mpi_processes() for process in [each, *each.children(recursive=True)]]
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in tree if process.is_running())
-        assert "host_agent" in words and not [key for key in keys if key in words]
+        assert "'meshbook', 'agent'" in words and not [key for key in keys if key in words]
         deadline = time.monotonic() + 30
         while left := [file for session in own_sessions() for file in session.logs.glob("*.tickets")]:
             assert time.monotonic() < deadline, left

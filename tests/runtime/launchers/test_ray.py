@@ -125,7 +125,7 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         seen = [*tasks(nodes), *drivers()]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
-        assert "host_agent" in words and "ray_driver" in words and not [key for key in keys if key in words]
+        assert "'meshbook', 'agent'" in words and "ray_driver" in words and not [key for key in keys if key in words]
         rank = next(rank for rank, name in enumerate(procs.hosts) if name != "r1")  # r1 is the head
         lost = procs.hosts[rank]
         assert "node was terminated unexpectedly" in loss(procs, lambda: nodes.ask("kill", lost), rank)

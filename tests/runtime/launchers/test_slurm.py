@@ -90,7 +90,7 @@ def test_a_lost_host_comes_back_on_its_node_in_the_same_job(nodes: SlurmNodes) -
         keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
         seen = [*tasks(nodes), *slurm_processes()]
         words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
-        assert len(tasks(nodes)) >= 4 and "host_agent" in words and not [key for key in keys if key in words]
+        assert len(tasks(nodes)) >= 4 and "'meshbook', 'agent'" in words and not [key for key in keys if key in words]
     await_quiet(nodes)
 
 

@@ -119,7 +119,7 @@ def test_no_key_is_on_a_command_line_or_in_an_environment(there: SshHosts, mesh:
     for process in processes:
         with contextlib.suppress(psutil.AccessDenied):  # of a daemon that has changed its user
             seen += repr(process.environ())
-    assert "host_agent" in seen and not [key for key in keys if key in seen]
+    assert "meshbook agent" in seen and not [key for key in keys if key in seen]
 
 
 # ---- hosts are lost and come back -----------------------------------------------------------------------------------

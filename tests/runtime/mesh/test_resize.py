@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,8 @@ def test_ranks_that_move_keep_their_state_logs_and_tracebacks() -> None:
         assert all(os.path.exists(path) for path in procs.log_paths().values())
         assert [procs.logs(50)[rank].splitlines()[0] for rank in range(3)] == ["first 0", "first 2", "first 3"]
         assert [(status.rank, status.state) for status in procs.status()] == [(0, "idle"), (1, "idle"), (2, "idle")]
+        titles = [" ".join(psutil.Process(status.pid).cmdline()) for status in procs.status()]
+        assert titles == [f"meshbook moved rank {rank}" for rank in range(3)]
 
 
 def test_a_view_from_before_says_what_to_do() -> None:

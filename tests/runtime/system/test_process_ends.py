@@ -1,8 +1,10 @@
-"""A process that was recorded ends with all that it has started, and no other one ends."""
+"""Processes say what they are; one that was recorded ends with all that it has started, and no other one ends."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -14,6 +16,34 @@ from meshbook.system.processes import start_time
 
 STARTER = "trap '' TERM; setsid sh -c 'sleep 600 & sleep 600' & while :; do sleep 600 & wait $!; done"
 """A process with some below it, in a session of their own too, that starts another when one has ended."""
+
+
+TITLED = """
+import sys
+from meshbook.system.processes import set_title
+for title in sys.stdin:
+    set_title(title.strip())
+    print(flush=True)
+"""
+
+
+def test_a_title_takes_the_place_of_the_arguments() -> None:
+    environment = {**os.environ, "JPY_SESSION_NAME": "/home/ada/day.ipynb"}
+    command = [sys.executable, "-c", TITLED]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as titled:
+        assert titled.stdin is not None and titled.stdout is not None
+        for role, shown in (
+            ("main rank 3", "meshbook main rank 3 day.ipynb"),
+            ("agent", "meshbook agent day.ipynb"),
+            ("y" * 1000, f"meshbook {'y' * 1000} day.ipynb"[: len("\0".join(command)) - 1]),
+        ):
+            print(role, file=titled.stdin, flush=True)
+            titled.stdout.readline()
+            assert " ".join(psutil.Process(titled.pid).cmdline()) == shown
+            assert (
+                subprocess.check_output(["ps", "-ww", "-o", "args=", "-p", str(titled.pid)], text=True).strip() == shown
+            )
+        titled.stdin.close()
 
 
 @pytest.fixture
