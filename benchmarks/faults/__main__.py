@@ -19,6 +19,7 @@ from benchmarks import machine
 from benchmarks.faults.actors import ActorCampaign
 from benchmarks.faults.beside import run_beside, run_retries
 from benchmarks.faults.checks import Held, mark_ourselves, new_threads, orphans, shared_memory_names, thread_names
+from benchmarks.faults.crossed import run_crossed
 from benchmarks.faults.document import write
 from benchmarks.faults.endurance import run_calls, run_flood
 from benchmarks.faults.faults import Campaign
@@ -77,6 +78,7 @@ class Counted(NamedTuple):
 
 COUNTED: dict[str, Counted] = {
     "order": Counted(tiny=25, short=60, long=1000, run=run_order),
+    "crossed": Counted(tiny=12, short=40, long=400, run=run_crossed),
     "beside": Counted(tiny=16, short=30, long=200, run=run_beside),
     "retries": Counted(tiny=8, short=20, long=1000, run=run_retries),
     "large": Counted(tiny=12, short=30, long=300, run=run_large),

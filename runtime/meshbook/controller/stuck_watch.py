@@ -57,6 +57,7 @@ from meshbook.groups.deadlock import (
     only_where_shared,
     where_stuck,
 )
+from meshbook.groups.progress import Collectives
 from meshbook.groups.wait_graph import place_of
 from meshbook.lifecycle import DoubtEvent, GroupDoubt, GroupPhase
 
@@ -105,6 +106,9 @@ class StuckWatch:
         self._poll = ProgressPoll(mesh, calls, next_id, self._on_look)
         self.former = GroupFormer(mesh, calls, queue, self._poll, next_id, drop_prefix, self._on_formed)
         self._failing: dict[int, OpenCall] = {}
+        self._judged: set[tuple[str, int]] = set()
+        """Operations of groups that ranks disagree in or were freed of. Until the groups are formed again they remember
+        them, while they, and those who never came, go on to other calls."""
         self._ended: dict[int, _Ended] = {}
         self._long = LongCalls()
         self.suspect = self._long.suspect
@@ -247,6 +251,7 @@ class StuckWatch:
 
     def _on_formed(self) -> None:
         """The groups are back, or will not come: complete what waited for that."""
+        self._judged.clear()
         if not (self._failing or self._uneven):
             self._poll.rest()
         for id in [id for id, ended in self._ended.items() if not ended.in_new]:
@@ -369,6 +374,11 @@ class StuckWatch:
     def _free(self, look: ProgressSnapshot, reason: str, stuck: dict[int, Stuck]) -> None:
         names = only_where_shared(look.answers, {each.waiting.group for each in stuck.values()})
         spare = self._at_no_failed() - stuck.keys()
+        self._judged |= {
+            (each.waiting.group, each.waiting.number)
+            for each in stuck.values()
+            if not any(_has_entered(look, rank, each.waiting.group, each.waiting.number) for rank in each.absent)
+        }
         self.former.abort(reason, places=where_stuck(stuck.items()), spare=spare, groups=names)
 
     def _free_actors(self, look: ProgressSnapshot, call: OpenCall, before: frozenset[int] | None) -> None:
@@ -399,10 +409,13 @@ class StuckWatch:
 
     def _judge(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
         """Fail the calls in which ranks disagree, and free those that wait there: they are never served rightly."""
-        former, found = self.former, find_disagreements(look.answers)
+        former = self.former
+        found = [each for each in find_disagreements(look.answers) if (each.group, each.number) not in self._judged]
+        found = [each for each in found if not self._free_behind_failed(each, look)]
         ended, still_open = [each.call for each in self._ended.values()], [*self._failing.values(), *asked]
         concerns_cells = any(not call.mailbox for call in (*ended, *still_open))
-        calls = [*ended, *(former.running() if concerns_cells else ())]
+        at = {call.id: call for call in former.current().values()}  # what waits behind these is not to blame
+        calls = [*ended, *(at.values() if concerns_cells else ())]
         if former.phase is GroupPhase.FORMED and self._is_certain(look):
             calls += [call for call in still_open if call.mailbox]
         failed = [call for group in found for call in calls if self._fail_in(group, call, look)]
@@ -413,15 +426,31 @@ class StuckWatch:
                 former.abort(found[0].text, spare=innocent, groups=only_where_shared(look.answers, names))
             elif mailboxes := {call.mailbox for call in (*ended, *failed)}:
                 self._drain(look, found[0].text, names, mailboxes)
+        if former.phase is not GroupPhase.FORMED:
+            self._judged |= {(each.group, each.number) for each in found}
         if any(call.mailbox for call in ended) or (look.recent == ALL and not look.missing(self._mesh.lost)):
             self._agreements.clear()
+
+    def _free_behind_failed(self, group: Disagreement, look: ProgressSnapshot) -> bool:
+        """Free ranks that differ since their cell has failed on some, which are at the next call; whether it is so."""
+        gone_on = {
+            rank: told.call for rank, told in look.answers.items() if rank in group.ranks and _is_at(told, group)
+        }
+        for call in self._failing.values():
+            left = {rank for rank, at in gone_on.items() if at and at != call.id} & {*look.ended.get(call.id, ())}
+            if left and not call.mailbox and not call.waiting.isdisjoint(group.ranks):
+                self._judged.add((group.group, group.number))
+                spare, names = self._at_no_failed() - set(group.ranks), only_where_shared(look.answers, {group.group})
+                self.former.abort(cause_of(call), places=_places(look), spare=spare, groups=names)
+                return True
+        return False
 
     def _fail_in(self, group: Disagreement, call: OpenCall, look: ProgressSnapshot) -> bool:
         """Have the call fail if it is one in which ranks disagree; whether it is."""
         if not any(call.members.has(rank) for rank in group.ranks):
             return False
         if not call.mailbox:
-            call.wait_at({rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting})
+            call.wait_at(_places(look))
         elif call.waiting and call.mailbox not in mailboxes_of(look.answers, group.group):
             return False
         if call.disagree(group.ranks, group.text) and call.waiting:
@@ -493,3 +522,19 @@ class StuckWatch:
             return
         self._uneven = self.former.is_partial  # else all groups are new
         self.former.end_draining()
+
+
+def _is_at(told: Collectives, group: Disagreement) -> bool:
+    """Whether a rank waits in the operation that it and others disagree in."""
+    return any((each.group, each.number) == (group.group, group.number) for each in told.waiting)
+
+
+def _has_entered(look: ProgressSnapshot, rank: int, name: str, number: int) -> bool:
+    """Whether a rank has begun an operation, also one that has failed there."""
+    groups = look.answers[rank].groups if rank in look.answers else ()
+    return any(each.number == number for group in groups if group.name == name for each in group.recent)
+
+
+def _places(look: ProgressSnapshot) -> dict[int, str]:
+    """Where ranks wait, as in ``all_reduce (cell 7, line 5)``."""
+    return {rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting}

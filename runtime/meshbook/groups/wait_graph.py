@@ -1,6 +1,6 @@
 """Who waits for whom: from what ranks tell of their groups at one moment to the ranks whose part is missing. Pure.
 
-    rank 0 waits in operation 41 of "0"         for the members that have issued fewer
+    rank 0 waits in operation 41 of "0"         for the members that have issued fewer, or were aborted in it
     rank 1 waits in recv from rank 3            for rank 3, unless that has sent as many
     rank 2 waits in recv from anybody           for all others, unless they have sent more than it has taken
 
@@ -59,15 +59,25 @@ class WaitGraph:
             served = peers.sent.get(rank, 0)
         else:
             served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0)
-        return (waiting.peer,) if served < waiting.number else ()
+        is_served = served > waiting.number or (served == waiting.number and not _gave_up(peers))
+        return () if is_served else (waiting.peer,)
 
     def _without(self, group: GroupProgress, number: int) -> tuple[int, ...]:
-        """The members that have not begun a collective."""
+        """The members that have not begun a collective, or have given it up."""
         key = group.name, number
         if (missing := self._missing.get(key)) is None:
-            missing = tuple(member for member in group.members if self.issued(member, group.name) < number)
+            missing = tuple(member for member in group.members if not self._does_its_part(member, *key))
             self._missing[key] = missing
         return missing
+
+    def _does_its_part(self, rank: int, name: str, number: int) -> bool:
+        issued = self.issued(rank, name)
+        return issued > number or (issued == number and not _gave_up(self.group(rank, name)))
+
+
+def _gave_up(group: GroupProgress | None) -> bool:
+    """Whether a rank left the last operation that it has begun, as its group was aborted: nobody is served by that."""
+    return group is not None and bool(group.aborted and group.broken)
 
 
 def place_of(waiting: Waiting) -> str:

@@ -137,6 +137,17 @@ def test_epochs_cannot_be_compared() -> None:
     assert not find_deadlocked(told, ended=[0])
 
 
+def test_what_a_rank_left_as_it_was_aborted_is_not_served_by_it() -> None:
+    left = progress("0", (0, 1), 5)._replace(aborted="rank 1 raised", broken="all_reduce was given up")
+    snapshots = {
+        0: snapshot(left, call=0, aborted="rank 1 raised"),
+        1: snapshot(progress("0", (0, 1), 5), waiting=[collective(5)]),
+    }
+    assert {rank: each.absent for rank, each in find_deadlocked(snapshots, ()).items()} == {1: (0,)}
+    snapshots[1] = snapshot(progress("0", (0, 1), 4), waiting=[collective(4)])
+    assert not find_deadlocked(snapshots, ()), "it had done its part in that one"
+
+
 def test_an_aborted_rank_serves_nobody_and_is_not_stuck_itself() -> None:
     told = {
         0: snapshot(progress("0", (0, 1, 2), 4), aborted="rank 2 raised"),
