@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import suite_report
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import time

@@ -6,7 +6,7 @@ import jupyter_kernel_test
 import pytest
 from ipykernel._version import version_info
 
-pytestmark = pytest.mark.usefixtures("installed_kernelspec")
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("installed_kernelspec")]
 
 
 class TestConformance(jupyter_kernel_test.KernelTests):

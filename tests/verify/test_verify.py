@@ -12,6 +12,8 @@ from benchmarks.processes import living
 from benchmarks.verify import page
 from benchmarks.verify.steps import ROOT, STEPS, Outcome, Step, run_all, run_program
 
+pytestmark = pytest.mark.slow
+
 TELL = "import json, os; told = open(os.environ['MESHBOOK_VERIFY_TOLD'], 'a', buffering=1); "
 NOTE = TELL + "told.write(json.dumps({'note': 'half way'}) + '\\n'); "
 CHILD = (
@@ -127,7 +129,6 @@ def test_steps_run_over_gloo_and_are_written(tmp_path: Path) -> None:
     assert text.count("| passed |") == 2 and "| call all | 2 hosts x 1 rank | meshbook |" in text
 
 
-@pytest.mark.slow
 def test_what_cannot_run_is_refused_in_a_line() -> None:
     done = run_command("--device", "cpu", "--only", "form,none")
     assert done.returncode == 2 and done.stderr.startswith("no step is called none; there are form, ")

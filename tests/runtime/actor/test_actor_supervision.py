@@ -220,18 +220,25 @@ import gc
 from meshbook.actor.router import ACTORS, WATCH
 from meshbook.worker.actors import ActorRegistry
 (registry,) = [each for each in gc.get_objects() if type(each) is ActorRegistry]
-mailboxes, held = registry._mailboxes, []
+mailboxes, held, overtaken_by = registry._mailboxes, [], []
 
-def spawn_behind(call, *message):
+def spawn_behind():
+    if held and overtaken_by:
+        mailboxes.open(ACTORS, registry._spawn, registry._cancel_spawn)
+        mailboxes.open_rest(registry._keep_early)
+        registry._spawn(*held.pop())
+
+def keep(call, *message):
     registry._keep_early(call, *message)
-    if call.endpoint == WATCH:
-        return
-    mailboxes.open(ACTORS, registry._spawn, registry._cancel_spawn)
-    mailboxes.open_rest(registry._keep_early)
-    registry._spawn(*held.pop())
+    overtaken_by.extend([] if call.endpoint == WATCH else [call])
+    spawn_behind()
 
-mailboxes.open(ACTORS, lambda *spawn: held.append(spawn))
-mailboxes.open_rest(spawn_behind)
+def hold(*spawn):
+    held.append(spawn)
+    spawn_behind()
+
+mailboxes.open(ACTORS, hold)
+mailboxes.open_rest(keep)
 """
 
 

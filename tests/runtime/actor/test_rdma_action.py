@@ -13,6 +13,8 @@ from meshbook import ProcMesh
 from meshbook.actor import BufferDroppedError, BufferKindError, BufferSizeError
 from meshbook.rdma import RDMAAction, RDMABuffer, get_rdma_backend
 
+pytestmark = pytest.mark.slow
+
 BIG = 3_000_001
 
 

@@ -16,6 +16,8 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.errors import CallFailed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def two(clean_end: None) -> Iterator[ProcMesh]:

@@ -30,7 +30,7 @@ from meshbook.wire.shortcuts import GROUPS_MAX_BYTES, OPEN_AFTER, RankShortcut, 
 LARGE = np.zeros(1 << 17, np.uint8)
 """It travels in shared memory, and so by the agent."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Clerk(Actor):
@@ -140,7 +140,6 @@ def _assert_agent_sleeps(mesh: ProcMesh, call: Callable[[], bool]) -> None:
     assert _agents_sleeps(mesh) - before < 150 + 50 * took_s, f"in {took_s:.2f} s"
 
 
-@pytest.mark.slow
 def test_calls_one_after_the_other_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
     first, clerk = procs.slice(gpus=0), clerks.slice(gpus=0)
     for call in (lambda: first.execute(abs, -3).get(30).values() == [3], lambda: clerk.note.call_one(3).get(30) == 3):
@@ -149,7 +148,6 @@ def test_calls_one_after_the_other_go_past_the_agent(procs: ProcMesh, clerks: An
         _assert_agent_sleeps(procs, call)
 
 
-@pytest.mark.slow
 def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, clerks: Any) -> None:
     first, clerk = procs.slice(gpus=0), clerks.slice(gpus=0)
     futures = []
@@ -176,7 +174,6 @@ def test_sends_keep_their_order_when_they_change_their_way(procs: ProcMesh, cler
     assert clerk.read.call_one().get(30) == list(range(600))
 
 
-@pytest.mark.slow
 def test_calls_to_several_go_past_the_agent(procs: ProcMesh, clerks: Any) -> None:
     clerks.read.call().get(60)  # each rank has made its own
     for call in (lambda: procs.execute(abs, -3).get(30).values() == [3] * 3, lambda: len(clerks.note.call(3).get(30))):
@@ -185,7 +182,6 @@ def test_calls_to_several_go_past_the_agent(procs: ProcMesh, clerks: Any) -> Non
         _assert_agent_sleeps(procs, call)
 
 
-@pytest.mark.slow
 def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None:
     warm(lambda number: procs.execute(note, number).get(30))
     warm(lambda number: clerks.note.call(number).get(30))
@@ -212,7 +208,6 @@ def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None
     assert clerks.read.call().get(30).values() == sent
 
 
-@pytest.mark.slow
 def test_ranks_that_answer_a_call_of_several_before_others_can_be_called(procs: ProcMesh, tmp_path: Path) -> None:
     warm(lambda number: procs.execute(note, number).get(30))
     slow = procs.execute(wait_on, 1, str(tmp_path / "end"))
@@ -254,7 +249,6 @@ def test_calls_of_several_with_large_answers_go_by_the_agent(procs: ProcMesh, mo
     assert len(sent) == 3
 
 
-@pytest.mark.slow
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
     clerk, first, wrong = clerks.slice(gpus=0), procs.slice(gpus=0), []
 

@@ -28,6 +28,8 @@ from meshbook.actor import (
 )
 from meshbook.errors import CallTimeout, SpawnError
 
+pytestmark = pytest.mark.slow
+
 Spawn = Callable[..., ProcMesh]
 
 
@@ -101,7 +103,6 @@ def test_what_is_asked_meanwhile_is_done_in_order_when_they_are_there(spawn: Spa
         assert repr(procs) == 'ProcMesh("late", gpus=2, cpu)'
 
 
-@pytest.mark.slow
 def test_what_cannot_queue_waits(spawn: Spawn, gate: Gate) -> None:
     with spawn(gate) as procs, spawn() as others:
         counters = procs.spawn("counters", Counter)
@@ -111,7 +112,6 @@ def test_what_cannot_queue_waits(spawn: Spawn, gate: Gate) -> None:
         assert helper.add_to.call_one(counters, 5).get(60) == [5, 5]  # the reference is sent when they are there
 
 
-@pytest.mark.slow
 def test_a_call_is_dropped_before_they_are_there(spawn: Spawn, gate: Gate) -> None:
     with spawn(gate) as procs:
         counters = procs.spawn("counters", Counter)
@@ -123,7 +123,6 @@ def test_a_call_is_dropped_before_they_are_there(spawn: Spawn, gate: Gate) -> No
         assert kept.get(60).values() == [10, 10]
 
 
-@pytest.mark.slow
 def test_meshes_come_up_side_by_side(spawn: Spawn, tmp_path: Path) -> None:
     def meet(mine: str, other: str) -> Callable[[], None]:
         wait = Gate(tmp_path / other)
@@ -156,7 +155,6 @@ def end_on_one() -> None:
         os._exit(3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bootstrap", "why"),
     [(raise_on_one, "their bootstrap failed: rank 1 raised ValueError: no set-up"), (end_on_one, "ended: exit code 3")],
@@ -191,7 +189,6 @@ def test_each_process_is_told_of_where_none_is_at_fault(spawn: Spawn, failures: 
         procs.initialized.get(60)
 
 
-@pytest.mark.slow
 def test_what_nobody_has_asked_for_is_printed_once(spawn: Spawn, capsys: pytest.CaptureFixture[str]) -> None:
     procs, said = spawn(raise_on_one, bootstrap_command=numbered), ""
 
@@ -226,7 +223,6 @@ def test_hosts_are_shut_down_before_processes_are_there(spawn: Spawn, gate: Gate
         procs.initialized.get(30)
 
 
-@pytest.mark.slow
 def test_our_own_face_waits(clean_end: None, gate: Gate) -> None:
     gate.open()
     with meshbook.this_host().spawn_procs({"gpus": 2}, gate, torch=False) as procs:

@@ -26,7 +26,7 @@ from meshbook.controller.reattach import Reattach
 from meshbook.mesh.driven import ATTACH_TIMEOUT_S
 from meshbook.sessions import lock
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 attach_module = importlib.import_module("meshbook.mesh.attach")  # whose name is a function of the package
 
@@ -108,7 +108,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
 def test_killed_in_the_midst_of_calls_twenty_times_each_result_comes_once(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, CALL)
     took, results, texts = [], [], ""
@@ -207,7 +206,6 @@ def test_meshes_end_with_their_lease_and_leave_nothing(zygote: Zygote, watch: Wa
         meshbook.attach(session)
 
 
-@pytest.mark.slow
 def test_an_agent_without_meshes_does_not_wait(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, "mesh.stop(); say('stopped'); time.sleep(60)")
     driver.expect("stopped")
@@ -231,7 +229,6 @@ def test_a_living_controller_keeps_its_meshes(zygote: Zygote, watch: Watch) -> N
     driver.wait()
 
 
-@pytest.mark.slow
 def test_of_many_that_attach_at_once_one_wins(zygote: Zygote, watch: Watch) -> None:
     driver, _ = _start(zygote, watch, "time.sleep(60)")
     driver.kill()
@@ -274,7 +271,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
 def test_hosts_over_tcp_are_found_again_and_share_their_store(zygote: Zygote, watch: Watch) -> None:
     driver = zygote.start(ON_HOSTS)
     agents = driver.expect_json("running")
@@ -329,7 +325,6 @@ def test_ranks_and_hosts_that_ended_meanwhile_are_told(zygote: Zygote, watch: Wa
     assert again.lost_hosts == []
 
 
-@pytest.mark.slow
 def test_what_is_printed_unheard_is_bounded_and_counted(zygote: Zygote, watch: Watch) -> None:
     lines, size = 60_000, 50
     cell = f"for i in range({lines}): print(f'{{i:>{size - 1}}}')"
@@ -390,7 +385,6 @@ def test_the_first_process_remembers_for_the_next(zygote: Zygote, watch: Watch) 
     assert mine.run("rank").get(30).values() == [0]
 
 
-@pytest.mark.slow
 def test_two_sessions_in_one_process(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, "detach()")
     driver.wait()
@@ -406,7 +400,6 @@ def test_two_sessions_in_one_process(zygote: Zygote, watch: Watch) -> None:
     assert _gone(family, 5)
 
 
-@pytest.mark.slow
 def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote, watch: Watch) -> None:
     from meshbook.wire import messages as wire
     from meshbook.wire.link import Link
@@ -427,7 +420,6 @@ def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote
         mesh.run("1").get(10)
 
 
-@pytest.mark.slow
 def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch: Watch) -> None:
     from meshbook.sessions.folder import read_state
     from meshbook.sessions.listing import sweep
@@ -450,7 +442,6 @@ def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch:
     assert _gone(family, 10)
 
 
-@pytest.mark.slow
 def test_a_fork_does_not_give_the_session_up(zygote: Zygote, watch: Watch) -> None:
     driver, _ = _start(
         zygote, watch, "pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0); say('forked'); wait()"
@@ -474,7 +465,6 @@ def test_ranks_take_the_words_of_whoever_attaches_them(zygote: Zygote, watch: Wa
         kept.run("import sys; sys.exit()").get(60)
 
 
-@pytest.mark.slow
 def test_hosts_that_dial_before_the_next_controller_looks_for_them_are_let_in(
     zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from meshbook.system import memory_copies
 from meshbook.system.memory_copies import SLICE_BYTES, THREAD_BYTES, ProcessMemoryError, copy_process_memory
 from meshbook.system.memory_files import Bytes
 
+pytestmark = pytest.mark.slow
+
 SIZES = [1, 4097, THREAD_BYTES * 2 - 1, THREAD_BYTES * 2, SLICE_BYTES * 2 + 12_345, SLICE_BYTES * 5 + 1]
 MARGIN = 64
 """Bytes around what is copied, which stay as they are."""
@@ -79,7 +81,6 @@ def test_each_byte_is_read_and_written_and_none_beside_it(size_bytes: int, shift
 
 
 @pytest.mark.some("1")
-@pytest.mark.slow
 def test_what_the_check_raises_ends_the_copy_for_all_threads(threads: int) -> None:
     memory = numbered(SLICE_BYTES * 12)
     mine = np.zeros_like(memory)

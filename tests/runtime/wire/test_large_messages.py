@@ -17,6 +17,8 @@ from meshbook.wire.batches import MAX_BATCH_BYTES, Batch
 from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, pack
 from meshbook.wire.link import Link
 
+pytestmark = pytest.mark.slow
+
 SIZE = 70 << 20
 SHOWN_MAX_CHARS = BURST_BYTES + 4 * TAIL_BYTES
 
@@ -108,7 +110,6 @@ class Loud(Actor):
         return time.monotonic()
 
 
-@pytest.mark.slow
 def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
     heard: list[OutputEvent] = []
     set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard.append))

@@ -18,6 +18,8 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.worker.direct_lanes import ASK_AFTER, RankLanes
 
+pytestmark = pytest.mark.slow
+
 LARGE = np.zeros(1 << 17, np.uint8)
 """It travels in shared memory, and so by the agent."""
 
@@ -148,7 +150,6 @@ def test_ranks_that_call_each_other_often_have_a_lane(procs: ProcMesh, clerks: A
     assert procs.execute(callers).get(20).values() == [1, 2, 0]
 
 
-@pytest.mark.slow
 def test_messages_keep_their_order_whichever_way_each_goes(procs: ProcMesh, clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     for count in (100, 1500):
@@ -160,7 +161,6 @@ def test_messages_keep_their_order_whichever_way_each_goes(procs: ProcMesh, cler
     wait_until(lambda: procs.slice(gpus=1).execute(callers).get(20).values() == [1])
 
 
-@pytest.mark.slow
 def test_who_sends_more_than_is_read_waits_and_can_be_interrupted(clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     second.sleep.call_one(0.5)
@@ -168,7 +168,6 @@ def test_who_sends_more_than_is_read_waits_and_can_be_interrupted(clerks: Any) -
     assert second.read.call_one().get(60) == list(range(4000))
 
 
-@pytest.mark.slow
 def test_who_waits_for_a_rank_that_dies_is_told_at_once(procs: ProcMesh, clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     waiting = first.wait_for.call_one(second, "sleep", 60)
@@ -207,7 +206,6 @@ def test_an_interrupt_reaches_what_was_called_directly(clerks: Any) -> None:
         assert clerks.echo.call(1).get(5).values() == [1, 1, 1]
 
 
-@pytest.mark.slow
 def test_the_end_of_a_mesh_ends_calls_to_it(procs: ProcMesh, clerks: Any) -> None:
     with this_host().spawn_procs({"gpus": 1}, group=False, torch=False) as mesh:
         other: Any = mesh.spawn("other", Clerk)
@@ -219,7 +217,6 @@ def test_the_end_of_a_mesh_ends_calls_to_it(procs: ProcMesh, clerks: Any) -> Non
     assert procs.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]]
 
 
-@pytest.mark.slow
 def test_a_lane_that_user_code_breaks_is_no_hang(procs: ProcMesh, clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     waiting = first.wait_for.call_one(second, "sleep", 60)
@@ -230,12 +227,10 @@ def test_a_lane_that_user_code_breaks_is_no_hang(procs: ProcMesh, clerks: Any) -
     clerks.slice(gpus=2).echo.call_one(1).get(20)
 
 
-@pytest.mark.slow
 def test_a_forked_child_has_no_lanes(clerks: Any) -> None:
     assert clerks.slice(gpus=0).fork.call_one(clerks.slice(gpus=1)).get(30) == 7
 
 
-@pytest.mark.slow
 def test_what_was_printed_comes_before_the_answer(procs: ProcMesh, clerks: Any) -> None:
     first = procs.slice(gpus=0)
     first.push({"clerk": clerks.slice(gpus=1)}).get(20)
@@ -247,7 +242,6 @@ def test_what_was_printed_comes_before_the_answer(procs: ProcMesh, clerks: Any) 
     assert first.execute(lanes_left).get(20).values() == before
 
 
-@pytest.mark.slow
 def test_ranks_that_get_other_numbers_get_other_lanes(procs: ProcMesh, clerks: Any) -> None:
     first, third = clerks.slice(gpus=0), clerks.slice(gpus=2)
     assert first.warm.call_one(third).get(30) == 2

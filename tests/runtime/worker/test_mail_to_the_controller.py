@@ -20,6 +20,8 @@ from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.errors import CallFailed
 from meshbook.wire import messages as wire
 
+pytestmark = pytest.mark.slow
+
 _numbers = itertools.count(5000)
 
 

@@ -16,6 +16,8 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.errors import CallTimeout
 
+pytestmark = pytest.mark.slow
+
 
 class Clerk(Actor):
     @endpoint
@@ -180,7 +182,6 @@ def test_an_interrupt_reaches_an_actor_that_reads_it_itself(clerks: Any) -> None
         assert clerks.echo.call(1).get(5).values() == [1, 1]  # the other was interrupted as well
 
 
-@pytest.mark.slow
 def test_messages_that_come_together_keep_their_order(clerks: Any) -> None:
     for wait_s in (0.0, 0.001, 0.004, 0.1):
         futures = [clerks.echo.call(number) for number in range(200)]

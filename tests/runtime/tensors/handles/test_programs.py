@@ -12,6 +12,8 @@ from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 FEW, MANY = 6, 60
 """Programs, the same however fast the machine is; who hunts has the command `python -m benchmarks.tensor_programs`."""
 
@@ -22,7 +24,6 @@ def check(mesh: Mesh, seed: int, count: int) -> None:
     assert found
 
 
-@pytest.mark.slow
 def test_programs_do_what_plain_torch_does(square: ProcMesh) -> None:
     check(Mesh(square), 0, FEW)
     check(Mesh(square).slice(dp=0), 1_000, FEW)
@@ -165,7 +166,6 @@ def test_a_sparse_tensor_is_refused_by_name(square: ProcMesh) -> None:
         torch.stft(meshbook.ones(64, mesh=square), 16, return_complex=True)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch does not have it")
 def test_an_operator_that_torch_defines_late_is_known_to_the_ranks(square: ProcMesh) -> None:
     lines = ("t2 = F.linear_cross_entropy(t0, t1, t0.detach().argmax(-1))",)

@@ -29,6 +29,8 @@ from meshbook.system.memory_copies import HUGE_PAGE_BYTES, SLICE_BYTES
 from meshbook.tensors.ranks import peer_reads
 from meshbook.tensors.ranks.peer_reads import LEAST_BYTES, _first_in_runs, _offsets
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 180.0
 CHOICES: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 LAYOUTS = list(itertools.product(CHOICES, repeat=2))
@@ -71,7 +73,6 @@ def test_other_types_and_dims_arrive(grid: Mesh, dtype: torch.dtype) -> None:
     assert torch.equal(x.permute(3, 1, 0, 2).redistribute(["dp"]).full_tensor(), a.permute(3, 1, 0, 2))
 
 
-@pytest.mark.slow
 def test_runs_longer_than_a_slice_arrive(grid: Mesh) -> None:
     a = torch.arange(3 * SLICE_BYTES // 4, dtype=torch.float32)
     x = meshbook.distribute(a, grid, ["dp"])
@@ -89,7 +90,6 @@ def test_a_box_is_cut_into_the_longest_runs() -> None:
         assert found == cut.reshape(-1).tolist()
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_meanwhile_costs_the_tensor_and_hangs_nobody() -> None:
     with this_host().spawn_procs({"dp": 3}, name="hurt") as procs:
         mesh = Mesh(procs)
@@ -152,7 +152,6 @@ def assert_reads(mesh: Mesh, x: torch.Tensor, a: torch.Tensor) -> None:
 
 
 @pytest.mark.some("1")
-@pytest.mark.slow
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nobody(
     hurt: Mesh, tmp_path: Path, ended: int
@@ -177,7 +176,6 @@ def test_a_rank_that_ends_in_the_middle_of_a_read_costs_the_tensor_and_hangs_nob
 
 
 @pytest.mark.some("True")
-@pytest.mark.slow
 @pytest.mark.parametrize("obeys", [True, False])
 def test_an_interrupt_in_the_middle_of_a_read_costs_its_result_alone(hurt: Mesh, tmp_path: Path, obeys: bool) -> None:
     a = torch.randn(600, 700)
@@ -211,7 +209,6 @@ def huge_bytes(tensor: DTensor) -> int:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 def test_large_parts_lie_in_huge_pages(grid: Mesh) -> None:
     a = torch.randn(4 * HUGE_PAGE_BYTES, 2)
@@ -253,7 +250,6 @@ FORBIDDEN = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.some("EPERM")
 @pytest.mark.parametrize("refusal", ["EPERM", "ENOSYS"])
 def test_where_the_kernel_forbids_it_they_send_what_others_lack(refusal: str) -> None:
