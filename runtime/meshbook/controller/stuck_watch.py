@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from meshbook.calls.call import OpenCall
@@ -109,6 +109,8 @@ class StuckWatch:
         self._judged: set[tuple[str, int]] = set()
         """Operations of groups that ranks disagree in or were freed of. Until the groups are formed again they remember
         them, while they, and those who never came, go on to other calls."""
+        self._failed_before: OpenCall | None = None
+        """A cell that failed when ranks had begun with others behind it: how far these are tells nothing of it."""
         self._ended: dict[int, _Ended] = {}
         self._long = LongCalls()
         self.suspect = self._long.suspect
@@ -317,7 +319,7 @@ class StuckWatch:
         former.on_look(look)
         asked, self._asked = [call for call in self._asked if call.waiting], []
         if former.phase is not GroupPhase.FORMING and former.phase is not GroupPhase.NONE:
-            self._free_stuck(look)
+            self._free_stuck(look, asked)
             self._judge(look, asked)
         seen = [id for id, ended in self._ended.items() if look.has_seen_end(id, ended.call.members)]
         self._complete_actors(seen)
@@ -337,7 +339,7 @@ class StuckWatch:
 
     def _tell_uneven(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
         for call in asked:
-            if call.mailbox or call.id in self._failing:
+            if call.mailbox or call.id in self._failing or self.former.is_aborted:
                 continue
             if text := describe_uneven(call, look, self._mesh.lost):
                 self._long.silence(call)
@@ -359,25 +361,34 @@ class StuckWatch:
 
     # ---- who is stuck -----------------------------------------------------------------------------------------------
 
-    def _free_stuck(self, look: ProgressSnapshot) -> None:
-        former, lost = self.former, self._mesh.lost
+    def _free_stuck(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
+        former, lost, answers = self.former, self._mesh.lost, self._as_left(look)
         before, self._stuck = self._stuck, {}
         was_aborted = former.is_aborted
         for call in list(self._failing.values()):
             if call.mailbox:
                 self._free_actors(look, call, before.get(call.id))
-            elif stuck := find_deadlocked(look.answers, look.ended.get(call.id, ()), lost):
+            elif stuck := find_deadlocked(answers, look.ended.get(call.id, ()), lost):
                 self._free(look, cause_of(call), stuck)
+        if former.doubt is GroupDoubt.PARTIAL and self._failed_before is not None:
+            for call in asked:  # its operations may have met some of the one that failed
+                if not call.mailbox and (stuck := find_deadlocked(look.answers, look.ended.get(call.id, ()), lost)):
+                    self._free(look, cause_of(self._failed_before), stuck)
         if was_aborted and (stuck := find_deadlocked(look.answers, (), lost)):
             self._free(look, former.why, stuck)  # ranks that were spared may wait for those that were not
 
+    def _as_left(self, look: ProgressSnapshot) -> dict[int, Collectives]:
+        """What ranks tell, without what they have begun behind a cell that failed on them and is not settled."""
+        unsettled = {call.id for call in self._failed_cells()}
+        return {rank: told.as_left() if told.left in unsettled else told for rank, told in look.answers.items()}
+
     def _free(self, look: ProgressSnapshot, reason: str, stuck: dict[int, Stuck]) -> None:
         names = only_where_shared(look.answers, {each.waiting.group for each in stuck.values()})
-        spare = self._at_no_failed() - stuck.keys()
+        spare, answers = self._at_no_failed() - stuck.keys(), self._as_left(look)
         self._judged |= {
             (each.waiting.group, each.waiting.number)
             for each in stuck.values()
-            if not any(_has_entered(look, rank, each.waiting.group, each.waiting.number) for rank in each.absent)
+            if not any(_has_entered(answers, rank, each.waiting.group, each.waiting.number) for rank in each.absent)
         }
         self.former.abort(reason, places=where_stuck(stuck.items()), spare=spare, groups=names)
 
@@ -432,18 +443,25 @@ class StuckWatch:
             self._agreements.clear()
 
     def _free_behind_failed(self, group: Disagreement, look: ProgressSnapshot) -> bool:
-        """Free ranks that differ since their cell has failed on some, which are at the next call; whether it is so."""
-        gone_on = {
-            rank: told.call for rank, told in look.answers.items() if rank in group.ranks and _is_at(told, group)
+        """Free ranks that differ since one is at a call behind a cell that failed on it; whether it is so."""
+        behind = {
+            look.answers[rank].left
+            for rank in group.ranks
+            if group.number > look.answers[rank].left_at.get(group.group, group.number)
         }
-        for call in self._failing.values():
-            left = {rank for rank, at in gone_on.items() if at and at != call.id} & {*look.ended.get(call.id, ())}
-            if left and not call.mailbox and not call.waiting.isdisjoint(group.ranks):
-                self._judged.add((group.group, group.number))
-                spare, names = self._at_no_failed() - set(group.ranks), only_where_shared(look.answers, {group.group})
-                self.former.abort(cause_of(call), places=_places(look), spare=spare, groups=names)
-                return True
-        return False
+        if (call := next((each for each in self._failed_cells() if each.id in behind), None)) is None:
+            return False
+        self._judged.add((group.group, group.number))
+        spare, names = self._at_no_failed() - set(group.ranks), only_where_shared(look.answers, {group.group})
+        self.former.abort(cause_of(call), places=_places(look), spare=spare, groups=names)
+        return True
+
+    def _failed_cells(self) -> list[OpenCall]:
+        """The cells that have failed and of which it is not known whether they left the groups equally far."""
+        calls = [*self._failing.values(), *(ended.call for ended in self._ended.values() if ended.call.failed)]
+        if self._failed_before is not None and self.former.doubt is GroupDoubt.PARTIAL:
+            calls.append(self._failed_before)
+        return [call for call in calls if not call.mailbox]
 
     def _fail_in(self, group: Disagreement, call: OpenCall, look: ProgressSnapshot) -> bool:
         """Have the call fail if it is one in which ranks disagree; whether it is."""
@@ -470,6 +488,8 @@ class StuckWatch:
         late = former.doubt is GroupDoubt.UNANSWERED  # who came since uses broken groups
         if of_cells and (odd or not (found or missing)):
             partly = any(told.call for told in look.answers.values())
+            if partly and (failed := self._failed_cells()):
+                self._failed_before = failed[-1]
             former.note(DoubtEvent.COMPARED_PARTLY if partly else DoubtEvent.COMPARED)
         if odd:
             names = only_where_shared(look.answers, {each.name for each in odd})
@@ -524,14 +544,9 @@ class StuckWatch:
         self.former.end_draining()
 
 
-def _is_at(told: Collectives, group: Disagreement) -> bool:
-    """Whether a rank waits in the operation that it and others disagree in."""
-    return any((each.group, each.number) == (group.group, group.number) for each in told.waiting)
-
-
-def _has_entered(look: ProgressSnapshot, rank: int, name: str, number: int) -> bool:
+def _has_entered(answers: Mapping[int, Collectives], rank: int, name: str, number: int) -> bool:
     """Whether a rank has begun an operation, also one that has failed there."""
-    groups = look.answers[rank].groups if rank in look.answers else ()
+    groups = answers[rank].groups if rank in answers else ()
     return any(each.number == number for group in groups if group.name == name for each in group.recent)
 
 

@@ -49,6 +49,9 @@ class NoGroups:
     def interrupt_backward(self) -> None:
         pass
 
+    def note_failed(self, call: int) -> None:
+        pass
+
     def log_operations(self, log: OperationLog | None) -> None:
         pass
 

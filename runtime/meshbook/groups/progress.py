@@ -90,6 +90,13 @@ class GroupProgress(NamedTuple):
     messages: tuple[Messages, ...] = ()
     """To and from each peer, where recent operations were asked for."""
 
+    def up_to(self, count: int) -> GroupProgress:
+        """The same without the collectives that it has begun since it had begun ``count``."""
+        if self.number <= count:
+            return self
+        recent = tuple(each for each in self.recent if each.number <= count)
+        return self._replace(issued=min(self.issued, count), number=0, digest=0, recent=recent)
+
 
 class Waiting(NamedTuple):
     """An operation that a rank waits in."""
@@ -131,6 +138,15 @@ class Collectives(NamedTuple):
     """A call has destroyed the default group, which belongs to the mesh."""
     handling: Mapping[int, int] = {}
     """The threads of those, with their mailboxes."""
+    left: int = 0
+    """The last call that has failed on the main thread since the groups were formed."""
+    left_at: Mapping[str, int] = {}
+    """How many collectives of each group it had begun by then; further ones are of later calls."""
+
+    def as_left(self) -> Collectives:
+        """What the rank had done when it left the call that failed; threads beside the main one go on."""
+        groups = tuple(group.up_to(self.left_at.get(group.name, group.issued)) for group in self.groups)
+        return self._replace(groups=groups, waiting=tuple(each for each in self.waiting if each.thread))
 
 
 KEPT = 100_000

@@ -56,7 +56,9 @@ class GroupReports:
         waited_s = sum(list(guard.waited_s.values()))  # first: a wait that ends meanwhile is not counted twice
         waited_s += sum(time.monotonic() - work.since for work in list(guard.waits.values()))
         under_way = self._under_way() if look_deeper and not waiting else ()
-        return Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=destroyed)
+        told = Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=destroyed)
+        left_in, left, counts = guard.left
+        return told._replace(left=left, left_at=counts) if left_in == epoch else told
 
     def _on_devices(self) -> tuple[Waiting, ...]:
         """What CUDA waits for, and with it whoever needs its results, whether a thread of ours is in a wait or not."""

@@ -217,6 +217,8 @@ class Worker:
             self.claims.running = None
         if self._generation != forks.generation:
             self.end_child(answer.failure)
+        if answer.failure is not None:
+            self.groups.note_failed(call.id)
         self.shell.flush()
         self.shell.reopen()
         duration_s = time.monotonic() - started
