@@ -42,7 +42,11 @@ class MPIHosts:
 
 def mpi_processes() -> list[psutil.Process]:
     """Our children of the name of mpirun."""
-    return [child for child in psutil.Process().children() if child.name().startswith("mpi")]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found += [child] if child.name().startswith("mpi") else []
+    return found
 
 
 def await_end(processes: Sequence[psutil.Process], timeout_s: float = 30.0) -> None:

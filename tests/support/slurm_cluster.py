@@ -15,8 +15,11 @@ from benchmarks.ssh_hosts import NoDaemonError
 
 def slurm_processes() -> list[psutil.Process]:
     """What salloc and srun run as children of this process."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.name() in ("salloc", "srun")]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found += [child] if child.name() in ("salloc", "srun") else []
+    return found
 
 
 def tasks(nodes: SlurmNodes) -> list[psutil.Process]:
