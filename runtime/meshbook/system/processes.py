@@ -85,7 +85,7 @@ def set_title(role: str) -> None:
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", ""))
     title = " ".join(filter(None, ("meshbook", role, notebook))).encode(errors="replace")
     fields = _stat(os.getpid())
-    begin, end = int(fields[45]), int(fields[46])
+    begin, end = (int(fields[45]), int(fields[46])) if len(fields) > 46 else (0, 0)
     shown, room = Path("/proc/self/cmdline").read_bytes(), end - begin - 2
     if room > 0 and shown and ctypes.string_at(begin, end - begin).startswith(shown):
         ctypes.memmove(begin, title[:room].ljust(room + 1, b"\0") + b".", room + 2)
