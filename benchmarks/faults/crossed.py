@@ -52,7 +52,7 @@ class Counter(Actor):
 
 
 class Model(nn.Module):
-    """Rows of a table, and a layer; in double precision, so that the number of steps can be read off the weights."""
+    """It looks rows up in a table, for a layer; doubles let the number of steps be read off the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _stepping(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
 
 
 class Training:
-    """The same model on a mesh and in this process, where it takes as many steps as it has taken there."""
+    """It trains a model on a mesh, and one in this process that takes as many steps as that has taken."""
 
     def __init__(self, procs: ProcMesh) -> None:
         torch.manual_seed(3)
@@ -136,7 +136,7 @@ class Crossing:
         self.sent = 0
 
     def serve(self, seed: random.Random, name: str) -> None:
-        """One fault: its load, the fault, what came of the load, the repair, and the proofs."""
+        """Serve one fault: start its load, hurt, look what came of the load, repair, and prove that all goes on."""
         fault, rank, repair = seed.choice(FAULTS), seed.randrange(RANKS), seed.choice(REPAIRS)
         name = f"{name}, {fault} of rank {rank}, {repair}"
         self.found.count(fault)

@@ -366,7 +366,7 @@ class Jobs:
         return [job for job in self._jobs.values() if job.state == "running"]
 
     def unwaited(self) -> list[Job]:
-        """Those that run, and those that failed before anything waited for them: a wait must not miss a failure."""
+        """Return the jobs that run, and those that failed before a wait: it must not miss a failure."""
         return [job for job in self._jobs.values() if job.state == "running" or job.failed_unseen]
 
     def find(self, word: str) -> Job:

@@ -55,7 +55,7 @@ class TemplateOutput:
 
     @property
     def last_line(self) -> str:
-        """The last line of it; empty when nothing was written."""
+        """Return its last line; empty when nothing was written."""
         return last_words(self._kept.decode(errors="backslashreplace"), 1).strip()
 
     def close(self) -> None:

@@ -362,7 +362,7 @@ class StuckWatch:
     # ---- who is stuck -----------------------------------------------------------------------------------------------
 
     def _free_stuck(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
-        former, lost, answers = self.former, self._mesh.lost, self._as_left(look)
+        former, lost, answers = self.former, self._mesh.lost, self._up_to_failures(look)
         before, self._stuck = self._stuck, {}
         was_aborted = former.is_aborted
         for call in list(self._failing.values()):
@@ -377,14 +377,16 @@ class StuckWatch:
         if was_aborted and (stuck := find_deadlocked(look.answers, (), lost)):
             self._free(look, former.why, stuck)  # ranks that were spared may wait for those that were not
 
-    def _as_left(self, look: ProgressSnapshot) -> dict[int, Collectives]:
-        """What ranks tell, without what they have begun behind a cell that failed on them and is not settled."""
+    def _up_to_failures(self, look: ProgressSnapshot) -> Mapping[int, Collectives]:
+        """Return what ranks tell, without what they have begun behind a cell that failed on them and is not settled."""
         unsettled = {call.id for call in self._failed_cells()}
-        return {rank: told.as_left() if told.left in unsettled else told for rank, told in look.answers.items()}
+        return {
+            rank: told.up_to_failure() if told.failed_call in unsettled else told for rank, told in look.answers.items()
+        }
 
     def _free(self, look: ProgressSnapshot, reason: str, stuck: dict[int, Stuck]) -> None:
         names = only_where_shared(look.answers, {each.waiting.group for each in stuck.values()})
-        spare, answers = self._at_no_failed() - stuck.keys(), self._as_left(look)
+        spare, answers = self._at_no_failed() - stuck.keys(), self._up_to_failures(look)
         self._judged |= {
             (each.waiting.group, each.waiting.number)
             for each in stuck.values()
@@ -445,9 +447,9 @@ class StuckWatch:
     def _free_behind_failed(self, group: Disagreement, look: ProgressSnapshot) -> bool:
         """Free ranks that differ since one is at a call behind a cell that failed on it; whether it is so."""
         behind = {
-            look.answers[rank].left
+            look.answers[rank].failed_call
             for rank in group.ranks
-            if group.number > look.answers[rank].left_at.get(group.group, group.number)
+            if group.number > look.answers[rank].failed_at.get(group.group, group.number)
         }
         if (call := next((each for each in self._failed_cells() if each.id in behind), None)) is None:
             return False
@@ -457,7 +459,7 @@ class StuckWatch:
         return True
 
     def _failed_cells(self) -> list[OpenCall]:
-        """The cells that have failed and of which it is not known whether they left the groups equally far."""
+        """Return the cells that have failed, as long as it is not known whether the groups are equally far."""
         calls = [*self._failing.values(), *(ended.call for ended in self._ended.values() if ended.call.failed)]
         if self._failed_before is not None and self.former.doubt is GroupDoubt.PARTIAL:
             calls.append(self._failed_before)
@@ -551,5 +553,5 @@ def _has_entered(answers: Mapping[int, Collectives], rank: int, name: str, numbe
 
 
 def _places(look: ProgressSnapshot) -> dict[int, str]:
-    """Where ranks wait, as in ``all_reduce (cell 7, line 5)``."""
+    """Name the place in which each rank waits, as in ``all_reduce (cell 7, line 5)``."""
     return {rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting}

@@ -42,8 +42,8 @@ class GroupState:
         """Why the groups were aborted; empty while they work."""
         self.reason_epoch = -1
         """Groups of up to this epoch are aborted."""
-        self.left: tuple[int, int, dict[str, int]] = (-1, 0, {})
-        """The last call that has failed on the main thread: in which epoch, which, and how far each group was."""
+        self.last_failure: tuple[int, int, dict[str, int]] = (-1, 0, {})
+        """The last call that has failed on the main thread: its epoch, its id, and how far each group was."""
         self.used: set[object] = set()
         """Groups with operations that no answer to the controller has told of."""
         self.main = get_ident()

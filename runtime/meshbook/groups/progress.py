@@ -91,7 +91,7 @@ class GroupProgress(NamedTuple):
     """To and from each peer, where recent operations were asked for."""
 
     def up_to(self, count: int) -> GroupProgress:
-        """The same without the collectives that it has begun since it had begun ``count``."""
+        """Return this without the collectives behind the first ``count``."""
         if self.number <= count:
             return self
         recent = tuple(each for each in self.recent if each.number <= count)
@@ -138,14 +138,14 @@ class Collectives(NamedTuple):
     """A call has destroyed the default group, which belongs to the mesh."""
     handling: Mapping[int, int] = {}
     """The threads of those, with their mailboxes."""
-    left: int = 0
-    """The last call that has failed on the main thread since the groups were formed."""
-    left_at: Mapping[str, int] = {}
-    """How many collectives of each group it had begun by then; further ones are of later calls."""
+    failed_call: int = 0
+    """The last call that has failed on the main thread since the groups were formed; 0: none has."""
+    failed_at: Mapping[str, int] = {}
+    """How many collectives of each group the rank had begun by then; further ones are of later calls."""
 
-    def as_left(self) -> Collectives:
-        """What the rank had done when it left the call that failed; threads beside the main one go on."""
-        groups = tuple(group.up_to(self.left_at.get(group.name, group.issued)) for group in self.groups)
+    def up_to_failure(self) -> Collectives:
+        """Return what the rank had done when its call failed; threads beside the main one go on."""
+        groups = tuple(group.up_to(self.failed_at.get(group.name, group.issued)) for group in self.groups)
         return self._replace(groups=groups, waiting=tuple(each for each in self.waiting if each.thread))
 
 

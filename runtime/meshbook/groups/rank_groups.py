@@ -325,9 +325,9 @@ class RankGroups:
                 work.fail_future()
 
     def note_failed(self, call: int) -> None:
-        """A call has failed on the main thread: what it begins from now on belongs to later ones."""
+        """Note how far the groups are as a call fails on the main thread: what begins from now on is of later calls."""
         counts = {name: group.issued for name, group in list(self._factory.groups.items())}
-        self._guard.left = self._guard.epoch, call, counts
+        self._guard.last_failure = self._guard.epoch, call, counts
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
         """How far the groups are and what waits; from any thread. call: what runs on the main thread.

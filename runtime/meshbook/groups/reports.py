@@ -57,8 +57,8 @@ class GroupReports:
         waited_s += sum(time.monotonic() - work.since for work in list(guard.waits.values()))
         under_way = self._under_way() if look_deeper and not waiting else ()
         told = Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=destroyed)
-        left_in, left, counts = guard.left
-        return told._replace(left=left, left_at=counts) if left_in == epoch else told
+        failed_in, call, counts = guard.last_failure
+        return told._replace(failed_call=call, failed_at=counts) if failed_in == epoch else told
 
     def _on_devices(self) -> tuple[Waiting, ...]:
         """What CUDA waits for, and with it whoever needs its results, whether a thread of ours is in a wait or not."""

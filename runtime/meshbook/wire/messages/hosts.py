@@ -50,7 +50,7 @@ class Unread(Header, frozen=True, tag="unread"):
 
 
 class ExpectTorch(Header, frozen=True, tag="torch"):
-    """Ranks with torch are likely to be asked for: have it imported before, once nothing was asked for a moment."""
+    """The controller is likely to ask for ranks with torch: the agent has it imported before, after a moment."""
 
 
 class Leave(Header, frozen=True, tag="leave"):
