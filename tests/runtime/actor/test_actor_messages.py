@@ -74,7 +74,7 @@ def test_an_interrupt_reaches_the_actors_that_are_called_by_actors(mesh4: ProcMe
     sleepers = mesh4.slice(gpus=slice(1, 3)).spawn("sleepers", Sleeper)
     relay = mesh4.slice(gpus=0).spawn("relay", Relay)
     future = getattr(relay, how).call_one(sleepers)
-    wait_until(lambda: sleepers.last.call() is not None)
+    wait_until(lambda: [state.doing for state in mesh4.actors()].count(("sleep",)) == 2)
     timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
     with pytest.raises(CallInterrupted, match="rank 0 stopped"):
