@@ -80,7 +80,7 @@ def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[
     _refuse_rest(arguments, engine)
     if arguments.text("--python") is not None:
         raise arguments.grammar.refuse("--python is for hosts elsewhere; ranks here run on the notebook's own.", "ssh:")
-    return LocalLauncher()
+    return LocalLauncher(torch=not arguments.flag("--no-torch"))
 
 
 def _read_ray(arguments: Arguments, address: str, device: str | None, ranks: int) -> Launcher:

@@ -27,6 +27,7 @@ class LocalLauncher:
     """Agents as child processes on this machine, each in a session of its own so that Ctrl-C passes them by.
 
     separate_hosts: every agent acts as if it were alone on its machine: payloads go over the sockets, over TCP.
+    torch: several hosts share one import of torch, and wait for it; else each imports it once ranks ask for it.
     """
 
     name = "local"
@@ -34,9 +35,10 @@ class LocalLauncher:
     place_is_gone = False
     fixed = ""
 
-    def __init__(self, *, separate_hosts: bool = False) -> None:
+    def __init__(self, *, separate_hosts: bool = False, torch: bool = True) -> None:
         self.transport = "tcp" if separate_hosts else "unix"
         self._shares_memory = not separate_hosts
+        self._torch = torch
 
     @property
     def saved(self) -> SavedLauncher:
@@ -56,7 +58,7 @@ class LocalLauncher:
         """
         hosts: list[LaunchedHost] = []
         with _launching:
-            template = _template_for(tickets) if tickets else None
+            template = _template_for(tickets, self._torch) if tickets else None
             for ticket in tickets:
                 ticket = msgspec.structs.replace(ticket, shares_memory=self._shares_memory)
                 hosts.append(_start(ticket, Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", template))
@@ -67,17 +69,17 @@ _launching = threading.Lock()
 _template: HostTemplate | None = None
 
 
-def _template_for(tickets: list[Ticket]) -> HostTemplate | None:
+def _template_for(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
     """What hosts are forked from; None where each is better started by itself."""
     global _template
     try:
-        if _template is not None and _template.fits:
+        if _template is not None and _template.fits and _template.has_torch >= torch:
             return _template
         if (path := os.environ.get(LASTING)) is not None:
             _template = HostTemplate.connect(path)
             return _template
         if len(tickets) > 1:
-            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
+            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log", torch)
             return _template
     except OSError:
         pass  # who starts the agents one by one says what is wrong

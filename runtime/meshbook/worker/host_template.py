@@ -43,14 +43,15 @@ _REQUEST_BYTES = 1 << 18
 """An environment is at most so large."""
 
 
-def main(agent: str, fd: int) -> NoReturn:
+def main(agent: str, torch: bool, fd: int) -> NoReturn:
     """Import, say ready, and serve until the launcher closes the socket or ends. agent: the module of agents."""
     comes_with = repr(templates.inherited())  # before a signal is ignored
     begin_as_host()
     set_title("template of hosts")
     sock, started = socket.socket(fileno=fd), time.perf_counter()
     starter = os.pidfd_open(os.getppid()) if has_pidfds() else None
-    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *templates.WITH_TORCH, agent))
+    with_torch = templates.WITH_TORCH if torch else ()
+    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *with_torch, agent))
     gc.freeze()
     took_s = time.perf_counter() - started
     ready = wire.encode(TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
@@ -169,7 +170,7 @@ def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: 
             os.dup2(source, target)
         os.close(stdin)
         os.close(log)
-        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), True)
+        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), "torch" in sys.modules)
         gc.enable()
         importlib.import_module(agent).main(started)
     except BaseException:
@@ -182,4 +183,4 @@ def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: 
 if __name__ == "__main__":
     from meshbook.worker import host_template  # the importable module, so that forked code does not live in __main__
 
-    host_template.main(sys.argv[1], int(sys.argv[2]))
+    host_template.main(sys.argv[1], "torch" in sys.argv, int(sys.argv[-1]))

@@ -104,6 +104,23 @@ def test_hosts_of_one_machine_come_from_one_template_unless_their_surroundings_d
         assert mesh.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
+def test_hosts_for_ranks_without_torch_do_not_wait_for_it(clean_end: None) -> None:
+    def has_torch(process: psutil.Process) -> bool:
+        return any("libtorch_cpu" in entry.path for entry in process.memory_maps())
+
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(torch=False))
+    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as mesh:
+        agents, shared = _agents(hosts), _shared()
+        assert [agent.ppid() for agent in agents] == [shared.pid] * 2 and not has_torch(shared)
+        assert mesh.run("rank").get(30).values() == [0, 1]
+        with hosts.spawn_procs({"gpus": 1}, device="cpu") as late:  # their agents import it, as any that is alone
+            assert late.run("dist.all_reduce(torch.ones(1)); rank").get(60).values() == [0, 1]
+        with _hosts(2) as others, _spawn(others) as other:
+            assert _agents(others)[0].ppid() == _shared().pid != shared.pid and has_torch(_shared())
+            assert other.run("rank").get(30).values() == [0, 1, 2, 3]
+
+
 def test_the_template_of_hosts_ends_with_the_last_of_them(hosts: HostMesh) -> None:
     with _spawn(hosts):
         agents, shared = _agents(hosts), _shared()

@@ -197,7 +197,7 @@ def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open_log(log) as output:
         listener.bind(str(path))
         listener.listen()
-        return _exec_with(listener, ["meshbook.worker.host_template", agent], output.fileno(), own_session=True)
+        return _exec_with(listener, ["meshbook.worker.host_template", agent, "torch"], output.fileno(), own_session=True)
 
 
 class HostTemplate:
@@ -209,6 +209,7 @@ class HostTemplate:
         sock: socket.socket,
         process: subprocess.Popen[bytes] | None = None,
         path: str = "",
+        torch: bool = True,
     ) -> None:
         """here: our `surroundings`. process: the template; None for one that listens at ``path`` and serves all."""
         self._surroundings = here
@@ -217,16 +218,18 @@ class HostTemplate:
         self._hosts: set[int] = set()
         self._inherited = ""
         self._ready = False
+        self.has_torch = torch
         self.has_ended = False
         """Whether we have done with it."""
 
     @classmethod
-    def start(cls, agent: str, log: Path) -> HostTemplate:
+    def start(cls, agent: str, log: Path, torch: bool) -> HostTemplate:
         """Start one that imports meanwhile. agent: the module whose ``main`` is an agent. Raises: OSError."""
         here = surroundings()
+        module = ["meshbook.worker.host_template", agent, *(["torch"] if torch else [])]
         with open_log(log) as output:
-            process, sock = _exec(["meshbook.worker.host_template", agent], output.fileno(), own_session=True)
-        return cls(here, sock, process)
+            process, sock = _exec(module, output.fileno(), own_session=True)
+        return cls(here, sock, process, torch=torch)
 
     @classmethod
     def connect(cls, path: str) -> HostTemplate:
