@@ -40,8 +40,8 @@ def out(rank: int, text: str, stream: str = "stdout") -> StreamText:
     return StreamText(rank, stream, text, 1)
 
 
-def cut(rank: int, size_bytes: int) -> OutputDropped:
-    return OutputDropped(rank, size_bytes, f"/logs/rank-{rank}.log", 1)
+def cut(rank: int, size_bytes: int, lacks: str = "") -> OutputDropped:
+    return OutputDropped(rank, size_bytes, f"/logs/rank-{rank}.log", 1, lacks)
 
 
 def done(rank: int, failure: Failure | None = None) -> RankDone:

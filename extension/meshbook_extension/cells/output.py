@@ -277,8 +277,9 @@ class CellOutput:
         elif isinstance(event, DisplayData):
             self._take_display(event, at)
         elif isinstance(event, OutputDropped):
-            self._budget.cut(event.rank, event.size_bytes, event.log_path)
-            self._tell_of_limit()
+            self._budget.cut(event.rank, event.size_bytes, event.log_path, event.lacks)
+            if event.size_bytes:
+                self._tell_of_limit()
         elif isinstance(event, RankDone):
             self._all_done = len(self.done) == len(self._ranks)
             if self._all_done and self.awaits_outcome:
@@ -365,7 +366,8 @@ class CellOutput:
     def _tell_of_limit(self) -> None:
         if not self._told_of_limit:
             self._told_of_limit = True
-            more = "more is printed than can be shown here; all of it goes to the logs: %mesh logs -n 100\n"
+            all_of_it = "" if self._budget.lacks else "; all of it goes to the logs"
+            more = f"more is printed than can be shown here{all_of_it}: %mesh logs -n 100\n"
             self._notes.append(Text("stderr", more))
 
     def _say(self, text: Text) -> None:

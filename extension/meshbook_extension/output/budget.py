@@ -38,6 +38,8 @@ class Budget:
         self._hidden_bytes: dict[int, int] = {}
         self._cut_bytes: dict[int, int] = {}
         self._cut_paths: dict[int, str] = {}
+        self.lacks = ""
+        """Why logs do not have all of it; empty if they do."""
         self._reported: tuple[int, int] = (0, 0)
 
     def admit(self, piece: LinePiece) -> bool:
@@ -79,10 +81,15 @@ class Budget:
         self.displays_hidden += len(piece.ranks)
         return False
 
-    def cut(self, rank: int, size_bytes: int, log_path: str) -> None:
-        """The host agent keeps ``size_bytes`` of this rank's output, in all, in the log only."""
-        self._cut_bytes[rank] = size_bytes
+    def cut(self, rank: int, size_bytes: int, log_path: str, lacks: str = "") -> None:
+        """The host agent keeps ``size_bytes`` of this rank's output, in all, in the log only.
+
+        lacks: why the log does not have all of it; empty if it has.
+        """
+        if size_bytes:
+            self._cut_bytes[rank] = size_bytes
         self._cut_paths[rank] = log_path
+        self.lacks = self.lacks or lacks
 
     @property
     def hidden_bytes(self) -> int:
@@ -106,10 +113,11 @@ class Budget:
         note = ""
         if ranks:
             paths = [self._cut_paths.get(rank) or log_paths.get(rank, "") for rank in ranks]
+            where = f"{name_paths([path for path in paths if path])}%mesh logs -n 1000"
             note = (
                 f"not shown: {self.hidden_bytes:,} bytes of {name_ranks(ranks)}"
                 f"{' (the last lines follow)' if last else ''}\n"
-                f"  all of it: {name_paths([path for path in paths if path])}%mesh logs -n 1000\n"
+                + (f"  the logs lack some of it ({self.lacks}): {where}\n" if self.lacks else f"  all of it: {where}\n")
             )
         if self.displays_hidden:
             note += (

@@ -186,7 +186,9 @@ class RankOutput:
                 continue
             self._pending_bytes -= len(piece.text)
             self._budget -= len(piece.text)
-        cuts = {output: self._cut[output] for output in self._cut_news}
+        if self.log.lacks:
+            self._cut_news.update(piece.output for piece in pieces if isinstance(piece, StreamText))
+        cuts = {output: self._cut.get(output, 0) for output in self._cut_news}
         self._cut_news.clear()
         return pieces, cuts
 

@@ -135,7 +135,8 @@ class OutputPump:
 
     def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
         for output, size in cuts.items():
-            self._uplink.send(wire.OutputDropped(worker.rank, size, str(worker.output.log.path), output))
+            log = worker.output.log
+            self._uplink.send(wire.OutputDropped(worker.rank, size, str(log.path), output, log.lacks))
 
 
 def _in_messages(texts: Iterable[SharedText]) -> Iterator[tuple[SharedText, ...]]:

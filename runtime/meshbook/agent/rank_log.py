@@ -160,6 +160,11 @@ class RankLog:
         return bool(self._note)
 
     @property
+    def lacks(self) -> str:
+        """Why it lacks what was written last; empty where it has that."""
+        return self._why
+
+    @property
     def behind(self) -> bool:
         """Whether some of what was written has not come to the file."""
         return not self._empty.is_set()

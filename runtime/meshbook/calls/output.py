@@ -68,7 +68,9 @@ class ConsoleOutput:
                 self._partial[key] = rest
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
         elif isinstance(event, OutputDropped):
-            self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}\n")
+            if event.size_bytes:
+                where = f", as far as it has it ({event.lacks})" if event.lacks else ""
+                self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}{where}\n")
         elif isinstance(event, Stop) and not event.seen:
             event.seen = True
             self._write("stderr", f"rank {event.rank} {event.words}\n")

@@ -374,6 +374,20 @@ def test_what_the_host_agent_kept_back_is_part_of_the_count(cell: Cell) -> None:
     assert text.count(limit) == 1 and text.count("not shown") == 1
 
 
+def test_the_count_does_not_promise_what_the_logs_could_not_take(cell: Cell) -> None:
+    cell.receive(out(0, "y" * 1_000_000 + "\n"), cut(0, 0, "no space left on device"))
+    cell.pump(later_s=0.2)
+    text = cell.finish()
+    assert "  the logs lack some of it (no space left on device): /logs/rank-0.log; or %mesh logs -n 1000" in text
+    assert "all of it" not in text
+
+
+def test_a_log_that_lacks_something_is_no_reason_to_tell_of_a_limit(cell: Cell) -> None:
+    cell.receive(out(0, "y\n"), cut(0, 0, "no space left on device"))
+    cell.pump(later_s=0.2)
+    assert cell.finish() == "[0] y\n"
+
+
 def test_merged_lines_count_for_each_of_their_ranks(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4000):
         cell.receive(*(out(rank, f"{number:099}\n") for rank in range(4)))

@@ -110,7 +110,8 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     output.feed("stdout", b"c" * 10, 1.5)
     output.log.settle()
     note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
-    pieces, _ = output.take(1.5)
+    pieces, cuts = output.take(1.5)
+    assert cuts == {0: 0} and output.log.lacks in note
     assert pieces[0] == StreamText(OWN_RANK, "stderr", note, 0)
     assert "".join(piece.text for piece in pieces[1:]) == "a" * 150 + "b" * 50 + "c" * 10
     output.feed("stdout", b"d", 1.0 + RETRY_S + 1)
@@ -119,7 +120,7 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
     )
     output.log.settle()
     assert output.log.path.read_text() == "a" * 100 + gap + "d"
-    assert output.take(9.0)[0] == [StreamText(OWN_RANK, "stdout", "d", 0)]
+    assert output.take(9.0) == ([StreamText(OWN_RANK, "stdout", "d", 0)], {}) and not output.log.lacks
     output.log.close()
 
 

@@ -52,6 +52,8 @@ class OutputDropped(Header, frozen=True, tag="cut"):
     size_bytes: int
     log_path: str
     output: int
+    lacks: str = ""
+    """Why its log is incomplete; then this comes for output that is shown too."""
 
 
 class Bundle(msgspec.Struct):
