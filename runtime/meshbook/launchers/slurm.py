@@ -28,6 +28,7 @@ from meshbook.launchers.engines.slurm_allocation import (
     SlurmClient,
     address_for_nodes,
     allocation_of,
+    describe_nodes,
 )
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.starting.elsewhere import agent_script
@@ -128,6 +129,7 @@ class SlurmLauncher:
             allocation, job = allocation_of(log), own_job
             command = [*srun, f"--jobid={job}", *self.options, *self._apart, *agent]
             if not job:
+                allocation.sizes = describe_nodes(len(tickets))
                 salloc = ["salloc", "--no-kill", f"--job-name={JOB_NAME}", f"--nodes={count}", "--ntasks-per-node=1"]
                 command = [*salloc, *self.options, *self._apart, "sh", "-c", _HOLD, "meshbook", *srun, *agent]
         allocation.address = self._address
@@ -160,7 +162,8 @@ class SlurmHost:
 
     def failure(self) -> str | None:
         status = self._client.poll()  # first: when it has ended, the log is whole
-        return self._client.said.why_ended(self._task, self.node, self._client.name, status)
+        why = self._client.said.why_ended(self._task, self.node, self._client.name, status)
+        return f"{why}; {self.allocation.sizes}" if why and self._client.said.is_impossible else why
 
     @property
     def job(self) -> str:

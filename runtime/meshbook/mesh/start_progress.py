@@ -27,6 +27,9 @@ T = TypeVar("T")
 LOOK_S = 1.0
 """How often it is looked whether something has moved, and the person is told."""
 
+SHOWN = 8
+"""An error names so many hosts, and so many causes."""
+
 
 class _Step(NamedTuple):
     """How far a step has come."""
@@ -62,9 +65,9 @@ class StartProgress:
             try:
                 self._wait(host.ready, lambda host=host: self._step_of(host, hosts), self._hosts_s)  # type: ignore[misc]
             except HostLost as error:
-                raise SpawnError(f"host {error.host} did not start: {error.cause}") from None
+                raise SpawnError(_describe_failed(host, error.cause, hosts)) from None
             if not host.lost and (why := host.launched.failure()):  # some are known to be wrong only when they run
-                raise SpawnError(f"host {host.name} cannot be used: {why}")
+                raise SpawnError(f"{_name_hosts([host], hosts)} cannot be used: {why}")
             on_up(host)
 
     def _step_of(self, host: HostState, hosts: Sequence[HostState]) -> _Step:
@@ -79,8 +82,9 @@ class StartProgress:
         where = f" at {host.endpoint}, which must be reachable from there" if host.endpoint else ""
         some = f"; {len(there)} of {len(hosts)} hosts are there" if len(hosts) > 1 else ""
         log = self._controller.folder.logs / f"agent-{host.id}.log"
-        what = "" if waits_for else f"waiting for host {host.name}{some}"
-        return _Step(what, moves, f"host {host.name} has not dialled in{where}{some}", log_tail(log, 1).strip())
+        name = _name_hosts([host], hosts)
+        what = "" if waits_for else f"waiting for {name}{some}"
+        return _Step(what, moves, f"{name} has not dialled in{where}{some}", log_tail(log, 1).strip())
 
     def await_workers(self, pending: PendingWorkers) -> None:
         """Wait until all have answered. Raises: SpawnError."""
@@ -127,6 +131,26 @@ class StartProgress:
             f"no progress for {within_s:g} s{what}: {step.missing}{last}\n"
             f"  logs: {self._controller.folder.logs}    give it longer: {advice().within}"
         )
+
+
+def _describe_failed(host: HostState, cause: str, hosts: Sequence[HostState]) -> str:
+    """Say which of ``hosts`` have failed by now, those of one cause in one line; ``host`` has, and comes first."""
+    causes = {cause: [host]}
+    for other in hosts:
+        if other is not host and (why := other.lost or other.launched.failure()):
+            causes.setdefault(why, []).append(other)
+    lines = [f"{_name_hosts(failed, hosts)} did not start: {why}" for why, failed in causes.items()]
+    return "\n  ".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])])
+
+
+def _name_hosts(some: Sequence[HostState], hosts: Sequence[HostState]) -> str:
+    """Return what people call ``some`` of ``hosts``: by their names, or by their numbers before these are known."""
+    if len(hosts) == 1 and some[0].name == some[0].id:
+        return "the host"
+    names = [str(hosts.index(host) + 1) if host.name == host.id else host.name for host in some]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    of = f" of {len(hosts)}" if some[0].name == some[0].id else ""
+    return f"host{'s' * (len(names) > 1)} {', '.join(names[:SHOWN])}{more}{of}"
 
 
 def _no_answer(ranks: Collection[int]) -> str:

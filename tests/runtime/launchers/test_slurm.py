@@ -274,7 +274,7 @@ def refusal(nodes: SlurmNodes, count: int = 1, **launcher: object) -> str:
     ("count", "options", "said"),
     [
         (1, ("-p", "nowhere"), "salloc: invalid partition specified: nowhere"),
-        (9, (), "Requested partition configuration not available now"),
+        (9, (), "configuration not available now; hosts=9, and of the partitions main has 3; see sinfo"),
         (1, ("--nothing-of-the-kind",), "unrecognized option '--nothing-of-the-kind'"),
     ],
 )

@@ -74,6 +74,8 @@ class Allocation:
         """The ids of those that are there; with the last one it ends."""
         self._clients: dict[Path, SlurmClient] = {}
         self._looked, self._queue = 0.0, ""
+        self.sizes = "see sinfo"
+        """How many nodes were asked for, and how many there are, in words."""
         self.address = ""
         """What its nodes reach, as in `Launcher.transport`, once that was found out."""
 
@@ -195,6 +197,12 @@ def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
     if answer.returncode:
         raise SpawnError(describe_failure(answer))
     return answer.stdout
+
+
+def describe_nodes(asked: int) -> str:
+    """Say how many nodes are asked for, and how many each partition has. Raises: SpawnError."""
+    there = ", ".join(ask("sinfo", "-h", "-o", "%R has %D").splitlines())
+    return f"hosts={asked}, and of the partitions {there}; see sinfo"
 
 
 def address_for_nodes() -> str:

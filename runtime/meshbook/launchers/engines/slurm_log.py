@@ -10,6 +10,8 @@ from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, with_hint
 from meshbook.system.processes import describe_shell_exit
 
 _JOB = re.compile(r"(?:salloc: (?:Pending|Granted) job allocation|meshbook: job) (\d+)")
+_SALLOC = re.compile(r"(?:/\S*/)?salloc: ")
+"""What it says of its options begins with its path."""
 _RUNS_IN = "meshbook: job "
 _LABEL = re.compile(r"(\d+): (.*)")
 _NODE = "meshbook: on "
@@ -64,7 +66,7 @@ class StepLog:
     def _read_line(self, line: str) -> None:
         labelled = _LABEL.match(line)
         task, line = (int(labelled[1]), labelled[2]) if labelled else (None, line)
-        self.owned = self.owned or line.startswith("salloc: ")
+        self.owned = self.owned or _SALLOC.match(line) is not None
         if match := _CANCELLED.search(line):
             why = f": {match[2].lower()}" if match[2] else ""
             self.cancelled = f"Slurm has cancelled job {match[1]}{why}"
@@ -98,9 +100,12 @@ class StepLog:
             code = describe_shell_exit(ended)
             said = self._words(None)
             return self.cancelled or (said if said and ended == 1 else self._with_words(f"{who} ended ({code})", None))
-        if not self.is_granted and any(_IMPOSSIBLE in line for _, line in self.said):
-            return f"salloc: {_IMPOSSIBLE}; see sinfo for the nodes that there are"
-        return None
+        return f"salloc: {_IMPOSSIBLE}" if self.is_impossible else None
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether Slurm has said that no nodes will ever do, though it goes on to wait for them."""
+        return not self.is_granted and any(_IMPOSSIBLE in line for _, line in self.said)
 
     def _with_words(self, what: str, task: int | None) -> str:
         said = self._words(task)
