@@ -113,6 +113,10 @@ _NESTED_BAR = re.compile(r"\n+([^\n]*?)((?:\x1b\[A)+)")
 """tqdm draws the bar of an inner loop one line further down, and goes back up."""
 
 
+_HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
+"""rich hides the cursor of a terminal and shows it again, on a line of its own; a cell has none."""
+
+
 class Line(NamedTuple):
     """A line of one rank, or a part of one."""
 
@@ -153,9 +157,11 @@ class LineReader:
         lines = []
         for line in ended:
             continues = tail.begun and "\r" not in line.rstrip("\r")
-            lines.append(Line(rank, stream, _last_state(line) + "\n", continues))
+            shown = _last_state(line)
+            if shown or continues or not line.endswith((_HIDE, _SHOW)):
+                lines.append(Line(rank, stream, shown + "\n", continues))
             tail.begun = tail.bar = False
-        if lines or not tail.text:
+        if ended or not tail.text:
             tail.since = now
         tail.bar = tail.bar or "\r" in rest
         tail.text = _compact(rest) if tail.bar else rest
@@ -215,14 +221,19 @@ class LineReader:
 def _give_out(rank: int, stream: str, tail: _Tail) -> list[Line]:
     if tail.bar or not tail.text:
         return []
-    line = Line(rank, stream, tail.text, tail.begun)
-    tail.text, tail.begun = "", True
-    return [line]
+    line = Line(rank, stream, _without_cursor(tail.text), tail.begun)
+    tail.text = ""
+    tail.begun = tail.begun or bool(line.text)
+    return [line] if line.text else []
 
 
 def _last_state(line: str) -> str:
     """What a terminal would show of a line with carriage returns."""
-    return line.rstrip("\r").rpartition("\r")[2]
+    return _without_cursor(line).rstrip("\r").rpartition("\r")[2]
+
+
+def _without_cursor(text: str) -> str:
+    return text.replace(_HIDE, "").replace(_SHOW, "") if "\x1b" in text else text
 
 
 def _compact(line: str) -> str:

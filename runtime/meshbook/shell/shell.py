@@ -48,10 +48,11 @@ _COLOURS_AND_PAGERS = {
     "CLICOLOR": "1",
     "FORCE_COLOR": "1",
     "CLICOLOR_FORCE": "1",
+    "TTY_INTERACTIVE": "0",  # for rich, which would redraw several lines at once
     "PAGER": "cat",
     "GIT_PAGER": "cat",
 }
-"""What Jupyter kernels tell the commands that a cell runs."""
+"""What Jupyter kernels tell the commands that a cell runs, and that a rank has no cursor."""
 
 
 class OutputSink(Protocol):

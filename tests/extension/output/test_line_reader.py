@@ -80,6 +80,15 @@ def test_windows_line_ends_are_line_ends_in_any_cut() -> None:
     assert feed(reader, "\nthree\r\n") == ["two\n", "three\n"]
 
 
+def test_a_cursor_that_rich_hides_and_shows_leaves_no_trace_in_any_cut() -> None:
+    shown = "\x1b[?25lWorking \x1b[35m100%\x1b[0m\n\x1b[?25h\ndone\x1b[?25h\n"
+    lines = ["Working \x1b[35m100%\x1b[0m\n", "done\n"]
+    assert feed(LineReader(), shown) == lines
+    for cut in range(len(shown)):
+        reader = LineReader()
+        assert feed(reader, shown[:cut]) + feed(reader, shown[cut:]) == lines, cut
+
+
 def test_equal_bars_of_ranks_are_named_once() -> None:
     reader = LineReader()
     for rank in range(3):
