@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import inspect
 import os
 import signal
@@ -36,6 +37,9 @@ LEAVE_TIMEOUT_S = 1.0
 
 PREWARM_AFTER_S = 0.3
 """By then the first prompt is there, which is not to wait for a host that nobody may ask for."""
+
+TORCH_AFTER_S = 3.0
+"""So long after a cell torch is imported here too, where ranks have it: a person's first use of it does not wait."""
 
 SWITCH_INTERVAL_S = 1e-4
 """How soon a busy cell hands Python's lock to the thread that serves the mesh.
@@ -71,6 +75,10 @@ class MeshbookKernel(IPythonKernel):
             timer = threading.Timer(PREWARM_AFTER_S, self._prewarm)
             timer.name, timer.daemon = "meshbook.prewarm", True  # a kernel that ends at once does not wait for it
             timer.start()  # and `_stop_meshes` ends what it began
+            self._idle: object = None
+            assert self.shell is not None
+            self.shell.events.register("pre_run_cell", self._end_idle)
+            self.shell.events.register("post_run_cell", self._begin_idle)
 
     async def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """Stop the meshes or leave them, then end the running cell, then IPython; on the Control thread.
@@ -135,6 +143,24 @@ class MeshbookKernel(IPythonKernel):
             driven.prewarm()
         except Exception:
             self.log.warning("The local host could not be warmed up; a spawn will tell why.", exc_info=True)
+
+    def _begin_idle(self, *_info: object) -> None:
+        self._end_idle()
+        if "torch" not in sys.modules and threading.current_thread() is threading.main_thread():
+            self._idle = self.io_loop.call_later(TORCH_AFTER_S, self._import_torch)
+
+    def _end_idle(self, *_info: object) -> None:
+        """A cell begins; in a subshell the main thread stays idle."""
+        if self._idle is not None and threading.current_thread() is threading.main_thread():
+            self.io_loop.remove_timeout(self._idle)
+            self._idle = None
+
+    def _import_torch(self) -> None:
+        """On the main thread, as a cell would: others never see a torch that is half imported."""
+        session = getattr(self.shell, "_meshbook_session", None)
+        if session is not None and any(mesh.alive and mesh.is_grouped for mesh in session.meshes.values()):
+            with contextlib.suppress(Exception):  # the cell that wants it says what is wrong
+                importlib.import_module("torch")
 
     def _leave_meshes(self) -> None:
         try:

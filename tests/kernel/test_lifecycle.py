@@ -13,6 +13,7 @@ import pytest
 from ipykernel._version import version_info
 
 from meshbook._version import __version__
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
@@ -84,6 +85,19 @@ def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state:
     assert time.monotonic() - asked_at < 20
     assert process.returncode == 0, "the kernel did not end by itself"
     assert not all_gone(family, timeout_s=5)
+
+
+@pytest.mark.slow
+def test_torch_is_imported_while_a_person_pauses(start_kernel: StartKernel) -> None:
+    kernel = start_kernel()
+
+    def has_torch() -> bool:
+        return any("libtorch_cpu" in entry.path for entry in kernel.process.memory_maps())
+
+    kernel.run("%mesh spawn gpus=1")
+    assert kernel.value("'torch' in __import__('sys').modules") == "False"
+    wait_until(has_torch, timeout_s=60)
+    assert kernel.value("__import__('sys').modules['torch'].ones(2).sum().item()") == "2.0"
 
 
 @pytest.mark.slow
