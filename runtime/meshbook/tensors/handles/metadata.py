@@ -164,6 +164,11 @@ def learn(
         if not isinstance(result, torch.Tensor):
             outputs.append(None)
             continue
+        if result.layout is not torch.strided:
+            raise UsageError(
+                f"{operator} gives a sparse tensor, which a mesh tensor cannot be: take tensor.full_tensor() first, or "
+                "sparse=False for the gradient of an embedding"
+            )
         same = [index for index, meta in enumerate(metas) if result is meta]
         outputs.append(
             OutputOf(same[0]) if same else NewOutput(tuple(result.shape), tuple(result.stride()), result.dtype)

@@ -190,6 +190,20 @@ def test_products_of_groups_name_the_way_round(mesh: Mesh) -> None:
         torch._grouped_mm(*groups, offs=meshbook.distribute(torch.tensor([2, 6], dtype=torch.int32), mesh))
 
 
+def test_sparse_gradients_of_embeddings_are_refused_by_name(mesh: Mesh) -> None:
+    numbers = torch.tensor([[1, 2], [3, 4]])
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        plain = kind(10, 3, sparse=True)
+        layer, there = meshbook.module_to_mesh(copy.deepcopy(plain), mesh), meshbook.distribute(numbers, mesh)
+        assert torch.allclose(layer(there).full_tensor(), plain(numbers))
+        with pytest.raises(errors.UsageError, match="gives a sparse tensor, .* sparse=False for the gradient"):
+            layer(there).sum().backward()
+        layer.sparse = False
+        layer(there).sum().backward()
+        plain(numbers).sum().backward()
+        assert torch.allclose(layer.weight.grad.full_tensor(), plain.weight.grad.to_dense())
+
+
 def test_a_generator_says_what_is_drawn_and_goes_on(mesh: Mesh) -> None:
     def draw(spec: list[str] | None) -> list[Any]:
         zeros, generator = meshbook.distribute(torch.zeros(4), mesh, spec), torch.Generator().manual_seed(3)
