@@ -23,6 +23,7 @@ from torch.distributed.tensor import Placement
 
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
+from meshbook.concurrency.sigint import held_back
 from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -221,8 +222,9 @@ class _Feed:
         if not self._ready and self._wait_for_room():
             self._read_one()
         if self._prefetch and not self._is_over:
-            self.thread = hidden_thread(self._run, "meshbook.stream")
-            self.thread.start()
+            with held_back():  # one that has not begun cannot be waited for
+                self.thread = hidden_thread(self._run, "meshbook.stream")
+                self.thread.start()
 
     def send_again(self) -> None:
         """After a repair: the batch given last, and those sent ahead, are on all ranks again."""

@@ -27,6 +27,7 @@ from meshbook import ProcMesh, heal_mesh
 from meshbook.distributed import Mesh
 from meshbook.errors import UnknownAxisError, UsageError
 from meshbook.exceptions import DeviceMeshError
+from meshbook.tensors.data import streams
 
 GRACE_S = 20.0
 
@@ -149,6 +150,20 @@ def test_tensors_of_one_batch_that_share_memory_do_not_there(grid: Mesh) -> None
     one, other = next(meshbook.stream([(x, x)], grid, []))
     one += 1
     assert other.sum().item() == 0
+
+
+def test_an_interrupt_as_the_thread_begins_ends_the_loop_and_leaves_no_thread(
+    grid: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class InterruptedThread(threading.Thread):
+        def start(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().start()
+
+    monkeypatch.setattr(streams, "hidden_thread", lambda run, name: InterruptedThread(target=run, name=name))
+    with pytest.raises(KeyboardInterrupt), meshbook.stream([torch.zeros(4)] * 3, grid) as batches:
+        next(batches)
+    assert no_thread_is_left()
 
 
 def test_never_more_are_ahead_and_an_interrupt_loses_none(grid: Mesh, tmp_path: Path) -> None:
