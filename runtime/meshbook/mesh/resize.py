@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LEAVE_GRACE_S = 1.0
 """Ranks that leave may take so long to end by themselves."""
 
+GIVEN_UP_S = 3.0
+"""Calls that have lost a rank may take so long to end on the others."""
+
 
 class Change(NamedTuple):
     """What has become of a mesh."""
@@ -115,6 +118,7 @@ class Elastic:
         check_steps(self._extent, fewer, "shrink")
         self._check_alike()
         with self._repair.exclusive():
+            self._let_failed_calls_end()
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
             before, hosts = mesh.extent.nelements, list(mesh.hosts)
             gone = self._let_go(plan)
@@ -132,6 +136,12 @@ class Elastic:
                 f'mesh "{self._mesh.name}" keeps its size: its bootstrap_command gave each rank its own. '
                 f"Start another mesh: {advice().spawn_call}"
             )
+
+    def _let_failed_calls_end(self) -> None:
+        """Wait a moment: where a rank has ended, what waited for it is given up on the others, which says so."""
+        until = time.monotonic() + GIVEN_UP_S
+        while self._mesh.lost and self._controller.busy_on(self._mesh) and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _check_idle(self, busy: Collection[int], verb: str) -> None:
         """Raises: UsageError while ranks run a call."""
