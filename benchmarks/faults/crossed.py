@@ -1,8 +1,9 @@
 """Everything on one mesh at once, crossed with each kind of fault and of repair.
 
-Training with a recorded step, calls of actors, calls, cells, payloads and collectives are under way when the fault
-comes. Then each of them has ended; the model is what plain torch makes of it after some number of the steps that were
-asked for; and after the repair the next step is one step, the process group counts all ranks, and actors count.
+Training with a recorded step on a stream of batches, calls of actors, calls, cells, payloads and collectives are under
+way when the fault comes. Then each of them has ended; the model is what plain torch makes of it after some number of
+the steps that were asked for; and after the repair the next step is one step, the process group counts all ranks, and
+actors count. Between two faults the mesh may become smaller and larger again, or be left and attached.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 import meshbook
 from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
-from benchmarks.faults.load import Load, Watched
+from benchmarks.faults.load import Load, Watched, numbers
 from meshbook import DeviceMeshError, ProcMesh, errors, heal_mesh, this_host
 from meshbook.actor import Actor, ActorError, SupervisionError, endpoint
 from meshbook.distributed import Mesh
@@ -35,7 +36,9 @@ STOPPED_S = 0.1
 
 DEADLY = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
 FAULTS = [*DEADLY, "stop", "raise", "interrupt", "wrong rows"]
-REPAIRS = ("heal", "heal_mesh", "respawn")
+REPAIRS = ("heal", "heal_mesh", "respawn", "shrink")
+CHANGES = ("", "", "resize", "attach")
+"""What becomes of the mesh between two faults."""
 ENDS = (errors.WorkerLost, SupervisionError, ActorError, errors.CallFailed)
 
 
@@ -79,14 +82,15 @@ def _stepping(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
 class Training:
     """It trains a model on a mesh, and one in this process that takes as many steps as that has taken."""
 
-    def __init__(self, procs: ProcMesh) -> None:
+    def __init__(self, procs: ProcMesh, earlier: Training | None = None) -> None:
+        """earlier: one with whose plain model, and batch, it goes on."""
         torch.manual_seed(3)
-        self.mesh, self.plain = Mesh(procs), Model()
-        self.model = Model()
+        self.mesh, self.model = Mesh(procs), Model()
+        self.plain = earlier.plain if earlier else Model()
+        self._batch: tuple[torch.Tensor, ...] = earlier._batch if earlier else ()
         self.model.load_state_dict(self.plain.state_dict())
         meshbook.module_to_mesh(self.model, self.mesh)
         self._step, self._plain_step = meshbook.compile(_stepping(self.model)), _stepping(self.plain)
-        self._batch: tuple[torch.Tensor, ...] = ()
 
     def draw_batch(self, seed: random.Random) -> None:
         """Take other rows and other goals, so that the next steps change the weights."""
@@ -95,11 +99,12 @@ class Training:
 
     def go(self, count: int, bad_at: int = -1) -> None:
         """Take so many steps, and wait for the last. bad_at: a step with a row that the table does not have."""
-        rows, goal = (meshbook.distribute(part, self.mesh, ["dp"]) for part in self._batch)
-        bad = meshbook.distribute(self._batch[0] + 7, self.mesh, ["dp"]) if bad_at >= 0 else rows
-        for at in range(count):
-            loss = self._step(bad if at == bad_at else rows, goal)
-        loss.item()
+        rows, goal = self._batch
+        batches = [(rows + 7 if at == bad_at else rows, goal) for at in range(count)]
+        with meshbook.stream(batches, self.mesh, ["dp"]) as stream:
+            for batch in stream:
+                loss = self._step(*batch)
+            loss.item()
 
     def follow(self, least: int, most: int) -> str:
         """Take the steps in this process that the mesh has taken; returns what is wrong.
@@ -170,7 +175,12 @@ class Crossing:
             elif fault not in DEADLY or not isinstance(failed, ENDS):
                 self.found.wrong.append(f"{name}: actors ended with {type(failed).__name__}: {failed}")
         self._mend(fault, rank, repair)
-        self._prove(STEPS if is_whole else 0, name)
+        has_model = is_whole and not (fault in DEADLY and repair == "shrink")
+        self._prove(STEPS if has_model else 0, name)
+        if (change := seed.choice(CHANGES)) == "resize":
+            self._resize(f"{name}, then resized")
+        elif change == "attach":
+            self._attach(f"{name}, then attached")
 
     def _hurt(self, fault: str, rank: int, delay_s: float) -> threading.Timer:
         pid = self.procs.status()[rank].pid
@@ -209,12 +219,47 @@ class Crossing:
         started = time.monotonic()
         if repair == "respawn":
             self.procs.respawn([rank], force=True)
+        elif repair == "shrink":
+            self._grow(self.procs.shrink())
         elif repair == "heal_mesh":
             heal_mesh(self.training.mesh)
         else:
             self.procs.heal(force=True)
         self.found.time(f"mended by {repair}", time.monotonic() - started)
         self._spawn_actors()
+
+    def _resize(self, name: str) -> None:
+        self.procs = self.procs.shrink(dp=1)
+        self._check_group(RANKS - 1, name)
+        self._grow(self.procs)
+        self._spawn_actors()
+        self._prove(0, name)
+
+    def _grow(self, fewer: ProcMesh) -> None:
+        """Have all ranks again; what the mesh had of the model went with it as it was."""
+        self.procs = fewer.grow(dp=1)
+        self.training = Training(self.procs, self.training)
+
+    def _attach(self, name: str) -> None:
+        """Leave the mesh with calls under way, and attach it: they have run once, in their order."""
+        self.procs.run("ledger = []").get(DEADLINE_S)
+        sent = [next(numbers) for _ in range(4)]
+        for number in sent:
+            self.procs.execute(on_rank.note_slowly, number)
+        meshbook.detach()
+        attachment = meshbook.attach("crossed")
+        self.procs = attachment.mesh("crossed")
+        for call in attachment.calls:
+            call.future.get(DEADLINE_S)
+        if (ledgers := self.procs.run("ledger").get(DEADLINE_S).values()) != [sent] * RANKS:
+            self.found.wrong.append(f"{name}: ran {ledgers}, not {sent}")
+        self.training = Training(self.procs, self.training)
+        self._spawn_actors()
+        self._prove(0, name)
+
+    def _check_group(self, count: int, name: str) -> None:
+        if (proof := self.procs.run(on_rank.PROVE).get(DEADLINE_S).values()) != [count] * count:
+            self.found.wrong.append(f"{name}: the group counts {proof}")
 
     def _prove(self, least: int, name: str) -> None:
         most = STEPS
@@ -231,8 +276,7 @@ class Crossing:
         wrong = " and then ".join(filter(None, (wrong, self.training.follow(1, 1))))
         if wrong:
             self.found.wrong.append(f"{name}: {wrong}")
-        if (proof := self.procs.run(on_rank.PROVE).get(DEADLINE_S).values()) != [RANKS] * RANKS:
-            self.found.wrong.append(f"{name}: the group counts {proof}")
+        self._check_group(RANKS, name)
         self.sent += 1
         if (counts := self.actors.add.call().get(DEADLINE_S).values()) != [self.sent] * RANKS:
             self.found.wrong.append(f"{name}: actors counted {counts} at last, not {self.sent}")
