@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -53,7 +54,7 @@ def _pickled_exception(error: object) -> Pickled | None:
     pickle = functools.partial(dumps_bounded, error, EXCEPTION_MAX_BYTES)
     is_plain = type(error) in ATOMS or (
         isinstance(error, Exception)
-        and type(error).__module__ == "builtins"
+        and getattr(builtins, type(error).__name__, None) is type(error)
         and all(type(each) in ATOMS for each in (*error.args, *vars(error).values()))
     )
     try:

@@ -325,9 +325,22 @@ class ActorRunner:
             except BaseException as error:  # whatever user code raises, SystemExit included, becomes the reply
                 if self._loop is not None and isinstance(error, asyncio.CancelledError):
                     error = KeyboardInterrupt().with_traceback(error.__traceback__)
-                answer = self._failed(message, error)
+                answer = self._failed(message, error, functools.partial(self._describe, serial))
         self._finish(message, answer)
         return True
+
+    def _describe(self, serial: int, error: BaseException) -> Failure:
+        """Describe what a message has raised; an interrupt reaches the text of the error too, which may wait."""
+        gate = self.gate
+        assert gate is not None
+        try:
+            gate.open(serial)
+            return self._registry.describe(error)
+        except KeyboardInterrupt as interrupt:
+            gate.close()
+            return self._registry.describe(interrupt)
+        finally:
+            gate.close()
 
     def _finish(self, message: InboxMessage, answer: Outcome | None) -> None:
         self._process.end_child(None if answer is None else answer.failure)
@@ -336,13 +349,15 @@ class ActorRunner:
             self._promised.pop(message.serial, None)
             message.reply(answer)
 
-    def _failed(self, message: InboxMessage, error: BaseException) -> Outcome:
+    def _failed(
+        self, message: InboxMessage, error: BaseException, describe: Callable[[BaseException], Failure] | None = None
+    ) -> Outcome:
         error = cause_of(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._why_ended:
             return self._closed()
         broken = self._broken if self._actor is None else None
-        failure = broken or self._registry.describe(error)
+        failure = broken or (describe or self._registry.describe)(error)
         self._process.end_child(failure)
         if not message.call.reply and not interrupted:
             self._tell_owner(failure, message.call.endpoint)

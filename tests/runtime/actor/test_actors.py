@@ -339,6 +339,30 @@ def test_the_hook_is_told_of_processes_that_end(mesh2: ProcMesh, monkeypatch: py
 # ---- interrupts ----------------------------------------------------------------------------------------------------
 
 
+class Waiting(Actor):
+    """Raises errors whose code waits."""
+
+    @endpoint
+    def fail(self, method: str) -> None:
+        code = f"class Slow(Exception):\n    def {method}(self, *_): import time; time.sleep(600)\n"
+        exec(f"{code}raise Slow('the text')", {})
+
+
+def test_an_interrupt_ends_the_text_of_an_error_that_waits(mesh4: ProcMesh) -> None:
+    actors = mesh4.spawn("waiting", Waiting)
+    future = actors.fail.call("__str__")
+    with pytest.raises(CallTimeout):
+        future.get(1)
+    until = time.monotonic() + 20
+    while not future.done() and time.monotonic() < until:
+        mesh4.interrupt()
+    with pytest.raises(ActorError, match="KeyboardInterrupt"):
+        future.get(0)
+    with pytest.raises(ActorError, match="the text"):  # which is told without the exception
+        actors.fail.call("__reduce_ex__").get(20)
+    assert mesh4.run("rank").get(20).values() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("how", ["sleep", "wait_for_event", "spin"])
 def test_an_interrupt_of_a_call_that_is_waited_for_reaches_plain_endpoints(mesh4: ProcMesh, how: str) -> None:
     sleepers = mesh4.spawn("sleepers", Sleeper)
