@@ -18,6 +18,7 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.output.publisher import is_attended, parent_of
 
 END_LIMIT_S = 10.0
 """A job whose ranks have stopped ends once its process groups are formed again; so long it is waited for."""
@@ -46,6 +47,7 @@ def wait(session: Session, arguments: Arguments) -> None:
         print("no job is running")
     errors: list[MeshError] = []
     for job in jobs:
+        is_told_here = job.ended is None and not is_attended(parent_of(session.shell))  # what comes late belongs here
         if not _wait_for(job, None if deadline is None else max(0.0, deadline - time.monotonic())):
             print(f"{job.describe()}\n  wait on: %mesh wait {job.number}    end it: %mesh cancel {job.number}")
             continue
@@ -55,7 +57,8 @@ def wait(session: Session, arguments: Arguments) -> None:
             job.cell.outcome()
         except MeshError as error:
             errors.append(error)
-        print(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
+        if not is_told_here:
+            print(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
     if errors:
         raise errors[0]
 

@@ -54,14 +54,18 @@ class CellSink(Protocol):
         """Show progress bars in the place of those shown before; none: take them away."""
 
 
+def is_attended(parent: JupyterMessage) -> bool:
+    """Whether a person is at the front end that sent a request: it shows what comes late, others have left the cell."""
+    return bool((parent.get("content") or {}).get("allow_stdin", True))
+
+
 class KernelSink:
     """Sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
 
     def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
         self._parent = dict(parent)
-        self._is_attended: bool = (parent.get("content") or {}).get("allow_stdin", True)
-        """Whether a person is at the front end, which then shows what comes late."""
+        self._is_attended = is_attended(parent)
         self._bars_id = ""
 
     def stream(self, name: str, text: str) -> None:

@@ -79,7 +79,8 @@ def test_values_of_ranks_that_disagreed_are_not_shown(notebook, is_job: bool) ->
     code = f"%%mesh{option}\nx = torch.ones(2, 2) if rank == 1 else torch.ones(4)\ndist.all_reduce(x)\nprint('ends')\nx"
     ran = notebook.try_to_run(code)
     if is_job:
-        ran = notebook.try_to_run(f"%mesh wait {ran.stdout.split()[1]}")
+        number = ran.stdout.partition("job ")[2].partition(" ")[0]  # ranks may have printed before
+        ran = notebook.try_to_run(f"%mesh wait {number}")
     assert "disagree in all_reduce" in ran.stdout and "tensor(" not in str(ran), ran
     assert "  values of ranks 0-3 are not shown: they came of that operation" in ran.stdout
     assert notebook["_mesh"] is None
