@@ -466,6 +466,7 @@ class Dispatcher:
 
     def lose_worker(self, mesh: MeshState, error: WorkerLost, *, alone: bool = False) -> None:
         mesh.on_lost(error)
+        error.is_last = len(mesh.lost) == mesh.extent.nelements
         self.held_deadlines.on_ended(mesh, (error.rank,))
         if mesh.host_of(error.rank) is not mesh.store_host:
             self._to_store(mesh, wire.DropClient(mesh.id, error.rank))

@@ -45,7 +45,7 @@ class CallError(MeshError):
         lines += [f"{text} on {name_ranks(ranks)}" for text, ranks in self.torn.items()]
         return lines + ([self.groups] if self.groups else [])
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[type[CallError], tuple[object, ...], dict[str, object]]:
         told = {"freed": dict(self.freed), "freed_s": self.freed_s, "groups": self.groups, "torn": dict(self.torn)}
         return (type(self), self.args, {"partial": dict(self.partial), **told})
 
@@ -174,13 +174,18 @@ class WorkerLost(CallError):
     ) -> None:
         self.rank, self.host, self.cause, self.log_tail = rank, host, cause, log_tail
         self.others = tuple(RankDeath(*death) for death in others)
+        self.is_last = False
+        """Whether no rank of the mesh was left."""
         super().__init__(rank, host, cause, log_tail, self.others, partial=partial)
 
     @classmethod
     def of(cls, errors: Iterable[WorkerLost], partial: Partial | None = None) -> WorkerLost:
         """One error for all of them; at least one."""
+        errors = tuple(errors)
         first, *others = sorted(death for error in errors for death in error.deaths)
-        return cls(*first, others, partial=partial)
+        made = cls(*first, others, partial=partial)
+        made.is_last = any(error.is_last for error in errors)
+        return made
 
     @property
     def deaths(self) -> tuple[RankDeath, ...]:
@@ -194,7 +199,12 @@ class WorkerLost(CallError):
 
     def __str__(self) -> str:
         verdict = (f"  {line}" for line in self.verdict())
-        return "\n".join([*describe_deaths(self.deaths), *verdict, *next_steps(self.ranks)])
+        steps = next_steps(self.ranks, () if self.is_last else None)
+        return "\n".join([*describe_deaths(self.deaths), *verdict, *steps])
+
+    def __reduce__(self) -> tuple[type[CallError], tuple[object, ...], dict[str, object]]:
+        kind, arguments, told = super().__reduce__()
+        return kind, arguments, {**told, "is_last": self.is_last}
 
 
 class LeftStopped(MeshError):

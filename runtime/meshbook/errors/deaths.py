@@ -46,7 +46,7 @@ def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) 
         elsewhere = [f"  {say.elsewhere}"] if say.elsewhere else []
         return [f"  the other ranks keep their state    {steps}", logs, *elsewhere]
     if not survivors:
-        return [logs]
+        return [f"  repair: {say.heal}", logs]
     whose = "its" if len(lost) == 1 else "their"
     keep = "keeps its" if len(survivors) == 1 else "keep their"
     return [f"  {name_ranks(survivors)} {keep} state; {whose} calls failed    {steps}", logs]

@@ -100,6 +100,16 @@ def test_equal_deaths_are_one_error(loose4: ProcMesh) -> None:
         loose4.run("1").get(20)
 
 
+def test_an_error_that_tells_of_the_last_ranks_promises_nothing_of_others(loose4: ProcMesh) -> None:
+    with pytest.raises(errors.WorkerLost) as some:
+        loose4.pick(gpus=[1, 2]).run("import os; os._exit(3)").get(20)
+    assert "the other ranks keep their state" in str(some.value)
+    with pytest.raises(errors.WorkerLost) as rest:
+        loose4.pick(gpus=[0, 3]).run("import os; os._exit(3)").get(20)
+    for error in (rest.value, pickle.loads(pickle.dumps(rest.value))):
+        assert "other ranks" not in str(error) and "  repair: mesh.heal()\n" in str(error)
+
+
 def test_open_calls_fail_and_results_and_state_of_the_others_are_kept(loose4: ProcMesh) -> None:
     loose4.run("kept = rank * 10").get(30)
     running = loose4.run("import time\nif rank == 1: time.sleep(60)\nrank")
