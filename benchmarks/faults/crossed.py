@@ -86,7 +86,7 @@ class Training:
         """earlier: one with whose plain model, and batch, it goes on."""
         torch.manual_seed(3)
         self.mesh, self.model = Mesh(procs), Model()
-        self.plain = earlier.plain if earlier else Model()
+        self.plain: Model = earlier.plain if earlier else Model()
         self._batch: tuple[torch.Tensor, ...] = earlier._batch if earlier else ()
         self.model.load_state_dict(self.plain.state_dict())
         meshbook.module_to_mesh(self.model, self.mesh)

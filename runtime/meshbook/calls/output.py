@@ -69,8 +69,8 @@ class ConsoleOutput:
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
         elif isinstance(event, OutputDropped):
             if event.size_bytes:
-                where = f", as far as it has it ({event.lacks})" if event.lacks else ""
-                self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {event.log_path}{where}\n")
+                where = f"{event.log_path}, as far as it has it ({event.lacks})" if event.lacks else event.log_path
+                self._write("stderr", f"[{event.rank}] {format_bytes(event.size_bytes)} more in {where}\n")
         elif isinstance(event, Stop) and not event.seen:
             event.seen = True
             self._write("stderr", f"rank {event.rank} {event.words}\n")

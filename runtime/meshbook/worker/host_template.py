@@ -170,7 +170,8 @@ def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: 
             os.dup2(source, target)
         os.close(stdin)
         os.close(log)
-        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), "torch" in sys.modules)
+        has_torch = "torch" in sys.modules
+        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), has_torch)
         gc.enable()
         importlib.import_module(agent).main(started)
     except BaseException:

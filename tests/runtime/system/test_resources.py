@@ -109,7 +109,7 @@ def test_a_full_disk_under_the_logs_costs_the_logs_only(small_disk: Path, monkey
         _check_chatter(mesh, why)
         got = Collector()
         mesh.start_cell("print('unlogged')", on_output=got).future.get(30)
-        assert {(cut.rank, cut.size_bytes, cut.lacks) for cut in got.cuts()} == {(rank, 0, why) for rank in range(2)}
+        assert {(cut.rank, cut.size_bytes, cut.lacks) for cut in got.cuts} == {(rank, 0, why) for rank in range(2)}
         filler.unlink()
         time.sleep(2.1)
         mesh.run("print('there is room again')").get(30)

@@ -196,7 +196,7 @@ def test_sparse_gradients_of_embeddings_are_refused_by_name(mesh: Mesh) -> None:
         plain = kind(10, 3, sparse=True)
         layer, there = meshbook.module_to_mesh(copy.deepcopy(plain), mesh), meshbook.distribute(numbers, mesh)
         assert torch.allclose(layer(there).full_tensor(), plain(numbers))
-        with pytest.raises(errors.UsageError, match="gives a sparse tensor, .* sparse=False for the gradient"):
+        with pytest.raises(errors.UsageError, match=r"gives a sparse tensor, .* sparse=False for the gradient"):
             layer(there).sum().backward()
         layer.sparse = False
         layer(there).sum().backward()
