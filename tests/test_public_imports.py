@@ -22,18 +22,17 @@ PUBLIC = {
         RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh
         as_endpoint concurrent_endpoint context current_actor_name current_rank current_size
         default_bootstrap_cmd endpoint
-        get_meter get_or_spawn_controller send shutdown_context span this_host this_proc traced
-        unhandled_fault_hook
+        get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
     """,
     "meshbook.config": """
-        Encoding clear_runtime_config configure configured get_global_config get_runtime_config parametrize_config
+        clear_runtime_config configure configured get_global_config get_runtime_config parametrize_config
         parametrize_config_pointwise
     """,
     "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
     "meshbook.exceptions": "DeviceMeshError HostLost TensorError TensorLost TensorTorn ViewLost WorkerLost",
     "meshbook.job": """
-        DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob PortForwarder ProcessJob RayJob SSHJob
-        SlurmJob exec_command hosts_from_config job_load job_loads load_current_job set_current_job
+        DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob
+        SlurmJob hosts_from_config job_load job_loads load_current_job set_current_job
     """,
     "meshbook.mesh": """
         Attachment HostMesh ProcMesh SavedSession attach detach heal_mesh prewarm recall remember sessions

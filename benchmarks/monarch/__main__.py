@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.monarch.notes import BETTER, DIFFERENCES, INSTEAD
+from benchmarks.monarch.notes import BETTER, CUT, DIFFERENCES, INSTEAD
 from benchmarks.peers.environments import PEERS, ROOT, python_of, version_of
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         print(f"{name}\n  monarch   {theirs[name]}\n  meshbook  {ours.get(name)}\n  {DIFFERENCES.get(name, 'NEW')}")
     surprises = sorted(set(differs) ^ DIFFERENCES.keys())
     equal = len(theirs) - len(differs)
-    told = f"{equal} of {len(theirs)} programs give the same answer, {len(differs)} differ on purpose"
+    told = f"of {len(theirs)} programs {equal} are equal, {len(differs)} differ on purpose; {len(CUT)} names are cut"
     print(told if not surprises else f"{told}; but not: {surprises}")
     if "--page" in arguments:
         here, there = surface(Path(sys.executable), "meshbook"), surface(python, "monarch")
@@ -88,7 +88,8 @@ def page(theirs: Any, ours: Any, version: str, equal: int, programs: int, shapes
     rows = {
         module: [row(name, names[name], ours.get(module, {})) for name in names] for module, names in theirs.items()
     }
-    there = sum("| not here |" not in each and "| elsewhere |" not in each for each in rows["actor"])
+    absent = "| not here |", "| elsewhere |", "| cut |"
+    there = sum(not any(word in each for word in absent) for each in rows["actor"])
     lines = [
         "# Monarch's names",
         "",
@@ -110,6 +111,8 @@ def page(theirs: Any, ours: Any, version: str, equal: int, programs: int, shapes
 def row(name: str, members: list[str], ours: dict[str, list[str]]) -> str:
     """One line of a table."""
     if name not in ours:
+        if name in CUT:
+            return f"| `{name}` | cut | {CUT[name]} |"
         instead = INSTEAD.get(name, "")
         return f"| `{name}` | {'elsewhere' if instead.startswith(ELSEWHERE) else 'not here'} | {instead} |"
     missing = [each for each in members if each not in ours[name] and each not in ON_INSTANCES]

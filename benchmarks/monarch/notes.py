@@ -31,15 +31,26 @@ INSTEAD: dict[str, str] = {
 }
 """By name; a name that is missing and not listed is simply not here."""
 
+CUT: dict[str, str] = {
+    "ChannelTransport": "transports are chosen, and encrypted between machines",
+    "Encoding": "messages have one encoding",
+    "PortForwarder": "use `ssh -L` or `kubectl port-forward`",
+    "ProcId": "use `id` and `name` of a mesh",
+    "Uid": "use `id` and `name` of a mesh",
+    "debug_controller": "`breakpoint()` opens pdb where the call waits; `%mesh pdb`",
+    "enable_transport": "transports are chosen, and encrypted between machines",
+    "exec_command": "use `procs.run`, `!command` in a cell, ssh or kubectl",
+    "get_meter": "use OpenTelemetry",
+    "returns_future": "use an `async def`",
+    "shell": "use ssh or kubectl",
+    "span": "use OpenTelemetry, or `torch.profiler.record_function`",
+    "traced": "use OpenTelemetry, or `torch.profiler.record_function`",
+}
+"""By name: what was here, and what to use instead."""
+
 BETTER: dict[str, str] = {
-    "debug_controller": "for cells too; a private socket; without it pdb opens where the call waits; docs/actors.md",
-    "enable_transport": "is checked, and changes nothing: transports are chosen, and encrypted between machines",
-    "configure": "takes all of Monarch's settings, and warns of those that mean nothing here; docs/actors.md",
-    "span": "to OpenTelemetry, and in profiles of PyTorch",
-    "traced": "to OpenTelemetry, and in profiles of PyTorch",
-    "get_meter": "OpenTelemetry's own, with all kinds of instruments",
+    "configure": "takes what means something here, and refuses other names; docs/actors.md",
     "RDMAAction": "`fetch_add` and `compare_and_swap` work; Monarch's are not there yet",
-    "PortForwarder": "gives the addresses, so that port 0 does",
     "JobTrait": "telemetry and mounts are refused, and say what there is",
     "coalescing": "changes nothing: operations are sent in batches anyway",
     "Stream": "a name: operations run in order, and what is borrowed is the tensor",
@@ -47,7 +58,6 @@ BETTER: dict[str, str] = {
     "RDMABuffer": "an interrupt ends a copy; on one host bytes go from memory to memory",
     "ActorError": "every rank that failed, equal causes once, the results of the others in `.partial`",
     "ActorMesh": "`reload()` gives living actors a class that was defined again",
-    "ChannelTransport": "chosen by itself: Unix sockets on one machine, encrypted TCP between machines",
     "Future": "an interrupt reaches the actors; a timeout names who is silent",
     "HostMesh": "can wait for processes, as `meshbook.this_host()` does; lost hosts are started again",
     "ProcMesh": "`hosts.spawn_procs()` makes it; cells, repair, resize, stacks, logs, profiles; docs/magics.md",
@@ -90,6 +100,5 @@ DIFFERENCES: dict[str, str] = {
     "sparse.nditem([2, 1])": "an index beyond the size of its axis is refused",
     "sparse.nditem([1])": "a ValueError",
     "an_actor_stops_itself": "Monarch's default hook interrupts the program",
-    "a_window_without_a_stream": "a ValueError, as for other options that cannot be",
 }
 """By program: where the answers differ on purpose, and how ours is."""

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +26,8 @@ from meshbook.actor import (
     Actor,
     ActorError,
     Channel,
-    ChannelTransport,
     Extent,
     Point,
-    ProcId,
-    Uid,
     ValueMesh,
     as_endpoint,
     concurrent_endpoint,
@@ -39,23 +35,18 @@ from meshbook.actor import (
     current_rank,
     current_size,
     default_bootstrap_cmd,
-    enable_transport,
     endpoint,
-    get_meter,
     get_or_spawn_controller,
-    returns_future,
     send,
-    span,
     this_host,
     this_proc,
-    traced,
 )
 from meshbook.config import configure, configured, get_global_config, get_runtime_config
 from meshbook.job import ProcessJob
 from meshbook.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
-BESIDE = ("whole_programs", "service_programs", "tensor_programs", "engine_programs", "outside_programs")
+BESIDE = ("whole_programs", "service_programs", "tensor_programs", "engine_programs")
 """Modules with more of them; `shape_programs` has expressions."""
 
 
@@ -448,13 +439,8 @@ def processes_that_are_bound(procs: Any) -> Any:
 
 
 @program
-def a_window_without_a_stream(procs: Any) -> Any:
-    return asyncio.run(_await(procs.logging_option(aggregate_window_sec=3)))
-
-
-@program
 def a_level_of_logging(procs: Any) -> Any:
-    return asyncio.run(_await(procs.logging_option(stream_to_client=True, aggregate_window_sec=None, level=30)))
+    return asyncio.run(_await(procs.logging_option(stream_to_client=True, level=30)))
 
 
 @program
@@ -473,22 +459,6 @@ def settings_for_a_while(procs: Any) -> Any:
 @program
 def no_setting_of_this_name(procs: Any) -> Any:
     return configure(host_spawn_ready_timeouts="7s")
-
-
-@program
-def measured(procs: Any) -> Any:
-    with span("outer"):
-        get_meter().create_counter("steps").add(1)
-        get_meter().create_histogram("seconds").record(0.5)
-        return traced(plain_work)(2), traced(name="other")(plain_work)(3), asyncio.run(traced(async_work)(4))
-
-
-def plain_work(value: int) -> int:
-    return value
-
-
-async def async_work(value: int) -> int:
-    return value
 
 
 @program
@@ -705,11 +675,6 @@ def log_records_of_actors(procs: Any) -> Any:
 
 
 @program
-def a_transport_is_itself(procs: Any) -> Any:
-    return str(ChannelTransport.Unix.get())
-
-
-@program
 def hosts_that_are_stopped_are_there(procs: Any) -> Any:
     job = ProcessJob({"hosts": 2})
     hosts = job.state(cached_path=None).hosts
@@ -772,31 +737,6 @@ def what_nobody_receives(procs: Any) -> Any:
 
 
 @program
-def functions_that_return_futures(procs: Any) -> Any:
-    begun: list[int] = []
-
-    @returns_future
-    async def work(value: int) -> int:
-        begun.append(value)
-        more: int = await procs.spawn("c", Counter).slice(gpus=1).add.call_one(1)
-        return value + more
-
-    async def both() -> Any:
-        future = work(3)
-        return await future, await future
-
-    idle, future = work(1), work(2)
-    first = list(begun), future.get(), future.get(), begun
-    del idle
-    return first, asyncio.run(both())
-
-
-@program
-def another_transport_comes_too_late(procs: Any) -> Any:
-    return kind_of(lambda: enable_transport("tcp"))
-
-
-@program
 def stops_and_then(procs: Any) -> Any:
     """The last one with this mesh: it stops it."""
     counters = procs.spawn("c", Counter)
@@ -819,8 +759,6 @@ sparse = NDSlice(offset=1, sizes=[2, 2], strides=[4, 2])
 shape, part = Shape(["h", "g"], rows), Shape(["a", "b"], sparse)
 point, letters = Point(4, extent), ValueMesh(shape, list("abcdef"))
 empty = Extent([], [])
-uid = Uid.from_string("a<6>")
-proc_id = ProcId(uid)
 
 EXPRESSIONS = """
 extent | str(extent) | extent.labels | extent.sizes | extent["g"] | extent["z"] | len(extent) | list(extent) | list(extent.keys())
@@ -852,10 +790,6 @@ letters.item(h=1) | letters.item(h=1, z=1) | letters.get(-1) | letters.slice(h=1
 letters.slice(g=1).flatten("x").values() | letters == ValueMesh(shape, list("abcdef")) | str(letters) | sparse.nditem([2, 1]) | sparse.nditem([1])
 shape.select("g", slice(0, 3, 2)) | ValueMesh(part, list("abcd")).get(3) | Point(7, extent).rank | point.get("z")
 Shape(["h"], NDSlice(offset=0, sizes=[1], strides=[3])).ndslice | letters.items() == list(letters.items()) | rows.index(4, 0)
-str(Uid.instance_from_value(5, "a")) | uid.instance_value | uid == Uid.from_string("b<6>") | uid.label, uid.is_instance
-Uid.from_string("local").is_singleton | Uid.from_string("A") | Uid.from_string("<zzzzzzzzzzzzz>") | Uid.instance_from_value(2**64)
-Uid.instance("a b") | Uid.anonymous() == Uid.anonymous() | Uid() | pickle.loads(pickle.dumps(uid)).label
-str(proc_id) | proc_id.label | ProcId("a") | proc_id == ProcId.from_string("a<6>") | proc_id.uid == uid
 """  # noqa: E501
 
 
@@ -875,7 +809,6 @@ def main() -> None:
     shapes = {each: answer_of(lambda each=each: eval(each)) for each in random_ones}  # type: ignore[misc]
     answers = {each: answer_of(lambda each=each: eval(each)) for each in expressions}  # type: ignore[misc]
     os.environ.update({"SEEN": "1", "HIDDEN": "1"})
-    warnings.filterwarnings("ignore", message=".*of no meaning here")
     procs = this_host().spawn_procs({"gpus": 4})
     procs.spawn("warm", Counter).warm.call().get()
     beside = [each for name in BESIDE for each in importlib.import_module(name).PROGRAMS]

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import meshbook.rdma
-from meshbook.actor import Actor, endpoint, this_proc
+from meshbook.actor import Actor, endpoint
 from meshbook.config import (
-    Encoding,
     clear_runtime_config,
     configure,
     configured,
@@ -24,10 +23,8 @@ from meshbook.job import (
     JobState,
     JobTrait,
     LocalJob,
-    PortForwarder,
     ProcessJob,
     SlurmJob,
-    exec_command,
     hosts_from_config,
     job_load,
     job_loads,
@@ -350,32 +347,6 @@ def hosts_of_no_job(procs: Any) -> Any:
     return sizes
 
 
-@program
-def a_command_on_hosts(procs: Any) -> Any:
-    job = job_of_two()
-    hosts = job.state(cached_path=None).hosts
-    with tempfile.TemporaryDirectory() as folder:
-        code = exec_command(hosts, ["sh", "-c", "echo $SAID $X; exit 3"], env={"X": "here"}, output_dir=folder).get()
-        with open(os.path.join(folder, "stdout.txt")) as written:
-            told = code, written.read()
-        one = exec_command(hosts, ["true"], rank=1).get(), exec_command(hosts, ["false"], point={"hosts": 0}).get()
-    job.kill()
-    return told, one
-
-
-@program
-def a_forwarder_of_other_shapes(procs: Any) -> Any:
-    forwarder: Any = this_proc().spawn("forwarder", PortForwarder)
-    return forwarder.forward.call_one(procs, 80, this_proc(), "127.0.0.1:0").get()
-
-
-@program
-def every_setting(procs: Any) -> Any:
-    ours = {"enable_log_forwarding", "host_spawn_ready_timeout", "mesh_proc_spawn_max_idle", "default_transport"}
-    ours.add("message_latency_sampling_rate")  # a number of 32 bits there
-    return {name: str(value)[:6] for name, value in sorted(get_global_config().items()) if name not in ours}
-
-
 def setting(name: str, value: object) -> Callable[[Any], Any]:
     """A program that sets it, and says what it is then."""
 
@@ -387,50 +358,38 @@ def setting(name: str, value: object) -> Callable[[Any], Any]:
     return program(run)
 
 
-for _value in ("30s", "90s", "1h30m", "1h 30m", "1500ms", "1.5s", "2d", "61m", "1w", "30", "soon", 30, 3.5, None):
-    setting("cleanup_timeout", _value)
-for _value in (7, True, 1.5, -1, "x"):
-    setting("tail_log_lines", _value)
+for _value in ("30s", "1h 30m", "2d", "30", "soon", 30, 3.5, None):
+    setting("host_spawn_ready_timeout", _value)
 for _name, _value in (
-    ("prefix_with_rank", False), ("prefix_with_rank", 1), ("message_latency_sampling_rate", 0.5),
-    ("message_latency_sampling_rate", 1), ("message_latency_sampling_rate", "x"), ("mesh_admin_addr", "[::]:8080"),
-    ("pyspy_bin", 3), ("rdma_max_nics_per_buffer", 3), ("rdma_max_nics_per_buffer", None),
-    ("rdma_max_nics_per_buffer", "x"), ("default_encoding", "bincode"), ("default_transport", 42),
-    ("default_transport", "invalid://scheme"), ("default_transport", "random_string"), ("does_not_exist", 1),
+    ("enable_log_forwarding", False), ("enable_log_forwarding", 1), ("codec_max_frame_length", 7),
+    ("codec_max_frame_length", "x"), ("does_not_exist", 1),
 ):  # fmt: skip
     setting(_name, _value)
 
 
 @program
-def an_encoding_that_is_set(procs: Any) -> Any:
-    with configured(default_encoding=Encoding.Json) as settings:
-        found = settings["default_encoding"]
-        return found == Encoding.Json, str(Encoding.Multipart), found == Encoding.Bincode
-
-
-@program
 def settings_within_settings(procs: Any) -> Any:
-    with configured(cleanup_timeout="7s"):
-        with configured(tail_log_lines=3) as inner:
-            told = inner["cleanup_timeout"], inner["tail_log_lines"]
-        return told, get_global_config()["tail_log_lines"], get_global_config()["cleanup_timeout"]
+    with configured(host_spawn_ready_timeout="7s"):
+        with configured(codec_max_frame_length=3) as inner:
+            told = inner["host_spawn_ready_timeout"], inner["codec_max_frame_length"]
+        return told, get_global_config()["codec_max_frame_length"], get_global_config()["host_spawn_ready_timeout"]
 
 
 @program
 def settings_that_are_cleared(procs: Any) -> Any:
-    configure(read_log_buffer=7)
-    before = get_global_config()["read_log_buffer"]
+    configure(codec_max_frame_length=7)
+    before = get_global_config()["codec_max_frame_length"]
     clear_runtime_config()
-    return before, get_global_config()["read_log_buffer"]
+    return before, get_global_config()["codec_max_frame_length"]
 
 
 @program
 def tests_with_combinations_of_settings(procs: Any) -> Any:
     def test(extra: int) -> Any:
-        return get_global_config()["tail_log_lines"], extra
+        return get_global_config()["codec_max_frame_length"], extra
 
-    made = parametrize_config(tail_log_lines={5})(test)
-    return made({"tail_log_lines": 5}, 1), made.__name__
+    made = parametrize_config(codec_max_frame_length={5})(test)
+    return made({"codec_max_frame_length": 5}, 1), made.__name__
 
 
 @program
@@ -440,4 +399,4 @@ def tests_with_no_settings(procs: Any) -> Any:
 
 @program
 def tests_with_uneven_settings(procs: Any) -> Any:
-    return parametrize_config_pointwise(tail_log_lines=[1], read_log_buffer=[1, 2])
+    return parametrize_config_pointwise(codec_max_frame_length=[1], host_spawn_ready_timeout=[1, 2])

@@ -84,14 +84,7 @@ def _of_extents(draw: random.Random) -> str:
         f"list({extent})", f"{extent}.region.as_shape()", f"len({extent})", point, f"{point}[{label!r}]",
         f"{point}.size({label!r})", f"dict({point})", f"{point}.rank", f"list({point}.values())",
         f"pickle.loads(pickle.dumps({point})) == {point}", f"{extent} == Extent({labels[::-1]}, {sizes[::-1]})",
-        f"Extent.from_bytes({_bytes(labels, sizes)!r})", f"Extent.from_bytes({_bytes(labels, sizes)[:-3]!r})",
-        f"Point.from_bytes({(1).to_bytes(8, 'little') + _bytes(labels, sizes)!r})",
     ])  # fmt: skip
-
-
-def _bytes(labels: list[str], sizes: list[int]) -> bytes:
-    parts = [len(labels), *(part for label in labels for part in (len(label), label.encode())), len(sizes), *sizes]
-    return b"".join(part if isinstance(part, bytes) else part.to_bytes(8, "little") for part in parts)
 
 
 def _of_values(draw: random.Random) -> str:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from meshbook.errors import UsageError
-from meshbook.mesh.setting_values import Encoding
 from meshbook.mesh.settings import clear_runtime_config, configure, get_global_config, get_runtime_config, restore
 
 __all__ = [
-    "Encoding", "clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config",
+    "clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config",
     "parametrize_config", "parametrize_config_pointwise",
 ]  # fmt: skip
 
@@ -56,7 +55,7 @@ def parametrize_config_pointwise(**options: Sequence[object]) -> Callable[[Calla
 
 def _parametrized(names: Collection[str], values: Iterator[tuple[object, ...]]) -> Callable[[Callable[..., Any]], Any]:
     if not names:
-        raise UsageError("name a setting and the values to try: force_file_log={True, False}.")
+        raise UsageError("name a setting and the values to try: enable_log_forwarding={True, False}.")
     settings = [dict(zip(names, each, strict=True)) for each in values]
 
     def decorate(test: Callable[..., Any]) -> Any:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from meshbook.actor import refuse_worker_loop
 from meshbook.mesh.current_job import hosts_from_config, load_current_job, set_current_job
-from meshbook.mesh.host_commands import exec_command
-from meshbook.mesh.host_shell import shell
 from meshbook.mesh.job_trait import (
     DEFAULT_JOB_PATH,
     JobState,
@@ -20,13 +18,12 @@ from meshbook.mesh.job_trait import (
 )
 from meshbook.mesh.jobs import LocalJob, ProcessJob
 from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
-from meshbook.mesh.port_forwarding import PortForwarder
 from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
 
 __all__ = [
     "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "MeshAdminConfig",
-    "PortForwarder", "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "exec_command",
-    "hosts_from_config", "job_load", "job_loads", "load_current_job", "set_current_job", "shell",
+    "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "hosts_from_config", "job_load", "job_loads",
+    "load_current_job", "set_current_job",
 ]  # fmt: skip
 
 

@@ -105,22 +105,6 @@ def test_a_background_cell_tells_where_it_stopped(kernel: Kernel) -> None:
     assert kernel.run("%mesh wait").ok
 
 
-def test_monarchs_debugger_is_there_in_a_notebook_too(kernel: Kernel) -> None:
-    kernel.run("from meshbook.actor import debug_controller\ndebugger = debug_controller()")
-    run_typing(kernel, "%%mesh --async rank=2\ny = 5\nbreakpoint()", [])
-    kernel.wait_for_text("look: %mesh pdb")
-    listed = kernel.run("waiting = debugger.list.call_one().get()").text()
-    assert re.search(r"^main +2 +gpus=2 .* 3$", listed, re.M), listed
-    session = kernel.value("[s.id for s in __import__('meshbook').sessions() if s.is_ours][0]").strip("'")
-    command = [sys.executable, "-m", "meshbook.debugger", session]
-    typed = subprocess.run(command, input="attach main 2\np y\nc\nquit\n", capture_output=True, text=True, timeout=120)
-    assert "[2] 5\n" in typed.stdout, typed.stdout + typed.stderr
-    assert kernel.run("%mesh wait").ok
-    cell = run_typing(kernel, "%%mesh rank=1\nbreakpoint()", ["c"])  # a cell that waits still asks by itself
-    assert cell.ok and cell.prompts == ["[1] (Pdb) "]
-    assert kernel.run("debugger.stop('the test is over').get()").ok  # from here on nobody can look again
-
-
 def test_a_running_rank_is_stopped_at_its_next_line(kernel: Kernel) -> None:
     kernel.run("%%mesh --async rank=3\nimport time\ngo = True\nwhile go:\n    time.sleep(0.05)")
     cell = run_typing(kernel, "%mesh pdb rank=3", ["!go = False", "c"])

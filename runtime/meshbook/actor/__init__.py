@@ -57,12 +57,8 @@ from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
     from meshbook.actor.buffers.rdma_buffer import RDMABuffer
-    from meshbook.actor.coroutine_future import returns_future
-    from meshbook.actor.identifiers import ChannelTransport, ProcId, Uid, enable_transport
     from meshbook.actor.proc_ref import ProcRef
-    from meshbook.actor.telemetry import get_meter, span, traced
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
-    from meshbook.mesh.debug_controller import debug_controller
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.spawn_options import BootstrapCommand, default_bootstrap_cmd
@@ -82,7 +78,6 @@ __all__ = [
     "BufferKindError",
     "BufferSizeError",
     "Channel",
-    "ChannelTransport",
     "Context",
     "Endpoint",
     "Extent",
@@ -95,7 +90,6 @@ __all__ = [
     "Point",
     "Port",
     "PortReceiver",
-    "ProcId",
     "ProcMesh",
     "ProcsNotStartedError",
     "ProcsStoppedError",
@@ -106,7 +100,6 @@ __all__ = [
     "ShapeExt",
     "Slice",
     "SupervisionError",
-    "Uid",
     "UnhandledFault",
     "ValueMesh",
     "as_endpoint",
@@ -115,19 +108,13 @@ __all__ = [
     "current_actor_name",
     "current_rank",
     "current_size",
-    "debug_controller",
     "default_bootstrap_cmd",
-    "enable_transport",
     "endpoint",
-    "get_meter",
     "get_or_spawn_controller",
-    "returns_future",
     "send",
     "shutdown_context",
-    "span",
     "this_host",
     "this_proc",
-    "traced",
     "unhandled_fault_hook",
 ]
 
@@ -136,15 +123,6 @@ _LATER = {
     "HostMesh": "meshbook.mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
     "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
-    "ChannelTransport": "meshbook.actor.identifiers",
-    "ProcId": "meshbook.actor.identifiers",
-    "Uid": "meshbook.actor.identifiers",
-    "enable_transport": "meshbook.actor.identifiers",
-    "returns_future": "meshbook.actor.coroutine_future",
-    "get_meter": "meshbook.actor.telemetry",
-    "span": "meshbook.actor.telemetry",
-    "traced": "meshbook.actor.telemetry",
-    "debug_controller": "meshbook.mesh.debug_controller",
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",

@@ -117,16 +117,6 @@ class Completions(NamedTuple):
     """Text, type and signature of each, as in `meshbook.shell.completer.Match`."""
 
 
-class StoppedCode(NamedTuple):
-    """What waits at a prompt of a rank."""
-
-    actor: str
-    """The name of the actor whose thread it is; empty for a cell, and for other threads."""
-    function: str
-    line: int
-    """In its file; 0 in a post-mortem."""
-
-
 class LastError(NamedTuple):
     """The exception of a rank that a post-mortem would be of."""
 

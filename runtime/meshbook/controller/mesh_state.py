@@ -97,9 +97,6 @@ class CallOutputSource(Protocol):
     def target(self) -> OutputTarget | None:
         """Where what a call prints goes that is made now; None: where the front end has it."""
 
-    def end(self) -> None:
-        """Another one takes its place."""
-
 
 class Renumbering(NamedTuple):
     """Ranks get other numbers."""

@@ -39,9 +39,6 @@ class _Stop:
     def __init__(self, place: str, frame: FrameType | None) -> None:
         self.place = place
         self.thread = threading.get_ident()
-        self.function, self.line = "", 0
-        if frame is not None:
-            self.function, self.line = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}", frame.f_lineno
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.interrupted = False
         self.prompt: AtPrompt | None = None
@@ -167,12 +164,6 @@ class RankDebugger:
         """Where the rank is stopped; empty when it is not."""
         stop = self._stop
         return stop.place if stop is not None else ""
-
-    @property
-    def stopped(self) -> tuple[int, str, int] | None:
-        """The thread that is stopped, in which function and line."""
-        stop = self._stop
-        return None if stop is None else (stop.thread, stop.function, stop.line)
 
     def command(self, number: int, line: str) -> bool:
         """Type ``line`` at prompt ``number``; False, and nothing happens, if the rank does not wait there any more."""

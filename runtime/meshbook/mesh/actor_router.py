@@ -241,10 +241,6 @@ class ControllerRouter:
             return self.get_or_spawn(*args).get()
         if call.endpoint == "find_module":
             return find_module(*args)
-        if call.endpoint == "debug_controller":
-            from meshbook.mesh.debug_controller import own_debugger  # which stands above us
-
-            return own_debugger()
         if call.endpoint == "settings":
             return get_runtime_config()
         if call.endpoint == "stop_procs":

@@ -82,7 +82,6 @@ class ProcessFrontEnd:
 
     def __init__(self) -> None:
         self.output_source: OutputSource | None = None
-        self._debugger = ""
         self.have_prompts_answered(ConsolePromptHandler())
         self.current: Callable[[], ProcMesh] = _no_current_mesh
         self.of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
@@ -90,33 +89,12 @@ class ProcessFrontEnd:
 
     def have_prompts_answered(self, by: PromptHandler) -> None:
         """Have ``by`` answer ranks that stop at breakpoints."""
-        self._prompt_handler = by
-        self.refusal = by.refusal if not self._debugger else _refuses_nothing
-
-    def have_debugger(self, command: str) -> None:
-        """There is a debugger with a command line of its own: ranks may stop also where no prompt could be opened.
-
-        command: starts it; empty when there is none any more.
-        """
-        self._debugger = command
-        self.have_prompts_answered(self._prompt_handler)
+        self._prompt_handler, self.refusal = by, by.refusal
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         procs = ProcMesh(controller, mesh, call.members)
-        handler = self._prompt_handler
-        if self._debugger and (isinstance(handler, ConsolePromptHandler) or handler.refusal()):
-            self._leave_to_debugger(mesh, procs)
-        elif handler.attend(procs, lambda: call.is_told):
+        if self._prompt_handler.attend(procs, lambda: call.is_told):
             raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))
-
-    def _leave_to_debugger(self, mesh: MeshState, procs: ProcMesh) -> None:
-        """The terminal stays the program's own: its call waits until somebody has the ranks go on."""
-        mesh.stopped_ranks.left.update(mesh.stopped_ranks.of(procs.ranks))
-        print(f"  look: {self._debugger}", file=sys.stderr, flush=True)  # below where it is told who has stopped
-
-
-def _refuses_nothing() -> str:
-    return ""
 
 
 def _show_nothing(text: str) -> None:

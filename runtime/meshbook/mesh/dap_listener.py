@@ -19,7 +19,6 @@ from typing import TypeAlias
 from meshbook.concurrency.background import hidden_thread
 from meshbook.errors import DebugError, PeerProtocolError
 from meshbook.mesh.dap_client import DebugTunnel, Message, MessageReader, answer, pack
-from meshbook.system.connections import end_connection, shut
 
 HOST = "127.0.0.1"
 TOKEN = "meshbookToken"
@@ -81,7 +80,7 @@ class DebugDoor:
         self._closed = True
         with self._lock:
             for sock in (self._listener, *self._open):
-                shut(sock)
+                _shut(sock)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.1, deadline - time.monotonic()))
@@ -123,7 +122,8 @@ class DebugDoor:
         finally:
             with self._lock:
                 self._open.discard(sock)
-            end_connection(sock)
+            _shut(sock)  # a fork of this process may have it still
+            sock.close()
 
     def _authenticate(self, sock: socket.socket) -> _Hello | None:
         """The ``initialize`` and ``attach`` of who knows the token, and what followed; None for anybody else."""
@@ -163,7 +163,7 @@ def _carry(sock: socket.socket, hello: _Hello, open_tunnel: OpenTunnel) -> None:
             sock.sendall(pack(message))
 
     try:
-        tunnel = open_tunnel(to_editor, lambda _reason: shut(sock))
+        tunnel = open_tunnel(to_editor, lambda _reason: _shut(sock))
     except DebugError as error:
         sock.sendall(pack(answer(attach, failure=str(error))))
         return
@@ -181,3 +181,9 @@ def _carry(sock: socket.socket, hello: _Hello, open_tunnel: OpenTunnel) -> None:
     finally:
         tunnel.close()
         tunnel.join(5)
+
+
+def _shut(sock: socket.socket) -> None:
+    """Have whoever reads or writes there, on either side, come to the end; it stays to be closed."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

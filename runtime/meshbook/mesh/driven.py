@@ -170,11 +170,6 @@ def set_output_source(source: OutputSource | None) -> None:
     _driven.front_end.output_source = source
 
 
-def have_debugger(command: str) -> None:
-    """Ranks may stop in any call from now on, for the debugger that ``command`` starts; empty: there is none again."""
-    _driven.front_end.have_debugger(command)
-
-
 def set_current_mesh(
     current: Callable[[], ProcMesh] | None, of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
 ) -> None:

@@ -8,10 +8,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from meshbook.actor.identity import groups_on
-from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
+from meshbook.concurrency.future import Future, in_background
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, WorkerSpec
 from meshbook.errors import DeviceError, HostsEndedError, NotOwnerError, SpawnError, UsageError
@@ -19,7 +18,6 @@ from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import replace_hosts
 from meshbook.mesh.host_view import HostView
 from meshbook.mesh.log_streaming import hide_calls
-from meshbook.mesh.proc_calls import refuse_conda
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.settings import shows_calls
 from meshbook.mesh.spawn_options import (
@@ -34,11 +32,9 @@ from meshbook.mesh.spawn_options import (
     commands_of,
 )
 from meshbook.mesh.start_progress import StartProgress
-from meshbook.mesh.workspace_copies import copy_folders
 from meshbook.shape.members import Extent, Point
 from meshbook.shape.ndslice import NamedRegion
 from meshbook.wire import messages as wire
-from meshbook.workspace.folders import Workspace
 
 
 class HostMesh(HostView):
@@ -177,21 +173,6 @@ class HostMesh(HostView):
     def end(self, timeout_s: float = 5.0) -> None:
         """As `shutdown`, for whoever has started them: without waiting for actors, and as often as is liked."""
         self._controller.stop_hosts(self._present(), timeout_s)
-
-    def sync_workspace(
-        self, workspace: str | Path | Workspace = ".", conda: bool = False, auto_reload: bool = False
-    ) -> Future[None]:
-        """Send Python modules to all processes that have members on these hosts, as `ProcMesh.sync_workspace` does.
-
-        workspace: or folders, of which hosts get copies below their WORKSPACE_DIR, where these processes import from
-        them. auto_reload: of folders, modules in use that have changed are reloaded.
-        """
-        procs = [ProcMesh(self._controller, mesh) for mesh in self._meshes()]
-        if isinstance(workspace, Workspace):
-            refuse_conda(conda)
-            return in_background(lambda: copy_folders(self, workspace, procs, auto_reload))
-        sent = [each.sync_workspace(workspace, conda, auto_reload) for each in procs]
-        return MappedFuture(join_futures(sent), lambda _: None)
 
     @property
     def initialized(self) -> Future[bool]:

@@ -190,7 +190,7 @@ class JobTrait(ABC):
     def remote_mount(self, source: str, *names: object, **options: object) -> None:
         """Refused. Raises: UsageError, which says how modules and files get to hosts."""
         raise UsageError(
-            "folders are not mounted on hosts: hosts.sync_workspace() sends Python modules, and keeps them in step; "
+            "folders are not mounted on hosts: procs.sync_workspace() sends Python modules, and keeps them in step; "
             "other files go by a file system that the hosts share, or by procs.push()."
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,8 +129,6 @@ class CodeCalls(ProcView):
         Raises: UsageError, also where one does not parse, and for ``conda=True``: packages are installed there.
         """
         refuse_conda(conda)
-        if not isinstance(workspace, str | os.PathLike):
-            raise UsageError("hosts get copies of folders, not processes: procs.host_mesh.sync_workspace(workspace).")
         found = find_modules(Path(workspace))
         for name, problem in found.broken.items():
             raise UsageError(f"{name} does not parse ({problem}); nothing was sent")

@@ -55,16 +55,13 @@ class MonarchNames(ProcView):
         members = arrange(Extent.of(sizes), range(len(hosts))) if sizes else Region.of({})
         return HostMesh(self._controller, hosts, members, waits=mesh.arrival is None).apart(mesh.siblings)
 
-    def logging_option(
-        self, stream_to_client: bool = False, aggregate_window_sec: float | None = None, level: int = logging.INFO
-    ) -> Future[None]:
+    def logging_option(self, stream_to_client: bool = False, level: int = logging.INFO) -> Future[None]:
         """Say how what calls print is shown, and from which level on ranks log to stderr; done when they all do.
 
         stream_to_client: as it comes, which is what happens anyway; False leaves it to the logs. Cells show theirs.
-        aggregate_window_sec: collect the lines of so many seconds, and show equal ones once, with their ranks.
-        Raises: UsageError for a window without stream_to_client, and for what is no level.
+        Raises: UsageError for what is no level.
         """
-        return set_logging(cast("ProcMesh", self), stream_to_client, aggregate_window_sec, level)
+        return set_logging(cast("ProcMesh", self), stream_to_client, level)
 
     def to_table(self) -> str:
         """A table of the processes: rank, place, host, pid, device, state and memory."""

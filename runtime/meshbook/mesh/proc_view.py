@@ -160,9 +160,7 @@ class ProcView(MeshView):
 
     def show_calls_by(self, streaming: LogStreaming) -> None:
         """Have what calls to the mesh print, those of cells apart, shown so from now on."""
-        before, self._mesh.shown_by = self._mesh.shown_by, streaming
-        if before is not None:
-            before.end()
+        self._mesh.shown_by = streaming
 
     def call_before_calls(self, method: Callable[[], object]) -> None:
         """Call a method before each call to these processes is sent, as long as its object lives; see `base`."""

@@ -18,7 +18,6 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, SupportsIndex
 
 from meshbook.errors import LayoutError, RankError, UnknownAxisError
-from meshbook.shape.encoded import Reader, number_bytes, numbers_bytes, texts_bytes
 
 if TYPE_CHECKING:
     from meshbook.shape.ndslice import NamedRegion
@@ -48,18 +47,6 @@ class Extent(Mapping[str, int]):
     def of(cls, sizes: Mapping[str, int]) -> Extent:
         """The extent with these axes, in the mapping's order."""
         return cls(sizes, sizes.values())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Extent:
-        """Read what `to_bytes`, or Monarch, has written. Raises: LayoutError, TypeError."""
-        reader = Reader(data, "extent")
-        extent = cls(reader.texts(), reader.numbers())
-        reader.end()
-        return extent
-
-    def to_bytes(self) -> bytes:
-        """Write it in Monarch's layout."""
-        return texts_bytes(self.names) + numbers_bytes(self.shape)
 
     @property
     def labels(self) -> list[str]:
@@ -156,19 +143,6 @@ class Point(Mapping[str, int]):
         if not 0 <= rank < extent.nelements:
             raise RankError(rank, "rank", extent.nelements)
         self.rank, self.extent = rank, extent
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Point:
-        """Read what `to_bytes`, or Monarch, has written. Raises: LayoutError, RankError, TypeError."""
-        reader = Reader(data, "point")
-        rank = reader.number()
-        extent = Extent(reader.texts(), reader.numbers())
-        reader.end()
-        return cls(rank, extent)
-
-    def to_bytes(self) -> bytes:
-        """Write it in Monarch's layout."""
-        return number_bytes(self.rank) + self.extent.to_bytes()
 
     def size(self, label: str) -> int:
         """The extent's size along ``label``.

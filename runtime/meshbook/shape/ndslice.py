@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from meshbook.errors import LayoutError, NegativeIndexError, RankError
-from meshbook.shape.encoded import Reader, number_bytes, numbers_bytes, texts_bytes
 from meshbook.shape.extent import Extent, Point
 from meshbook.shape.members import Index, Members, Region
 from meshbook.shape.slices import Piece, dense, group
@@ -174,21 +173,6 @@ class Shape:
         if not isinstance(members, Region):
             raise LayoutError(f"no offset, sizes and strides describe the ranks {list(members.ranks())}")
         return Shape(members.names, Slice(*members.layout))
-
-    @classmethod
-    def from_bytes(cls: type[AnyShape], data: bytes) -> AnyShape:
-        """Read what `to_bytes`, or Monarch, has written. Raises: LayoutError, TypeError."""
-        reader = Reader(data, cls._KIND.lower())
-        labels = reader.texts()
-        ndslice = Slice(reader.number(), reader.numbers(), reader.numbers())
-        reader.end()
-        return cls(labels, ndslice)
-
-    def to_bytes(self) -> bytes:
-        """Write it in Monarch's layout."""
-        piece = self.ndslice
-        layout = number_bytes(piece.offset) + numbers_bytes(piece.sizes) + numbers_bytes(piece.strides)
-        return texts_bytes(self.labels) + layout
 
     @staticmethod
     def unity() -> Shape:

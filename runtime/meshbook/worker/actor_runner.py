@@ -22,12 +22,12 @@ from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
-from meshbook.actor.config import name_actors_in_logs
 from meshbook.actor.context import Belongings, Context, context, current_context
 from meshbook.actor.decorators import EndpointMethod
 from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
 from meshbook.actor.instance import ActorInstance
 from meshbook.actor.listing import ActorState
+from meshbook.actor.log_records import name_actors_in_logs
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.router import Place
 from meshbook.actor.supervision import ABORTED, SUPERVISE, MeshFailure

@@ -9,7 +9,7 @@ from bdb import BdbQuit
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from meshbook.calls.rank_state import LastError, StoppedCode
+from meshbook.calls.rank_state import LastError
 from meshbook.debug.dap_session import DebugBytes, DebuggerStart, DebugSession
 from meshbook.debug.pydevd import END_TIMEOUT_S, hidden_folders, load_pydevd
 from meshbook.errors import GroupAborted
@@ -26,16 +26,6 @@ def pdb_prompt(worker: Worker) -> list[object] | None:
     """The fields of the `meshbook.wire.messages.AtPrompt` at which the rank waits, if it does."""
     prompt = worker.shell.debugger.prompt
     return None if prompt is None else list(prompt)
-
-
-def pdb_session(worker: Worker) -> StoppedCode | None:
-    """Whose code waits at a prompt, if any does."""
-    if (stopped := worker.shell.debugger.stopped) is None:
-        return None
-    thread, function, line = stopped
-    mailbox = worker.registry.handling.get(thread)
-    names = [state.name for state in worker.registry.states() if state.mailbox == mailbox]
-    return StoppedCode(names[0] if names else "", function, line)
 
 
 def pdb_command(worker: Worker, number: int, line: str) -> bool:

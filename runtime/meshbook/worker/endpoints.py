@@ -54,7 +54,6 @@ from meshbook.worker.debug_queries import (
     pdb_break_in,
     pdb_command,
     pdb_prompt,
-    pdb_session,
 )
 from meshbook.worker.stacks import lines_of, place_in_debugger, read_threads
 
@@ -358,7 +357,7 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 _QUICK = (
     *(where, reaction, status, collectives, clock, actors, versions, way),
-    *(pdb_prompt, pdb_session, pdb_command, pdb_break_in, hold_deadlines, last_error),
+    *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
 )
 _SLOW = (
     *(complete, inspect, user_names, progress, stacks, source_lines, meet_controller),

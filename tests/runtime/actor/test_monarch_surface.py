@@ -24,7 +24,6 @@ from meshbook.actor import (
     endpoint,
     send,
 )
-from meshbook.actor import config as actor_config
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
 pytestmark = pytest.mark.monarch
@@ -186,8 +185,7 @@ def test_the_host_of_a_rank_has_the_operations_of_a_mesh(mesh2: ProcMesh) -> Non
 
 class Logger(Actor):
     @endpoint
-    def log(self, has_prefix: bool, *args: object) -> tuple[str, str]:
-        actor_config.prefix_python_logs_with_actor = has_prefix
+    def log(self, *args: object) -> tuple[str, str]:
         records: list[logging.LogRecord] = []
         handler = logging.Handler()
         handler.emit = records.append  # type: ignore[method-assign]
@@ -200,10 +198,9 @@ class Logger(Actor):
 def test_log_records_carry_the_name_of_their_actor(mesh4: ProcMesh) -> None:
     loggers = mesh4.slice(gpus=2).spawn("50% done", Logger)
     prefix = f"[actor=<root>.<{Logger.__module__}.Logger 50% done>] "
-    assert loggers.log.call_one(True, "me").get(20) == (f"{prefix}it is me", prefix)
-    assert loggers.log.call_one(True).get(20) == (f"{prefix}it is 5%", prefix)
-    assert loggers.log.call_one(False, "me").get(20) == ("it is me", "")
-    several = mesh4.spawn("several", Logger).log.call(True).get(20)
+    assert loggers.log.call_one("me").get(20) == (f"{prefix}it is me", prefix)
+    assert loggers.log.call_one().get(20) == (f"{prefix}it is 5%", prefix)
+    several = mesh4.spawn("several", Logger).log.call().get(20)
     prefixes = [f"[actor=<root>.<{Logger.__module__}.Logger several{{'gpus': {rank}/4}}>] " for rank in range(4)]
     assert several.values() == [(f"{prefix}it is 5%", prefix) for prefix in prefixes]
     told = mesh4.execute(lambda: logging.getLogRecordFactory()("x", 30, "", 1, "no actor's", (), None).getMessage())

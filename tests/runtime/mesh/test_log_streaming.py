@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshbook import ProcMesh, this_host
+from meshbook import ProcMesh
 from meshbook.errors import UsageError
 
 pytestmark = pytest.mark.monarch
@@ -45,25 +45,6 @@ def _run(options: str, folder: Path, again: bool = False) -> subprocess.Complete
     )
 
 
-def _answer(code: str, folder: Path, prefix: str) -> str:
-    """Run a program that prints "one" and then "two", each shown behind ``prefix`` and told to have come.
-
-    Returns: what it prints after that.
-    """
-    (folder / "program.py").write_text(code)
-    program = [sys.executable, "-u", "program.py"]
-    with subprocess.Popen(program, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for text in ("one", "two"):
-            assert process.stdout.readline() == f"{prefix}{text}\n"
-            process.stdin.write(f"{text} came\n")
-            process.stdin.flush()
-        left = process.stdout.read()
-        assert process.wait(60) == 0
-    return left
-
-
 def test_nothing_is_streamed_by_default_of_the_option(tmp_path: Path) -> None:
     done = _run("", tmp_path)
     assert (done.stdout, done.stderr) == ("", "")
@@ -84,51 +65,9 @@ def test_lines_are_streamed_and_logged_from_the_level_on_also_of_ranks_that_are_
     assert "logged" not in done.stderr
 
 
-def test_equal_lines_of_a_window_are_shown_once_and_none_is_lost_at_the_end(tmp_path: Path) -> None:
-    done = _run("stream_to_client=True, aggregate_window_sec=600", tmp_path)
-    assert done.stdout.splitlines() == ["[3 similar log lines] [0-2] first", "[6 similar log lines] [0-2] twice"]
-    logged = "[0-2] INFO:mine:[actor=<root>.<__main__.Speaker speakers>] logged first"
-    assert done.stderr.splitlines() == [f"[3 similar log lines] {logged}"]
-
-
-def test_another_option_shows_what_waits_for_the_end_of_a_window(tmp_path: Path) -> None:
-    code = """
-import sys
-from meshbook import this_host
-if __name__ == "__main__":
-    with this_host().spawn_procs({"gpus": 2}, torch=False) as procs:
-        procs.logging_option(True, 600).get()
-        procs.run("print('one')").get()
-        procs.logging_option(True, 600).get()
-        assert sys.stdin.readline() == "one came\\n"
-        procs.run("print('two')").get()
-        procs.logging_option(True).get()
-        assert sys.stdin.readline() == "two came\\n"
-        procs.run("print('three')").get()
-"""
-    left = _answer(code, tmp_path, "[2 similar log lines] [0,1] ")
-    assert sorted(left.splitlines()) == ["[0] three", "[1] three"]
-
-
-def test_a_window_ends_and_the_next_one_begins(tmp_path: Path) -> None:
-    code = """
-import sys
-from meshbook import this_host
-if __name__ == "__main__":
-    procs = this_host().spawn_procs({"gpus": 1}, torch=False)
-    procs.logging_option(True, 0.05).get()
-    for text in ("one", "two"):
-        procs.run(f"print({text!r})").get()
-        assert sys.stdin.readline() == f"{text} came\\n"
-"""
-    assert not _answer(code, tmp_path, "[0] ")
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"aggregate_window_sec": 3}, "with stream_to_client=False none are"),
-        ({"stream_to_client": True, "aggregate_window_sec": 0}, "a number of seconds above 0"),
         ({"level": "INFO"}, "one of logging's"),
         ({"level": 256}, "from 0 to 255"),
     ],
@@ -150,13 +89,3 @@ def test_an_option_can_be_awaited(mesh4: ProcMesh) -> None:
 
     asyncio.run(choose())
     assert set(mesh4.run("import logging; logging.getLogger().level").get(60).values()) == {logging.ERROR}
-
-
-def test_modules_are_sent_to_all_processes_of_hosts(mesh4: ProcMesh, tmp_path: Path) -> None:
-    (tmp_path / "sent_to_hosts.py").write_text("value = 7\n")
-    with this_host().spawn_procs({"gpus": 1}, torch=False) as other:
-        assert this_host().sync_workspace(tmp_path).get(60) is None
-        for procs in (mesh4, other):
-            assert set(procs.run("import sent_to_hosts; sent_to_hosts.value").get(60).values()) == {7}
-    with pytest.raises(UsageError, match="conda=True: the packages"):
-        this_host().sync_workspace(tmp_path, conda=True)

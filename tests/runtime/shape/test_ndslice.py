@@ -5,12 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshbook.actor import Extent, MeshTrait, NDSlice, Point, Shape, ShapeExt, Slice, ValueMesh
 from meshbook.errors import LayoutError
-from meshbook.shape.encoded import number_bytes
 from meshbook.shape.members import Region
 
 
@@ -152,45 +151,6 @@ def test_what_cannot_be_is_refused_where_it_is_made() -> None:
             Point(rank, Extent(["x", "y"], [2, 3]))
     with pytest.raises(TypeError, match='unknown axis "z"'):
         ShapeExt.slice(Shape.unity(), z=1)
-
-
-@given(slices(), st.data())
-@settings(max_examples=100, deadline=None)
-def test_shapes_are_read_from_the_bytes_that_they_were_written_to(ranks: Slice, data: st.DataObject) -> None:
-    assume(ranks._piece.is_nested())
-    names = ("hosts", "gpus", "straße")[: ranks.ndim]
-    shape = Shape(names, ranks)
-    assert Shape.from_bytes(shape.to_bytes()) == shape
-    assert type(shape.region).from_bytes(shape.region.to_bytes()) == shape.region
-    assert Extent.from_bytes(shape.extent.to_bytes()) == shape.extent
-    point = Point(data.draw(st.integers(0, len(shape) - 1)), shape.extent)
-    assert Point.from_bytes(point.to_bytes()) == point
-    written = shape.to_bytes()
-    for cut in range(len(written)):
-        with pytest.raises(LayoutError, match=f"these {cut} bytes are no shape: they end"):
-            Shape.from_bytes(written[:cut])
-
-
-def test_bytes_are_laid_out_as_monarchs() -> None:
-    eight = [number.to_bytes(8, "little") for number in range(4)]
-    extent = eight[2] + eight[1] + b"h" + eight[1] + b"g" + eight[2] + eight[2] + eight[3]
-    assert Extent(["h", "g"], [2, 3]).to_bytes() == extent
-    assert Point(1, Extent(["h", "g"], [2, 3])).to_bytes() == eight[1] + extent
-    assert Shape.unity().to_bytes() == eight[0] * 4
-
-
-def test_bytes_that_are_no_shape_are_refused() -> None:
-    written = Extent(["h"], [2]).to_bytes()
-    with pytest.raises(LayoutError, match="no extent: 1 are left over"):
-        Extent.from_bytes(written + b"x")
-    with pytest.raises(LayoutError, match="they end before 1099511627775 entries"):
-        Extent.from_bytes(b"\xff" * 5 + bytes(3))
-    with pytest.raises(LayoutError, match="a name is no UTF-8"):
-        Extent.from_bytes(written.replace(b"h", b"\xff"))
-    with pytest.raises(TypeError, match="extent is read from bytes, not from a str"):
-        Extent.from_bytes("text")  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="-1 cannot be written"):
-        number_bytes(-1)
 
 
 def test_positions_of_a_shape_are_counted_from_its_start() -> None:

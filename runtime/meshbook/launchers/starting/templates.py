@@ -60,7 +60,6 @@ WITH_TORCH = (
     "torch._dynamo",
     "torch.profiler",
     "meshbook.groups.rank_groups",
-    "meshbook.groups.rehearsal",
 )
 """What ranks share beyond the first template's: none imports it at its first DTensor, or step of an optimizer."""
 
@@ -197,7 +196,8 @@ def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open_log(log) as output:
         listener.bind(str(path))
         listener.listen()
-        return _exec_with(listener, ["meshbook.worker.host_template", agent, "torch"], output.fileno(), own_session=True)
+        module = ["meshbook.worker.host_template", agent, "torch"]
+        return _exec_with(listener, module, output.fileno(), own_session=True)
 
 
 class HostTemplate:

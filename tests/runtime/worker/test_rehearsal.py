@@ -18,7 +18,14 @@ template._import(WITH_TORCH)
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from meshbook.concurrency import patches
-from meshbook.groups import rank_groups, rehearsal
+from meshbook.groups import rank_groups
+from meshbook.wire import messages as wire
+from meshbook.wire.kv_store import KeyValueStore
+
+ALONE = wire.Identity(
+    mesh=0, name="", host="", device="cpu", rank=0, world_size=1, local_rank=0, local_world_size=1, host_rank=0,
+    hosts=1, axes=("gpus",), sizes=(1,), threads=1,
+)
 
 def private_kb():
     with open("/proc/self/smaps_rollup") as lines:
@@ -32,8 +39,8 @@ def formed_by_a_fork():
         try:
             before = private_kb()
             groups = rank_groups.RankGroups()
-            store = rehearsal.KeyValueStore()
-            groups.form(lambda op, timeout_s, answer: store.request(0, 0, op)[0][2], rehearsal._ALONE, epoch=0)
+            store = KeyValueStore()
+            groups.form(lambda op, timeout_s, answer: store.request(0, 0, op)[0][2], ALONE, epoch=0)
             groups.prove()
             grown = private_kb() - before
         finally:
@@ -57,7 +64,7 @@ def state():
 gc.freeze()
 before, first = state(), formed_by_a_fork()
 for _ in range(2):
-    rehearsal.rehearse_groups()
+    template.rehearse_groups()
     gc.collect()
 gc.freeze()
 print(json.dumps([before, state(), first, formed_by_a_fork()]))

@@ -2,8 +2,6 @@
 
 Where they are written to stdout or stderr it is without the rank, which a notebook and `logging_option` show anyhow, so
 that equal lines of several ranks are shown once.
-
-A module of its own because programs for Monarch set it: ``from meshbook.actor import config``.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ from typing import Any
 
 from meshbook.actor.context import context
 from meshbook.concurrency.patches import patch
-
-prefix_python_logs_with_actor = True
-"""Whether it does; set it in the process of the actors."""
 
 
 def name_actors_in_logs() -> None:
@@ -37,7 +32,7 @@ class NamedRecords:
     def __call__(self, *args: object, **kwargs: object) -> logging.LogRecord:
         record = self._make(*args, **kwargs)
         actor = context().actor_instance
-        if prefix_python_logs_with_actor and actor.mailbox:
+        if actor.mailbox:
             prefix = record.actor_prefix = f"[actor={actor}] "
             record.shown_prefix = f"[actor={actor.shared_name}] "
             record.msg = f"{prefix.replace('%', '%%') if record.args else prefix}{record.msg}"
