@@ -202,7 +202,7 @@ class JobTrait(ABC):
 def _no_telemetry(what: str) -> UsageError:
     return UsageError(
         f"{what}: jobs have no telemetry of their own. The health widget, procs.status() and procs.stacks() show what "
-        "ranks do; span(), traced and get_meter() of meshbook.actor tell OpenTelemetry."
+        "ranks do; a program that measures more uses OpenTelemetry itself."
     )
 
 
