@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes
+from meshbook.launchers.registry import ENGINES
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.attach import describe_age, describe_others
-from meshbook_extension.notebook.engines import COUNTED, HOSTS, ON, PYTHON, WITHIN, read_engine, read_within
+from meshbook_extension.notebook.engines import HOSTS, ON, PYTHON, WITHIN, read_engine, read_within
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.profiles import with_profile
 from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
@@ -191,22 +192,12 @@ def _count_ranks(arguments: Arguments) -> int:
 
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
     """How many hosts of its own the mesh has; None where it is on this one. Raises: UsageError."""
-    from meshbook.launchers.local import LocalLauncher
-
-    if isinstance(launcher, LocalLauncher):
-        return count
-    if launcher.name in COUNTED:
-        if count is None:
-            raise arguments.grammar.refuse(f"say how many {COUNTED[launcher.name]}: {HOSTS}=N.", launcher.name)
-        return count
-    from meshbook.launchers.ssh import SSHLauncher
-
-    assert isinstance(launcher, SSHLauncher)
-    if count not in (None, len(launcher.hosts)):
-        raise arguments.grammar.refuse(
-            f"{HOSTS}={count}, but --on names {len(launcher.hosts)}; leave {HOSTS} out.", "ssh:"
-        )
-    return len(launcher.hosts)
+    named = len(launcher.named_hosts)
+    if named and count not in (None, named):
+        raise arguments.grammar.refuse(f"{HOSTS}={count}, but --on names {named}; leave {HOSTS} out.", launcher.name)
+    if count is None and (counted := ENGINES[launcher.name].counted):
+        raise arguments.grammar.refuse(f"say how many {counted}: {HOSTS}=N.", launcher.name)
+    return named or count
 
 
 def _read_variables(arguments: Arguments) -> dict[str, str]:

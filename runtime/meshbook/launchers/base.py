@@ -63,8 +63,12 @@ class Launcher(Protocol):
         """Why there are no more hosts than it was made for, as in ``its hosts were named``; empty where there are."""
 
     @property
+    def named_hosts(self) -> tuple[str, ...]:
+        """The hosts that it was made for, by their names; empty where it is told how many there are to be."""
+
+    @property
     def saved(self) -> SavedLauncher:
-        """What the next controller of the session makes the same launcher of (`meshbook.mesh.host_mesh`).
+        """What the next controller of the session makes the same launcher of (`meshbook.launchers.registry.find`).
 
         Of a launcher of several hosts that is asked of `for_host` only.
         """

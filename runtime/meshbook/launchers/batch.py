@@ -18,12 +18,14 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshbook.errors import UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.formatting import did_you_mean
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import describe_shell_exit, in_endpoint, own_address
@@ -63,6 +65,7 @@ class BatchLauncher:
     shares_environment = False
     place_is_gone = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(
         self, scheduler: str, *, python: str | None = None, options: Sequence[str] = (), place: BatchHost | None = None
@@ -150,11 +153,20 @@ class BatchHost:
         """It lives on by itself."""
 
 
-def found_host(id: str, saved: SavedHost, logs: Path) -> tuple[BatchHost, BatchLauncher]:
-    """A host that another controller has started, and what starts another in its place. logs: of the session."""
-    scheduler, *options = saved.launcher.options
-    host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
-    return host, BatchLauncher(scheduler, python=saved.launcher.python, options=options, place=host)
+def parse(asked: Asked) -> BatchLauncher:
+    """See `meshbook.launchers.registry`."""
+    if asked.named not in SCHEDULERS:
+        got = f'{did_you_mean(asked.named, tuple(SCHEDULERS))} There is no "{asked.named}".' if asked.named else ""
+        raise UsageError(f"batch needs a scheduler: {', '.join(f'batch:{each}' for each in SCHEDULERS)}.{got}")
+    return BatchLauncher(asked.named, python=asked.python, options=asked.options)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        scheduler, *options = saved.launcher.options
+        host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
+        yield id, host, BatchLauncher(scheduler, python=saved.launcher.python, options=options, place=host)
 
 
 class BatchFiles:

@@ -22,13 +22,13 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.client import END_S, Client
 from meshbook.launchers.engines.k8s_log import K8sLog
 from meshbook.launchers.engines.k8s_manifests import (
@@ -40,6 +40,7 @@ from meshbook.launchers.engines.k8s_manifests import (
     with_whole_paths,
 )
 from meshbook.launchers.local import reap_released
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import own_ip
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
@@ -60,6 +61,7 @@ class KubernetesLauncher:
     shares_environment = False
     place_is_gone = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(
         self, *, python: str | None = None, options: Sequence[str] = (), place: KubernetesHost | None = None
@@ -238,15 +240,22 @@ class KubernetesHost:
         self.pods.client.release()
 
 
-def found_host(id: str, saved: SavedHost, logs: Path) -> tuple[KubernetesHost, KubernetesLauncher]:
-    """A host that another controller has started, and what starts another in its place. logs: of the session."""
-    launcher, log = saved.launcher, logs / saved.launcher.job
-    said = KubernetesClient(log, 0, 0).said
-    pid, started = map(int, (said.process or "0 0").split())
-    pods = _group(KubernetesClient(log, pid, started), said.group)
-    asks = KubernetesLauncher(python=launcher.python, options=launcher.options)
-    host = KubernetesHost(pods, id, launcher.step, asks)
-    return host, asks.in_place_of(host)
+def parse(asked: Asked) -> KubernetesLauncher:
+    """See `meshbook.launchers.registry`."""
+    gpus = [f"--gpus={asked.count_ranks()}"] if asked.device == "cuda" else []
+    return KubernetesLauncher(python=asked.python, options=[*gpus, *asked.options])
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        launcher, log = saved.launcher, logs / saved.launcher.job
+        said = KubernetesClient(log, 0, 0).said
+        pid, started = map(int, (said.process or "0 0").split())
+        pods = _group(KubernetesClient(log, pid, started), said.group)
+        asks = KubernetesLauncher(python=launcher.python, options=launcher.options)
+        host = KubernetesHost(pods, id, launcher.step, asks)
+        yield id, host, asks.in_place_of(host)
 
 
 _groups: weakref.WeakValueDictionary[Path, PodGroup] = weakref.WeakValueDictionary()

@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from meshbook.launchers.base import LaunchedHost
+from meshbook.errors import UsageError
+from meshbook.launchers.base import LaunchedHost, Launcher
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.head_start import AGENT, LASTING, exec_agent, open_log
 from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate
-from meshbook.sessions.folder import SavedLauncher
+from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.process_ends import end_process
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
@@ -34,6 +36,7 @@ class LocalLauncher:
     shares_environment = True
     place_is_gone = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(self, *, separate_hosts: bool = False, torch: bool = True) -> None:
         self.transport = "tcp" if separate_hosts else "unix"
@@ -115,6 +118,19 @@ def _exec(log: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[byte
     process = exec_agent(log, environment)
     assert process.stdin is not None
     return process, process.stdin
+
+
+def parse(asked: Asked) -> LocalLauncher:
+    """See `meshbook.launchers.registry`."""
+    if asked.python is not None:
+        raise UsageError("--python is for hosts elsewhere; ranks here run on the notebook's own.")
+    return LocalLauncher(torch=asked.torch)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        yield id, FoundHost(saved.pid, saved.started), LocalLauncher(separate_hosts=saved.launcher.separate)
 
 
 class LocalHost:

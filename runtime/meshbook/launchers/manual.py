@@ -17,14 +17,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.invitations.invitation import (
     COMMAND,
     Admitted,
@@ -37,9 +37,11 @@ from meshbook.launchers.invitations.invitation import (
     difference,
     encode,
 )
+from meshbook.launchers.local import FoundHost
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import own_ip, quoted_program
 from meshbook.launchers.starting.head_start import open_log
-from meshbook.sessions.folder import SavedLauncher
+from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint, own_address
 from meshbook.wire.gate import Gate
 from meshbook.wire.ticket import Ticket, elsewhere
@@ -58,6 +60,7 @@ class ManualLauncher:
     shares_environment = False
     place_is_gone = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(self, address: str = "", *, python: str | None = None, within_s: float = WITHIN_S) -> None:
         """address: of this machine, as the hosts reach it; by default that of its default route.
@@ -92,13 +95,21 @@ class ManualLauncher:
         return list(party.hosts)
 
 
-def saved_manual(saved: SavedLauncher) -> ManualLauncher:
-    """The launcher that was saved so. An address that has gone since is looked for again."""
-    asked, within_s = saved.options
-    try:
-        return ManualLauncher(asked, python=saved.python or None, within_s=float(within_s))
-    except UsageError:
-        return ManualLauncher(python=saved.python or None, within_s=float(within_s))
+def parse(asked: Asked) -> ManualLauncher:
+    """See `meshbook.launchers.registry`."""
+    return ManualLauncher(asked.named, python=asked.python, within_s=asked.within_s or WITHIN_S)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`. An address of ours that has gone since is looked for again."""
+    for id, saved in hosts.items():
+        asked, within_s = saved.launcher.options
+        python = saved.launcher.python or None
+        try:
+            launcher = ManualLauncher(asked, python=python, within_s=float(within_s))
+        except UsageError:
+            launcher = ManualLauncher(python=python, within_s=float(within_s))
+        yield id, FoundHost(saved.pid, saved.started), launcher
 
 
 class ManualHost:

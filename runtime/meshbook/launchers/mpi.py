@@ -17,16 +17,17 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.client import Client
 from meshbook.launchers.engines.mpi_log import ENDED, ON, MPILog
 from meshbook.launchers.local import reap_released
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
@@ -51,6 +52,7 @@ class MPILauncher:
     shares_environment = False
     place_is_gone = False
     fixed = "its hosts are those that mpirun was given"
+    named_hosts = ()
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class MPIHost:
         return self._client.said.nodes.get(self._task, "")
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        """``saved``, with what `found_host` needs."""
+        """``saved``, with what `find` needs."""
         log = self._client.log.name
         return SavedLauncher(
             saved.engine, python=saved.python, options=saved.options, job=log, step=log, task=self._task
@@ -191,16 +193,20 @@ class MPIHost:
         self._client.release()
 
 
-def found_hosts(hosts: dict[str, SavedHost], logs: Path) -> Iterator[tuple[str, MPIHost, MPILauncher]]:
-    """Those of mpirun that another controller has started. logs: of the session."""
+def parse(asked: Asked) -> MPILauncher:
+    """See `meshbook.launchers.registry`."""
+    return MPILauncher(program=asked.named, python=asked.python, options=asked.options)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
     clients: dict[str, MPIClient] = {}
     for id, saved in hosts.items():
         launcher = saved.launcher
-        if launcher.engine == MPILauncher.name:
-            client = clients.get(launcher.step) or MPIClient(logs / launcher.step, saved.pid, saved.started)
-            host = MPIHost(clients.setdefault(launcher.step, client), id, launcher.task)
-            program, *options = launcher.options
-            yield id, host, MPILauncher(program=program, python=launcher.python, options=options, place=host)
+        client = clients.get(launcher.step) or MPIClient(logs / launcher.step, saved.pid, saved.started)
+        host = MPIHost(clients.setdefault(launcher.step, client), id, launcher.task)
+        program, *options = launcher.options
+        yield id, host, MPILauncher(program=program, python=launcher.python, options=options, place=host)
 
 
 def _script(python: str, tickets: Path, by_stdin: bool) -> str:

@@ -24,17 +24,18 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.client import Client
 from meshbook.launchers.engines.ray_log import RayLog
 from meshbook.launchers.local import reap_released
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
@@ -54,6 +55,7 @@ class RayLauncher:
     name = "ray"
     shares_environment = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(
         self,
@@ -206,12 +208,22 @@ class RayHost:
         self.group.client.release()
 
 
-def found_host(id: str, saved: SavedHost, logs: Path) -> tuple[RayHost, RayLauncher]:
-    """A host that another controller has started, and what starts another in its place. logs: of the session."""
-    launcher = saved.launcher
-    host = RayHost(_group(RayClient(logs / launcher.job, saved.pid, saved.started)), id, launcher.task)
-    address, gpus, *options = launcher.options
-    return host, RayLauncher(address, python=launcher.python, options=options, gpus=int(gpus), place=host)
+def parse(asked: Asked) -> RayLauncher:
+    """See `meshbook.launchers.registry`."""
+    ranks = asked.count_ranks()
+    wants = asked.device == "cuda" and "--num-gpus" not in " ".join(asked.options)
+    options = [*([f"--num-gpus={ranks}"] if wants else []), *asked.options]
+    gpus = ranks if asked.device is None else 0
+    return RayLauncher(asked.named, python=asked.python, options=options, gpus=gpus)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        launcher = saved.launcher
+        host = RayHost(_group(RayClient(logs / launcher.job, saved.pid, saved.started)), id, launcher.task)
+        address, gpus, *options = launcher.options
+        yield id, host, RayLauncher(address, python=launcher.python, options=options, gpus=int(gpus), place=host)
 
 
 _groups: weakref.WeakValueDictionary[Path, PlacementGroup] = weakref.WeakValueDictionary()

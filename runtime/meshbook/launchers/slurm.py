@@ -16,11 +16,11 @@ All of them outlive the controller, as agents do. What they say goes to a file, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.slurm_allocation import (
     JOB_NAME,
     PIPE_BYTES,
@@ -31,6 +31,7 @@ from meshbook.launchers.engines.slurm_allocation import (
     describe_nodes,
 )
 from meshbook.launchers.local import reap_released
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint
@@ -61,6 +62,7 @@ class SlurmLauncher:
     name = "slurm"
     shares_environment = False
     fixed = ""
+    named_hosts = ()
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class SlurmHost:
         return self._node or self._client.said.nodes.get(self._task, "")
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        """``saved``, with what `found_host` needs."""
+        """``saved``, with what `find` needs."""
         return SavedLauncher(
             saved.engine, False, self._node, saved.python, saved.options,
             self.allocation.log.name, self._client.log.name, self._task,
@@ -181,9 +183,16 @@ class SlurmHost:
         self._client.release()
 
 
-def found_host(id: str, saved: SavedHost, logs: Path) -> SlurmHost:
-    """A host that another controller has started. logs: of the session."""
-    launcher = saved.launcher
-    allocation = allocation_of(logs / launcher.job)
-    client = allocation.find(logs / launcher.step, saved.pid, saved.started)
-    return SlurmHost(allocation, client, id, launcher.task, launcher.host)
+def parse(asked: Asked) -> SlurmLauncher:
+    """See `meshbook.launchers.registry`."""
+    return SlurmLauncher(python=asked.python, options=asked.options)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        launcher = saved.launcher
+        allocation = allocation_of(logs / launcher.job)
+        client = allocation.find(logs / launcher.step, saved.pid, saved.started)
+        host = SlurmHost(allocation, client, id, launcher.task, launcher.host)
+        yield id, host, SlurmLauncher(python=launcher.python, options=launcher.options, place=host)

@@ -21,17 +21,18 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.local import FoundHost, reap_released, release_child
+from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.starting.head_start import open_log
-from meshbook.sessions.folder import SavedLauncher
+from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, describe_shell_exit, start_time
 from meshbook.wire.ticket import TUNNEL_ENDS, Ticket, elsewhere, encode_ticket
@@ -97,6 +98,10 @@ class SSHLauncher:
 
     def for_more(self, beside: Sequence[LaunchedHost]) -> SSHLauncher:
         return self
+
+    @property
+    def named_hosts(self) -> tuple[str, ...]:
+        return self.hosts
 
     @property
     def saved(self) -> SavedLauncher:
@@ -222,6 +227,21 @@ def _explain(host: str, log: str) -> str:
     told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
     said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
     return with_hint(said, ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS))
+
+
+def parse(asked: Asked) -> SSHLauncher:
+    """See `meshbook.launchers.registry`."""
+    if not asked.named:
+        raise UsageError("ssh needs the names of hosts, as your ssh config has them.")
+    return SSHLauncher(asked.named.split(","), python=asked.python, options=asked.options)
+
+
+def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+    """See `meshbook.launchers.registry`."""
+    for id, saved in hosts.items():
+        launcher = saved.launcher
+        host = FoundSSHHost(launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+        yield id, host, SSHLauncher((launcher.host,), python=launcher.python or None, options=launcher.options)
 
 
 def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:

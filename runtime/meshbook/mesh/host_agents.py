@@ -9,8 +9,8 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.errors import SpawnError
-from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.local import FoundHost, LocalLauncher
+from meshbook.launchers import registry
+from meshbook.launchers.base import Launcher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.os_errors import check_descriptors, explain
 from meshbook.system.processes import in_endpoint, loopback_address
@@ -154,52 +154,9 @@ def _ticket(controller: Controller, endpoint: str, host_id: str) -> Ticket:
 
 def find_hosts(controller: Controller) -> dict[str, HostState]:
     """Expect the hosts of the session's former controller, by their ids."""
-    state, logs = controller.folder.state, controller.folder.logs
-    hosts = {}
-    engines = {saved.launcher.engine for saved in state.hosts.values()}
-    of_mpi: dict[str, tuple[LaunchedHost, Launcher]] = {}
-    if "mpi" in engines:
-        from meshbook.launchers.mpi import found_hosts
-
-        of_mpi = {id: (found, launcher) for id, found, launcher in found_hosts(state.hosts, logs)}
-    for id, saved in state.hosts.items():
-        found: LaunchedHost = FoundHost(saved.pid, saved.started)
-        launcher = _launcher_of(saved.launcher)
-        if saved.launcher.engine == "ssh":
-            from meshbook.launchers.ssh import FoundSSHHost
-
-            found = FoundSSHHost(saved.launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
-        elif saved.launcher.engine == "slurm":
-            from meshbook.launchers.slurm import SlurmLauncher, found_host
-
-            found = found_host(id, saved, logs)
-            launcher = SlurmLauncher(python=saved.launcher.python, options=saved.launcher.options, place=found)
-        elif saved.launcher.engine == "ray":
-            from meshbook.launchers.ray import found_host as found_host_of_ray
-
-            found, launcher = found_host_of_ray(id, saved, logs)
-        elif saved.launcher.engine == "batch":
-            from meshbook.launchers.batch import found_host as found_host_of_batch
-
-            found, launcher = found_host_of_batch(id, saved, logs)
-        elif saved.launcher.engine == "k8s":
-            from meshbook.launchers.k8s import found_host as found_host_of_k8s
-
-            found, launcher = found_host_of_k8s(id, saved, logs)
-        elif id in of_mpi:
-            found, launcher = of_mpi[id]
-        hosts[id] = controller.find_host(id, saved, found)
+    state, hosts = controller.folder.state, {}
+    for id, launched, launcher in registry.find(state.hosts, controller.folder.logs):
+        saved = state.hosts[id]
+        hosts[id] = controller.find_host(id, saved, launched)
         _know_launcher(controller, hosts[id], launcher, saved.serves_all)
-    return hosts
-
-
-def _launcher_of(saved: SavedLauncher) -> Launcher:
-    if saved.engine == "manual":
-        from meshbook.launchers.manual import saved_manual
-
-        return saved_manual(saved)
-    if saved.engine == "ssh":
-        from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
-
-        return SSHLauncher((saved.host,), python=saved.python or None, options=saved.options)
-    return LocalLauncher(separate_hosts=saved.separate)
+    return {id: hosts[id] for id in state.hosts}

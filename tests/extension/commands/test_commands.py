@@ -47,7 +47,7 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),
         (
             "%mesh spawn gpus=4 --on slrum",
-            'unknown engine "slrum". Did you mean "slurm"? There is: local, slurm, k8s, ray, mpi, manual, batch:pbs',
+            'unknown engine "slrum". Did you mean "slurm"? There is: local, ssh:HOST,.., slurm, k8s, ray[:ADDRESS]',
         ),
         ("%mesh spawn gpus=4 -- --partition a", 'the engine local has no options, but got "--partition a" after "--".'),
         ("%mesh spawn gpus=4 --on ssh:nodeA, nodeB", "write ssh:nodeA,nodeB without a space after the comma."),

@@ -114,7 +114,7 @@ def test_the_same_spawn_again_is_refused_by_its_name(cluster, there: SshHosts) -
         ("gpus=2 --on shh:nodeA", 'unknown engine "shh". Did you mean "ssh"?'),
         (
             "gpus=2 --on pbs",
-            'unknown engine "pbs". There is: local, slurm, k8s, ray, mpi, manual, batch:pbs and others, and ssh',
+            'unknown engine "pbs". There is: local, ssh:HOST,.., slurm, k8s, ray[:ADDRESS]',
         ),
         ("gpus=2 --on ssh", "ssh needs the names of hosts"),
         ("gpus=2 --on ssh:", "ssh needs the names of hosts"),

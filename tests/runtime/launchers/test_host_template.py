@@ -221,8 +221,8 @@ def test_an_interrupt_while_hosts_wait_for_imports_leaves_nothing(
     shutdown()
     template_of = local._template_for
 
-    def interrupted(tickets: list[Ticket]) -> HostTemplate | None:
-        template = template_of(tickets)
+    def interrupted(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
+        template = template_of(tickets, torch)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         return template
 

@@ -114,7 +114,5 @@ def test_a_tensor_is_shown(square: ProcMesh, capsys: pytest.CaptureFixture[str])
 
 def test_settings_are_at_the_top_too() -> None:
     with monarch.configured(host_spawn_ready_timeout="90s") as settings:
-        assert (
-            settings["host_spawn_ready_timeout"] == "90s" == monarch.get_global_config()["host_spawn_ready_timeout"]
-        )
+        assert settings["host_spawn_ready_timeout"] == "90s" == monarch.get_global_config()["host_spawn_ready_timeout"]
         assert monarch.get_runtime_config() == {"host_spawn_ready_timeout": "90s"}
