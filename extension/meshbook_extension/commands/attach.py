@@ -16,7 +16,6 @@ from meshbook_extension.output.labels import format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
-    from meshbook.launchers.engines.scheduler_jobs import OwnJob
     from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
@@ -171,32 +170,15 @@ def describe(saved: SavedSession) -> str:
 
 
 def describe_others() -> Iterator[str]:
-    """Lines for ``%mesh list``: what other kernels have, what waits, and jobs of engines that no mesh here is in."""
-    from meshbook.launchers.engines.own_jobs import JobSearch
+    """Lines for ``%mesh list``: what other kernels have, and what waits."""
     from meshbook.sessions.listing import sessions
 
-    search = JobSearch()  # before all else: it takes the longest
-    known = sessions()
-    others = [each for each in known if not each.is_ours]
+    others = [each for each in sessions() if not each.is_ours]
     for each in others:
         names = names_of(each)
         unique = sum(names[0] in names_of(other) for other in others) == 1
         how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
         yield f"  {describe(each)}{how}"
-    jobs, silent = search.results()
-    ours = {job for each in known for mesh in each.meshes for job in mesh.jobs}
-    for job in jobs:
-        if job.number not in ours:
-            yield f"  {_describe_job(job)}; no mesh of this machine is in it    end it: {job.end}"
-    yield from (f"  {each}" for each in silent)
-
-
-def _describe_job(job: OwnJob) -> str:
-    """Return what is known of it, and for how long it runs or waits."""
-    on = f" on {job.where}" if job.where else ""
-    age = "" if job.age_s is None else f", for {format_duration(job.age_s)}"
-    in_all = f" ({format_duration(job.age_s * job.hosts)} of hosts)" if job.age_s is not None and job.hosts > 1 else ""
-    return f"job {job.number} of {job.engine}: {job.state}{on}{age}{in_all}"
 
 
 def _list_others(known: list[SavedSession]) -> str:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_sizes
+from meshbook.launchers.engines.job_lists import job_lists
 from meshbook.launchers.registry import ENGINES
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
@@ -287,7 +288,7 @@ def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
 
 @Command(
     name="%mesh list",
-    summary="All meshes and named slices; what other kernels have, and what waits to be attached.",
+    summary="All meshes and named slices; what other kernels have, what waits to be attached, and jobs of engines.",
     examples=("%mesh list",),
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
@@ -305,6 +306,8 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
     for number, line in enumerate(itertools.chain([] if first is None else [first], others)):
         print(line if number else f"elsewhere:\n{line}", flush=True)
+    for number, line in enumerate(job_lists()):
+        print(f"  {line}" if number else f"jobs, as their engines have them:\n  {line}", flush=True)
 
 
 @Command(

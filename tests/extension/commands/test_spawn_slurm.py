@@ -46,8 +46,9 @@ def test_a_mesh_of_nodes_waits_in_the_queue_runs_cells_and_stops(empty_notebook,
     nodes.ask("salloc", "--no-shell", "-N1", "-J", "meshbook")
     (other,) = {line.split()[0] for line in nodes.queue()} - {job.split()[0]}
     listed = empty_notebook.run("%mesh list").stdout
-    assert f" of hosts), job {job.split()[0]}\n" in listed and f"  job {job.split()[0]} of Slurm" not in listed
-    assert re.search(rf"\n  job {other} of Slurm: running on n[123], for \d+ s; .*end it: scancel {other}\n", listed)
+    assert f" of hosts), job {job.split()[0]}\n" in listed
+    _, _, jobs = listed.partition("\njobs, as their engines have them:\n")
+    assert "JOBID" in jobs and re.search(rf"^ +{other} .* meshbook .*n[123]$", jobs, re.M), listed
     nodes.ask("scancel", other)
     empty_notebook.run("%mesh stop far")
     assert nodes.queue() == []

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshbook.launchers.engines.k8s_manifests import GROUP_LABEL, NAME_LABEL, owned_by
+from meshbook.launchers.engines.k8s_manifests import GROUP_LABEL, owned_by
 from meshbook.launchers.engines.k8s_pods import Pod
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
@@ -63,13 +63,6 @@ class Cluster:
         except ApiException as error:
             if error.status != 404:
                 raise
-
-    def jobs(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Jobs of ours in the namespace. Raises: what the client raises."""
-        answer = self._batch.list_namespaced_job(
-            self.namespace, label_selector=NAME_LABEL, _preload_content=False, _request_timeout=timeout_s
-        )
-        return list(json.loads(answer.data)["items"])
 
     def pods(self, group: str) -> tuple[list[Pod], str]:
         """Those of a group, and as of when. Raises: what the client raises."""
