@@ -15,7 +15,7 @@ JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
+.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -91,6 +91,10 @@ notebooks-save: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# This checkout beside another one, in turns: make turns BEFORE=DIR ONLY=calls,payloads
+turns: $(READY)
+	$(BIN)/python -m benchmarks.turns $(BEFORE) $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 bench-peers: $(READY)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
