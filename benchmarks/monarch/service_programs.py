@@ -358,7 +358,7 @@ def setting(name: str, value: object) -> Callable[[Any], Any]:
     return program(run)
 
 
-for _value in ("30s", "1h 30m", "2d", "30", "soon", 30, 3.5, None):
+for _value in ("30s", "1h 30m", "30", "soon", 30, 3.5, None):
     setting("host_spawn_ready_timeout", _value)
 for _name, _value in (
     ("enable_log_forwarding", False), ("enable_log_forwarding", 1), ("codec_max_frame_length", 7),

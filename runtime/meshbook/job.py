@@ -6,24 +6,13 @@ A module of its own because programs import it by this name, as they import ``mo
 from __future__ import annotations
 
 from meshbook.actor import refuse_worker_loop
-from meshbook.mesh.current_job import hosts_from_config, load_current_job, set_current_job
-from meshbook.mesh.job_trait import (
-    DEFAULT_JOB_PATH,
-    JobState,
-    JobTrait,
-    MeshAdminConfig,
-    TelemetryConfig,
-    job_load,
-    job_loads,
-)
-from meshbook.mesh.jobs import LocalJob, ProcessJob
-from meshbook.mesh.kubernetes_job import ImageSpec, KubernetesJob
-from meshbook.mesh.scheduled_jobs import RayJob, SlurmJob, SSHJob
+from meshbook.mesh.engine_jobs import ImageSpec, KubernetesJob, RayJob, SlurmJob, SSHJob
+from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
+from meshbook.mesh.jobs import LocalJob, ProcessJob, hosts_from_config, load_current_job, set_current_job
 
 __all__ = [
-    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "MeshAdminConfig",
-    "ProcessJob", "RayJob", "SSHJob", "SlurmJob", "TelemetryConfig", "hosts_from_config", "job_load", "job_loads",
-    "load_current_job", "set_current_job",
+    "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob",
+    "SSHJob", "SlurmJob", "hosts_from_config", "job_load", "job_loads", "load_current_job", "set_current_job",
 ]  # fmt: skip
 
 

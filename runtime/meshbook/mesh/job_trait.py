@@ -8,7 +8,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
@@ -22,19 +21,20 @@ BATCH_JOB = "MESHBOOK_BATCH_JOB"
 """In the environment of a script that a job runs: the file of that job."""
 
 
-class TelemetryConfig(NamedTuple):
-    """What Monarch's `enable_telemetry` is told, for programs that say it; `JobTrait.enable_telemetry` refuses."""
-
-    retention_secs: int = 3600
-    include_dashboard: bool = False
-    dashboard_port: int = 8265
-    snapshot_interval_secs: float = 30.0
-
-
-class MeshAdminConfig(NamedTuple):
-    """What Monarch's `enable_admin` is told; refused as well."""
-
-    admin_addr: str | None = None
+_NO_TELEMETRY = (
+    "jobs have no telemetry of their own. The health widget, procs.status() and procs.stacks() show what ranks do; a "
+    "program that measures more uses OpenTelemetry itself."
+)
+_NOT_HERE = {
+    "enable_telemetry": _NO_TELEMETRY,
+    "enable_admin": _NO_TELEMETRY,
+    "telemetry_query_client": _NO_TELEMETRY,
+    "profile": "torch.profiler on the ranks shows what they do, in a notebook by the magic profile.",
+    "remote_mount": "folders are not mounted on hosts: procs.sync_workspace() sends Python modules, and keeps them in "
+    "step; other files go by a file system that the hosts share, or by procs.push().",
+    "gather_mount": "folders of hosts are not mounted here: read files on the ranks, and procs.pull() their text.",
+}
+"""By what Monarch's jobs have: what there is in its place."""
 
 
 class JobState:
@@ -169,41 +169,11 @@ class JobTrait(ABC):
     def _kill(self) -> None:
         """End the hosts."""
 
-    def enable_telemetry(self, *config: object, **options: object) -> JobTrait:
-        """Refused: there is no telemetry of jobs. Raises: UsageError, which says what there is."""
-        raise _no_telemetry("enable_telemetry")
-
-    def enable_admin(self, *config: object, **options: object) -> JobTrait:
-        """Refused, as `enable_telemetry`."""
-        raise _no_telemetry("enable_admin")
-
-    def telemetry_query_client(self) -> object:
-        """Refused, as `enable_telemetry`."""
-        raise _no_telemetry("telemetry_query_client")
-
-    def profile(self, *names: object, **options: object) -> object:
-        """Refused. Raises: UsageError, which says how work is profiled."""
-        raise UsageError(
-            "jobs are not profiled: torch.profiler on the ranks shows what they do, in a notebook by the magic profile."
-        )
-
-    def remote_mount(self, source: str, *names: object, **options: object) -> None:
-        """Refused. Raises: UsageError, which says how modules and files get to hosts."""
-        raise UsageError(
-            "folders are not mounted on hosts: procs.sync_workspace() sends Python modules, and keeps them in step; "
-            "other files go by a file system that the hosts share, or by procs.push()."
-        )
-
-    def gather_mount(self, remote_mount_point: str, *names: object, **options: object) -> None:
-        """Refused. Raises: UsageError, which says how files of hosts are read."""
-        raise UsageError("folders of hosts are not mounted here: read files on the ranks, and procs.pull() their text.")
-
-
-def _no_telemetry(what: str) -> UsageError:
-    return UsageError(
-        f"{what}: jobs have no telemetry of their own. The health widget, procs.status() and procs.stacks() show what "
-        "ranks do; a program that measures more uses OpenTelemetry itself."
-    )
+    def __getattr__(self, name: str) -> object:
+        """Raises: UsageError for what is not here, which says what there is; AttributeError."""
+        if name in _NOT_HERE:
+            raise UsageError(f"{name} is not here: {_NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
 
 def job_load(filename: str | Path = DEFAULT_JOB_PATH) -> JobTrait:

@@ -12,6 +12,7 @@ program, or in one that has left it by `meshbook.detach`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -19,23 +20,59 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshbook.errors import UsageError
+from meshbook.errors import AttachError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
-from meshbook.mesh.driven import start_hosts, this_host
+from meshbook.mesh.driven import attach, controller_of, start_hosts, this_host
 from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.job_trait import BATCH_JOB, JobState, JobTrait
-from meshbook.mesh.kept_hosts import KeptHosts, keep
+from meshbook.mesh.job_trait import BATCH_JOB, DEFAULT_JOB_PATH, JobState, JobTrait
+from meshbook.sessions.listing import sessions
+from meshbook.shape.members import Members
 
 SCRIPT_GRACE_S = 5.0
 """How long a script that was told to end may take; then it is killed."""
 HOSTS = "hosts"
+HOSTS_OF_NO_JOB = 2
+"""So many hosts of this machine stand in for those of a project that has no job."""
+
+
+class KeptHosts(NamedTuple):
+    """Some hosts of a session. hosts: the ids of all of them, of which ``members`` are these."""
+
+    session: str
+    hosts: tuple[str, ...]
+    members: Members
+    env: Mapping[str, str]
+    python: str
+
+    @property
+    def live(self) -> bool:
+        """Whether they are there: in this process's sessions, or in one that waits to be attached."""
+        if (controller := controller_of(self.session)) is not None:
+            known = {host.id for host in controller.hosts}
+            return known.issuperset(self.hosts)
+        return any(known.id == self.session and known.owner_pid is None for known in sessions())
+
+    def find(self) -> HostMesh:
+        """The hosts; their session is attached where that must be. Raises: AttachError."""
+        controller = controller_of(self.session)
+        if controller is None:
+            attach(self.session)
+            controller = controller_of(self.session)
+        known = {host.id: host for host in controller.hosts} if controller is not None else {}
+        if controller is None or not known.keys() >= set(self.hosts):
+            raise AttachError("the hosts of the job have ended: kill() it, then apply() it again.")
+        return HostMesh(controller, [known[id] for id in self.hosts], self.members, self.env, self.python)
 
 
 class HostsJob(JobTrait):
-    """A job whose hosts are started here: `_start` does."""
+    """A job whose hosts are started here, by the launchers of `_wanted`; all at once where they are `_together`."""
+
+    _together = False
+    _env: Mapping[str, str] = {}
+    """More of an environment for what is spawned there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +119,41 @@ class HostsJob(JobTrait):
             raise UsageError(f'the job has its hosts already; kill() it, then add "{name}".')
 
     @abstractmethod
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
+        """Return how many hosts there are to be under each name, and who starts them. Raises: UsageError."""
+
+    @property
+    def _spec(self) -> object:
+        """What two jobs have in common whose hosts are the same."""
+        wanted = {
+            name: [launcher.for_host(index).saved for index in range(count)]
+            for name, (count, launcher) in self._wanted().items()
+        }
+        return wanted, self._env
+
+    def can_run(self, spec: JobTrait) -> bool:
+        return isinstance(spec, type(self)) and self.active and spec._spec == self._spec
+
     def _start(self) -> dict[str, HostMesh]:
         """Start the hosts. Raises: SpawnError; then none is left."""
+        wanted = self._wanted()
+        if not self._together:
+            return {name: hosts.with_environment(self._env) for name, hosts in start_all(wanted).items()}
+        _, launcher = next(iter(wanted.values()))
+        everything = start_all({HOSTS: (sum(count for count, _ in wanted.values()), launcher)})[HOSTS]
+        parts, first = {}, 0
+        for name, (count, _) in wanted.items():
+            parts[name] = everything.slice(**{HOSTS: slice(first, first + count)}).as_owned()
+            first += count
+        return parts
 
     def _end(self, hosts: HostMesh) -> None:
         hosts.end()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = self._kept if self._hosts is None else {name: keep(hosts) for name, hosts in self._hosts.items()}
+        kept = self._kept
+        if self._hosts is not None:
+            kept = {name: KeptHosts(*hosts.kept) for name, hosts in self._hosts.items()}
         return {**self.__dict__, "_hosts": None, "_kept": kept}
 
 
@@ -108,6 +172,9 @@ class LocalJob(HostsJob):
 
     def can_run(self, spec: JobTrait) -> bool:
         return isinstance(spec, LocalJob) and spec._names == self._names
+
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
+        return {name: (1, LocalLauncher()) for name in self._names}
 
     def _start(self) -> dict[str, HostMesh]:
         return {name: this_host() for name in self._names}
@@ -169,12 +236,8 @@ class ProcessJob(HostsJob):
         super().__init__()
         self._meshes, self._env = checked_counts(meshes), dict(env or {})
 
-    def can_run(self, spec: JobTrait) -> bool:
-        return isinstance(spec, ProcessJob) and self.active and (spec._meshes, spec._env) == (self._meshes, self._env)
-
-    def _start(self) -> dict[str, HostMesh]:
-        wanted = {name: (count, LocalLauncher(separate_hosts=True)) for name, count in self._meshes.items()}
-        return {name: hosts.with_environment(self._env) for name, hosts in start_all(wanted).items()}
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
+        return {name: (count, LocalLauncher(separate_hosts=True)) for name, count in self._meshes.items()}
 
 
 def start_all(wanted: Mapping[str, tuple[int, Launcher]]) -> dict[str, HostMesh]:
@@ -208,4 +271,54 @@ def checked_names(names: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
             raise UsageError(f"hosts are named by an identifier, as in state.trainers, not {name!r}.")
     if not found:
         raise UsageError("name the hosts of the job.")
+    return found
+
+
+# ---- the job of a folder ----------------------------------------------------------------------------------------
+
+_standing_in: dict[str, ProcessJob] = {}
+
+
+def _spec_file() -> Path:
+    return Path(DEFAULT_JOB_PATH).parent / "spec"
+
+
+def set_current_job(module_path: str) -> None:
+    """Have the job that a module calls so be the one of this folder: ``set_current_job("jobs.big")``.
+
+    Raises: UsageError for what is no module and name; then nothing is written. The module is imported when it is used.
+    """
+    if not all(part.isidentifier() for part in module_path.split(".")) or "." not in module_path:
+        raise UsageError(f'name a module and a job in it, as in "jobs.big", not {module_path!r}.')
+    _spec_file().parent.mkdir(exist_ok=True)
+    _spec_file().write_text(module_path)
+
+
+def load_current_job() -> JobTrait:
+    """The job of this folder, as its module has made it.
+
+    Raises: FileNotFoundError where `set_current_job` was not called here; ImportError, AttributeError; TypeError for
+    what is no job.
+    """
+    try:
+        path = _spec_file().read_text().strip()
+    except FileNotFoundError:
+        raise FileNotFoundError(f'no job was set in {Path.cwd()}: set_current_job("module.job") does.') from None
+    module, _, name = path.rpartition(".")
+    job = getattr(importlib.import_module(module), name)
+    if not isinstance(job, JobTrait):
+        raise TypeError(f"{path} is no job, but a {type(job).__name__}.")
+    return job
+
+
+def hosts_from_config(name: str) -> HostMesh:
+    """The hosts of this name of the current job; where there is none, two hosts that are agents of this machine.
+
+    Raises: SpawnError; AttributeError where the job has no hosts of this name.
+    """
+    try:
+        job = load_current_job()
+    except FileNotFoundError:
+        job = _standing_in.setdefault(name, ProcessJob({name: HOSTS_OF_NO_JOB}))
+    found: HostMesh = getattr(job.state(), name)
     return found

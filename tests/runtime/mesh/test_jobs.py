@@ -19,11 +19,9 @@ from meshbook.job import (
     JobState,
     JobTrait,
     LocalJob,
-    MeshAdminConfig,
     ProcessJob,
     SlurmJob,
     SSHJob,
-    TelemetryConfig,
     job_load,
     job_loads,
 )
@@ -300,10 +298,10 @@ def test_files_without_a_job_are_refused(tmp_path: Path) -> None:
 def test_what_jobs_do_not_have_says_what_there_is() -> None:
     job = LocalJob()
     for ask, said in (
-        (job.enable_telemetry, "health widget"),
-        (job.enable_admin, "health widget"),
-        (job.telemetry_query_client, "OpenTelemetry"),
-        (job.profile, "torch.profiler"),
+        (lambda: job.enable_telemetry, "health widget"),
+        (lambda: job.enable_admin, "health widget"),
+        (lambda: job.telemetry_query_client, "OpenTelemetry"),
+        (lambda: job.profile, "torch.profiler"),
         (lambda: job.remote_mount("src"), "sync_workspace"),
         (lambda: job.gather_mount("there", "here"), "read files on the ranks"),
         (lambda: job.process, "the job runs no script"),
@@ -330,9 +328,3 @@ def test_a_job_of_slurm_takes_all_that_monarchs_does() -> None:
     assert job._options == ("--job-name=mine", "--immediate=60")
     with pytest.raises(UsageError, match="ntasks_per_node is 1: a host starts its processes"):
         SlurmJob({"a": 1}, ntasks_per_node=8)
-
-
-def test_what_programs_say_of_telemetry_can_be_said() -> None:
-    assert TelemetryConfig(include_dashboard=True).retention_secs == 3600 and MeshAdminConfig().admin_addr is None
-    with pytest.raises(UsageError, match="health widget"):
-        LocalJob().enable_telemetry(TelemetryConfig(), MeshAdminConfig(admin_addr="[::]:1"))

@@ -1,16 +1,15 @@
-"""Jobs whose hosts others give: by ssh, by Slurm, by Ray."""
+"""Jobs whose hosts others give: by ssh, Slurm, Ray, Kubernetes."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshbook.errors import UsageError
 from meshbook.launchers.base import Launcher
-from meshbook.mesh.host_mesh import HostMesh
-from meshbook.mesh.job_trait import JobTrait
-from meshbook.mesh.jobs import HOSTS, HostsJob, checked_counts, checked_names, start_all
+from meshbook.mesh.jobs import HostsJob, checked_counts, checked_names
 
 
 class SSHJob(HostsJob):
@@ -31,30 +30,22 @@ class SSHJob(HostsJob):
         checked_names([name])
         self._meshes[name] = (hosts,) if isinstance(hosts, str) else tuple(hosts)
 
-    def can_run(self, spec: JobTrait) -> bool:
-        return isinstance(spec, SSHJob) and self.active and spec._spec == self._spec
-
-    @property
-    def _spec(self) -> object:
-        """What two jobs have in common whose hosts are the same."""
-        return self._meshes, self._python, self._options
-
-    def _start(self) -> dict[str, HostMesh]:
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
         """Raises: UsageError where there are no hosts."""
         from meshbook.launchers.ssh import SSHLauncher  # only here: who has no such hosts need not load it
 
         if not self._meshes:
             raise UsageError('the job has no hosts: add_mesh("trainers", ["nodeA", "nodeB"]).')
-        return start_all(
-            {
-                name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
-                for name, hosts in self._meshes.items()
-            }
-        )
+        return {
+            name: (len(hosts), SSHLauncher(hosts, python=self._python, options=self._options))
+            for name, hosts in self._meshes.items()
+        }
 
 
 class SlurmJob(HostsJob):
     """Nodes of one allocation of Slurm, arranged by name (`meshbook.launchers.slurm`)."""
+
+    _together = True
 
     def __init__(
         self,
@@ -120,17 +111,11 @@ class SlurmJob(HostsJob):
         options = [f"--{name}={value}" for name, value in self._named.items() if value is not None]
         return (*options, *(["--exclusive"] if self._exclusive else []), *self._more)
 
-    def can_run(self, spec: JobTrait) -> bool:
-        return isinstance(spec, SlurmJob) and self.active and spec._spec == self._spec
-
-    @property
-    def _spec(self) -> object:
-        return self._meshes, self._python, self._options
-
-    def _start(self) -> dict[str, HostMesh]:
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
         from meshbook.launchers.slurm import SlurmLauncher  # only here: who has no such hosts need not load it
 
-        return _start_together(self._meshes, SlurmLauncher(python=self._python, options=self._options))
+        launcher = SlurmLauncher(python=self._python, options=self._options)
+        return {name: (count, launcher) for name, count in self._meshes.items()}
 
 
 def _warn_of_idle(**arguments: object) -> None:
@@ -140,6 +125,8 @@ def _warn_of_idle(**arguments: object) -> None:
 
 class RayJob(HostsJob):
     """Nodes of one placement group of Ray, arranged by name (`meshbook.launchers.ray`)."""
+
+    _together = True
 
     def __init__(
         self,
@@ -162,24 +149,65 @@ class RayJob(HostsJob):
         named = {"num-cpus": num_cpus, "num-gpus": num_gpus, "resources": resources and json.dumps(dict(resources))}
         self._options = (*(f"--{name}={value}" for name, value in named.items() if value is not None), *ray_args)
 
-    def can_run(self, spec: JobTrait) -> bool:
-        return isinstance(spec, RayJob) and self.active and spec._spec == self._spec
-
-    @property
-    def _spec(self) -> object:
-        return self._meshes, self._address, self._python, self._options
-
-    def _start(self) -> dict[str, HostMesh]:
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
         from meshbook.launchers.ray import RayLauncher  # only here: who has no such hosts need not load it
 
-        return _start_together(self._meshes, RayLauncher(self._address, python=self._python, options=self._options))
+        launcher = RayLauncher(self._address, python=self._python, options=self._options)
+        return {name: (count, launcher) for name, count in self._meshes.items()}
 
 
-def _start_together(meshes: Mapping[str, int], launcher: Launcher) -> dict[str, HostMesh]:
-    """Start all hosts at once, and part them by name. Raises: SpawnError; then none is left."""
-    everything = start_all({HOSTS: (sum(meshes.values()), launcher)})[HOSTS]
-    parts, first = {}, 0
-    for name, count in meshes.items():
-        parts[name] = everything.slice(**{HOSTS: slice(first, first + count)}).as_owned()
-        first += count
-    return parts
+@dataclass(frozen=True)
+class ImageSpec:
+    """An image, and what each of its pods is given: ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``."""
+
+    image: str
+    resources: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class KubernetesJob(HostsJob):
+    """Hosts in pods of one namespace, which `add_mesh` names (`meshbook.launchers.k8s`)."""
+
+    def __init__(
+        self,
+        namespace: str = "",
+        *,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+        python_exe: str | None = None,
+        kubernetes_args: Sequence[str] = (),
+    ) -> None:
+        """namespace: by default that of the kubeconfig, or of the pod that this program runs in.
+
+        python_exe: the interpreter in the image, by default ``python3`` there.
+        kubernetes_args: more options for all pods, as of `KubernetesLauncher`.
+        """
+        super().__init__()
+        named = {"namespace": namespace, "context": context, "kubeconfig": kubeconfig}
+        options = [f"--{name}={value}" for name, value in named.items() if value]
+        self._options, self._python = (*options, *kubernetes_args), python_exe
+        self._meshes: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+    def add_mesh(
+        self, name: str, num_replicas: int, *, image_spec: ImageSpec | str | None = None, template: str | None = None
+    ) -> None:
+        """Have so many hosts under a name. Raises: UsageError once the job was applied.
+
+        template: a file with the template of a pod, which may say what image it is.
+        """
+        self._check_changeable(name)
+        checked_counts({name: num_replicas})
+        spec = ImageSpec(image_spec) if isinstance(image_spec, str) else image_spec
+        options = [] if spec is None else [f"--image={spec.image}"]
+        options += [f"--resource={key}={value}" for key, value in spec.resources.items()] if spec else []
+        options += [f"--template={template}"] if template else []
+        self._meshes[name] = num_replicas, tuple(options)
+
+    def _wanted(self) -> dict[str, tuple[int, Launcher]]:
+        from meshbook.launchers.k8s import KubernetesLauncher  # only here: who has no such hosts need not load it
+
+        if not self._meshes:
+            raise UsageError('the job has no hosts: add_mesh("trainers", 2, image_spec=ImageSpec(...)).')
+        return {
+            name: (count, KubernetesLauncher(python=self._python, options=(*self._options, *options)))
+            for name, (count, options) in self._meshes.items()
+        }
