@@ -16,14 +16,18 @@ from meshbook.groups.progress import ANY_PEER, Collectives, GroupProgress, Waiti
 DELIVERED_S = 0.25
 """What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
 
+ALL_SENT_S = 2.0
+"""Of a member whose group was aborted nothing more comes: what it had sent before has arrived after so long."""
+
 
 class WaitGraph:
     """What ranks have told of their groups, by rank and name of group."""
 
     def __init__(self, snapshots: Mapping[int, Collectives]) -> None:
         self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
-        self._missing: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Members that have not begun a collective, for whom all others wait in it; by its group and number."""
+        self._missing: dict[tuple[str, int, bool], tuple[int, ...]] = {}
+        """Members that have not begun a collective, for whom all others wait in it; by its group and number, and
+        whether what aborted members have sent for it has arrived."""
 
     def group(self, rank: int, name: str) -> GroupProgress | None:
         """None where the rank has not made the group, as far as is known."""
@@ -42,8 +46,9 @@ class WaitGraph:
         group = self.group(rank, waiting.group)
         if group is None or group.aborted:  # it comes back by itself
             return ()
+        is_late = waiting.since_s > ALL_SENT_S
         if waiting.peer is None:
-            missing = self._without(group, waiting.number)
+            missing = self._without(group, waiting.number, is_late)
             has_issued = group.issued >= waiting.number
             return missing if has_issued else tuple(member for member in missing if member != rank)
         if waiting.peer == ANY_PEER:
@@ -60,19 +65,21 @@ class WaitGraph:
         else:
             served = peers.received.get(rank, 0) + peers.received.get(ANY_PEER, 0)
         is_served = served > waiting.number or (served == waiting.number and not _gave_up(peers))
-        return () if is_served else (waiting.peer,)
+        return () if is_served and not (is_late and peers is not None and peers.aborted) else (waiting.peer,)
 
-    def _without(self, group: GroupProgress, number: int) -> tuple[int, ...]:
+    def _without(self, group: GroupProgress, number: int, is_late: bool) -> tuple[int, ...]:
         """The members that have not begun a collective, or have given it up."""
-        key = group.name, number
+        key = group.name, number, is_late
         if (missing := self._missing.get(key)) is None:
             missing = tuple(member for member in group.members if not self._does_its_part(member, *key))
             self._missing[key] = missing
         return missing
 
-    def _does_its_part(self, rank: int, name: str, number: int) -> bool:
-        issued = self.issued(rank, name)
-        return issued > number or (issued == number and not _gave_up(self.group(rank, name)))
+    def _does_its_part(self, rank: int, name: str, number: int, is_late: bool) -> bool:
+        group = self.group(rank, name)
+        if group is None or (is_late and group.aborted):
+            return False
+        return group.issued > number or (group.issued == number and not _gave_up(group))
 
 
 def _gave_up(group: GroupProgress | None) -> bool:

@@ -45,7 +45,7 @@ class AbortableWork(dist.Work):
     """When it began, if the rank is profiled."""
     torn = ""
     """What it may have left half done, for good."""
-    _given_up = False
+    _given_up = _is_noted = False
 
     def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
         """raw: C++'s side of it, where that has begun."""
@@ -78,6 +78,8 @@ class AbortableWork(dist.Work):
             if not self.is_completed():
                 self.give_up()
                 self.note_torn()
+            elif self._has_failed():  # as its connections were closed, while the reason was on its way to us
+                self._note_failed(error)
             if isinstance(error, GroupAborted):
                 inner.users.told()
                 error.torn = self.torn
@@ -110,8 +112,15 @@ class AbortableWork(dist.Work):
         """It is given up, or has failed: what it writes may be torn."""
 
     def _note_failed(self, error: BaseException) -> None:
-        self.note_torn()
-        self.inner.failures.note(self.operation, self.number, self.peer, error)
+        """Note, once, that it does nothing for the other members any more."""
+        if not self._is_noted:
+            self._is_noted = True
+            self.note_torn()
+            self.inner.failures.note(self.operation, self.number, self.peer, error)
+
+    def _has_failed(self) -> bool:
+        """Whether an operation that has ended did so with an error that nothing else notes."""
+        return False
 
     def _ready(self) -> bool:
         return self.is_completed()
@@ -151,6 +160,14 @@ class CollectiveWork(AbortableWork):
 
     def is_success(self) -> bool:
         return self._raw.is_success()
+
+    def _has_failed(self) -> bool:
+        if not self.on_stream:
+            try:
+                self._raw.wait()  # it has ended; `is_success` would warn of its age on the rank's stderr
+            except RuntimeError:
+                return True
+        return False
 
     def exception(self) -> object:
         return self._raw.exception()

@@ -148,6 +148,17 @@ def test_what_a_rank_left_as_it_was_aborted_is_not_served_by_it() -> None:
     assert not find_deadlocked(snapshots, ()), "it had done its part in that one"
 
 
+@pytest.mark.parametrize(("since_s", "stuck"), [(0.5, set()), (3.0, {1})])
+def test_an_aborted_rank_sends_nothing_more(since_s: float, stuck: set[int]) -> None:
+    """Its transport may have completed the operation on its own side: what it had sent arrives soon, or never."""
+    aborted = progress("0", (0, 1), 5)._replace(aborted="rank 0 raised")
+    told = {
+        0: snapshot(aborted, call=0, aborted="rank 0 raised"),
+        1: snapshot(progress("0", (0, 1), 5), waiting=[collective(5, since_s=since_s)]),
+    }
+    assert set(find_deadlocked(told, ended=[0])) == stuck
+
+
 def test_an_aborted_rank_serves_nobody_and_is_not_stuck_itself() -> None:
     told = {
         0: snapshot(progress("0", (0, 1, 2), 4), aborted="rank 2 raised"),
