@@ -38,6 +38,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/check_rooms.py
+	$(BIN)/python tests/support/figures.py
 	$(BIN)/python tests/support/check_commits.py
 
 test: $(READY)
