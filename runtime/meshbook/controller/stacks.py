@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshbook.calls.rank_state import SilenceCause, State, Unresponsive
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.queries import STATES_TIMEOUT_S, Questions, ask_rank, explain_silence
-from meshbook.groups.wait_graph import place_of
+from meshbook.groups.deadlock import place_of
 from meshbook.shape.members import Members, Region
 from meshbook.source.frames import RUNTIME, USER, Frame, ThreadStack
 from meshbook.stacks.mesh_stacks import MeshStacks, RankStack, RankTold

@@ -55,10 +55,10 @@ from meshbook.groups.deadlock import (
     find_deadlocked,
     mailboxes_of,
     only_where_shared,
+    place_of,
     where_stuck,
 )
 from meshbook.groups.progress import Collectives
-from meshbook.groups.wait_graph import place_of
 from meshbook.lifecycle import DoubtEvent, GroupDoubt, GroupPhase
 
 DEADLINE_S = 2.0

@@ -1,23 +1,28 @@
-"""Cells that promised to do without collectives, as those do that run on some ranks alone.
+"""Cells and ranks without collectives: both raise at once where a collective would wait for ever. Imports no torch.
 
-A collective that only some ranks enter waits for ever. Inside `collectives_off` each one raises at once instead.
-C++ process groups are reached through the dispatcher, where a mode refuses their operations; a process group written in
-Python is called directly and has to ask `refuse_if_off` itself.
+A cell that runs on some ranks alone promises to do without collectives, since one that only some ranks enter never
+ends: inside `collectives_off` each raises. C++ process groups are reached through the dispatcher, where a mode refuses
+their operations; a process group written in Python is called directly and has to ask `refuse_if_off` itself.
+
+Ranks of a mesh that was spawned without torch have `NoGroups` in place of process groups.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 from meshbook.concurrency import forks
 from meshbook.errors import UsageError
+from meshbook.groups.progress import Collectives, OperationLog
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from meshbook.groups.group_state import Handled
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _LOCAL_OPERATIONS = frozenset({"wait_tensor"})
@@ -107,3 +112,70 @@ def _refusing_mode() -> type[TorchDispatchMode]:
             return func(*args, **(kwargs or {}))
 
     return RefusingMode
+
+
+WITHOUT_TORCH = (
+    "this mesh was spawned without torch, so its ranks have no process groups and no collectives. Spawn one that has: "
+    "without torch=False, or without --no-torch."
+)
+
+
+class NoGroups:
+    """As much of `meshbook.groups.rank_groups.RankGroups` as ranks without torch are asked for."""
+
+    formed = destroyed = False
+    moved_bytes = 0
+
+    def require(self, *_args: object, **_options: object) -> NoReturn:
+        raise UsageError(WITHOUT_TORCH)
+
+    form = prove = device_mesh = require
+
+    def prepare(self, *_args: object, **_options: object) -> None:
+        pass  # the ranks do not meet
+
+    def keep_environment(self) -> None:
+        pass
+
+    def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
+        pass
+
+    def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
+        pass
+
+    def on_new_controller(self) -> None:
+        pass
+
+    def hold_deadlines(self, held: bool) -> None:
+        pass
+
+    def interrupt_backward(self) -> None:
+        pass
+
+    def note_failed(self, call: int) -> None:
+        pass
+
+    def log_operations(self, log: OperationLog | None) -> None:
+        pass
+
+    def tell(self) -> bytes:
+        return b""
+
+    def waits_in(self, thread: int) -> str:
+        return ""
+
+    def waited_s(self, thread: int) -> float:
+        return 0.0
+
+    def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
+        return Collectives(-1, call, (), (), "")
+
+
+class _NoDistributed:
+    """The name ``dist`` on such a rank."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(WITHOUT_TORCH)
+
+
+NO_DISTRIBUTED = _NoDistributed()

@@ -23,10 +23,9 @@ from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups import collectives_off
-from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions
+from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
 from meshbook.groups.collectives_off import public_name, refuse_if_off
-from meshbook.groups.disposal import dispose
-from meshbook.groups.group_state import BEING_FORMED, GroupState
+from meshbook.groups.group_state import BEING_FORMED, Counts, GroupState, Users
 from meshbook.groups.operands import (
     IN_ONE_PIECE,
     Description,
@@ -39,9 +38,7 @@ from meshbook.groups.operands import (
     payload_bytes,
 )
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
-from meshbook.groups.records import MessageRecord, Record
-from meshbook.groups.torn import COPIED_BYTES, copy_small
-from meshbook.groups.use import Counts, Users
+from meshbook.groups.records import COPIED_BYTES, MessageRecord, Record, copy_small
 from meshbook.groups.work import AsideWork, CollectiveWork, PeerWork
 
 _COLLECTIVES = (

@@ -26,8 +26,7 @@ from torch.distributed import DistStoreError
 
 from meshbook.errors import SpawnError
 from meshbook.formatting import name_ranks
-from meshbook.groups.reach import LOOPBACK, Doorway, find_ways, open_door, other_hosts, use_way
-from meshbook.groups.roads import Roads
+from meshbook.groups.reach import LOOPBACK, Doorway, Roads, find_ways, open_door, other_hosts, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.system.descriptors import open_above
 from meshbook.system.interfaces import Interface

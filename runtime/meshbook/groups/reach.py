@@ -1,4 +1,6 @@
-"""By which of their addresses the hosts of a mesh reach each other: tried out as process groups are formed.
+"""The addresses by which the hosts of a mesh reach each other, and the watch on the roads between them.
+
+Addresses are tried out as process groups are formed:
 
     first rank of each host     opens a door, and greets with its host's addresses
     all                         meet; where all are on one machine there is nothing to try
@@ -7,11 +9,18 @@
 
 So a host may have addresses that lead nowhere: of a bridge for containers, or of a network that each machine has for
 itself. What answers at such an address is no door, or another host's, and does not know the door's word.
+
+A wait in a collective ends where a road has gone since (`Roads`). A network that drops what it is given tells nobody.
+The kernel repeats for a quarter of an hour, gloo waits for it, and the controller, which may reach all hosts by another
+network, sees ranks at work. But the kernel knows what is under way and unacknowledged (`meshbook.wire.answering`), and
+a process may ask it of its own sockets. A process at the other end that is stopped or busy acknowledges all the same,
+so it is never taken for a road that has gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import selectors
@@ -29,6 +38,7 @@ from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
 from meshbook.system.processes import family_of, loopback_address, network_id
+from meshbook.wire.answering import borrow, last_answer
 
 KNOCK_S, GRACE_S = 6.0, 0.1
 """How long a door may take to be opened, where packets are lost; and the others once each host has opened one."""
@@ -210,3 +220,55 @@ def use_way(interface: Interface | None) -> None:
         os.environ.pop(_NCCL, None)
         if chosen:
             os.environ[_NCCL] = chosen
+
+
+UNANSWERED_S = 15.0
+"""So long may anything be under way; as an agent's connection to its controller."""
+LOOK_S = 1.0
+
+_Ends = tuple[object, object]
+
+
+class Roads:
+    """Those of one rank, looked at while it waits. A wait on another thread may look too: that does no harm."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, str] = {}
+        """The other hosts of the groups, by the addresses at which they are known; none on one machine."""
+        self._next = 0.0
+        self._answered: dict[_Ends, float] = {}
+
+    def check(self, operation: str) -> None:
+        """Look, at most once a second. Raises: RuntimeError that says which host is out of reach."""
+        now = time.monotonic()
+        if not self.hosts or now < self._next:
+            return
+        if now - self._next > UNANSWERED_S / 3:  # nobody has waited meanwhile
+            self._answered.clear()
+        self._next = now + LOOK_S
+        self._answered, unanswered = self._look(now)
+        for address, since in unanswered.items():
+            if now - since > UNANSWERED_S:
+                raise RuntimeError(
+                    f"{operation}: host {self.hosts[address]} cannot be reached at {address}: nothing that was sent "
+                    f"there was acknowledged for {now - since:.0f} s. Another road: {advice().shared_network}"
+                )
+
+    def _look(self, now: float) -> tuple[dict[_Ends, float], dict[str, float]]:
+        """When each connection was last answered, and each address to which there is one."""
+        connections, addresses = dict[_Ends, float](), dict[str, float]()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    continue
+                if (connection := borrow(int(name))) is None:
+                    continue
+                with connection:
+                    here, there = connection.getsockname(), connection.getpeername()
+                    if there[0] in self.hosts:
+                        told = last_answer(connection, -math.inf)
+                        known = told > -math.inf  # some sandboxes' kernels do not tell, nor is a closed one silent
+                        at = max(told, self._answered.get((here, there), now)) if known else now
+                        connections[here, there] = at
+                        addresses[there[0]] = min(addresses.get(there[0], at), at)
+        return connections, addresses

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import find_disagreements
+from meshbook.groups.deadlock import WaitGraph, place_of
 from meshbook.groups.progress import Collectives, Waiting
-from meshbook.groups.wait_graph import WaitGraph, place_of
 
 WRAP = ",\n  "
 SHOWN = 3

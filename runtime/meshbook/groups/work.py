@@ -3,8 +3,10 @@
 torch's `Work.wait` blocks in C++, where neither reaches it. `CollectiveWork` waits in short steps instead; gloo closes
 the connection when a step of a send or a receive runs out, so `PeerWork` begins and awaits those on a side thread.
 
-Who waits for the future of an operation (DDP's backward does) blocks in C++ as well. Such futures are ours: they end
-with the operation, or when the groups are aborted.
+Waits for the future of an operation block in C++ as well. Such futures are ours: they end with the operation, or when
+the groups are aborted. DDP waits for them in backward passes, where no signal gets through. So the thread that runs a
+pass is known (`watch_backward`), and what it waits for can be told and ended from the control thread. torch wraps the
+error of a future in text, which becomes the error again.
 """
 
 from __future__ import annotations
@@ -18,18 +20,20 @@ from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.autograd
 import torch.distributed as dist
 
 from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.patches import patch
 from meshbook.errors import GroupAborted
-from meshbook.groups.group_state import STEP_S
+from meshbook.groups.group_state import LOST_CONNECTION, STEP_S, GroupState
 from meshbook.groups.progress import Operation
-from meshbook.groups.roads import LOOK_S
+from meshbook.groups.reach import LOOK_S
 
 if TYPE_CHECKING:
     from meshbook.groups.backend_group import BackendGroup
     from meshbook.groups.operands import Landing
-    from meshbook.groups.torn import Operands
+    from meshbook.groups.records import Operands
 
 _STEP = timedelta(seconds=STEP_S)
 _NO_TIMEOUT = timedelta(0)
@@ -385,3 +389,43 @@ class PeerWork(AbortableWork):
             raise GroupAborted(self.inner.dead)
         if self._error is not None:
             self._raise_failed(self._error)
+
+
+_torch_run_backward: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+"""Callbacks run when all gradients of the running pass are there, in the order in which they came; DDP's waits."""
+
+
+def watch_backward(guard: GroupState) -> None:
+    """From now on backward passes of this process are known to ``guard``. Idempotent."""
+
+    computed_at: dict[int, float] = {}
+    """By thread: when its backward pass had only the futures of collectives left to wait for; 0 before."""
+
+    def expect_wait() -> None:
+        thread = threading.get_ident()
+        if thread in guard.backward and thread not in computed_at:
+            computed_at[thread] = 0.0
+            _queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
+
+    guard.on_future = expect_wait
+
+    def run_backward(*args: object, **kwargs: object) -> object:
+        thread = threading.get_ident()
+        if thread in guard.backward:  # a backward pass inside another, as checkpointing makes
+            return _torch_run_backward(*args, **kwargs)
+        guard.backward.add(thread)
+        try:
+            return _torch_run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            guard.await_reason(text)
+            if GroupAborted.__name__ in text or (LOST_CONNECTION in text and guard.reason):
+                raise GroupAborted(guard.reason or "the backward pass was interrupted") from None
+            raise
+        finally:
+            guard.backward.discard(thread)
+            if since := computed_at.pop(thread, 0.0):
+                guard.add_wait(thread, since, "the backward pass")
+
+    patch(torch.autograd, "_engine_run_backward", run_backward)

@@ -7,7 +7,7 @@ from meshbook.errors import (
     LayoutError,
     UsageError,
 )
-from meshbook.groups.absent import WITHOUT_TORCH
+from meshbook.groups.collectives_off import WITHOUT_TORCH
 from meshbook.mesh.host_versions import ways_of
 from meshbook.mesh.proc_view import ProcView
 from meshbook.shape.value_mesh import ValueMesh

@@ -28,7 +28,7 @@ from meshbook.system.os_errors import explain
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from meshbook.groups.absent import NoGroups
+    from meshbook.groups.collectives_off import NoGroups
     from meshbook.groups.rank_groups import RankGroups
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"

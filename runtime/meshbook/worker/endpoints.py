@@ -21,7 +21,7 @@ from meshbook.calls.answer import Outcome
 from meshbook.calls.rank_state import Reaction, StatusAnswer
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.groups.absent import NoGroups
+from meshbook.groups.collectives_off import NoGroups
 from meshbook.groups.progress import Collectives
 from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent

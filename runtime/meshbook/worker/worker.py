@@ -24,8 +24,7 @@ from meshbook.calls.answer import Outcome, pack
 from meshbook.concurrency import forks
 from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure
-from meshbook.groups.absent import NO_DISTRIBUTED, NoGroups
-from meshbook.groups.collectives_off import leave_to_parent
+from meshbook.groups.collectives_off import NO_DISTRIBUTED, NoGroups, leave_to_parent
 from meshbook.shape.generations import Moves
 from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge

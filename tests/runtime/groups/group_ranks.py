@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import MeshError
-from meshbook.groups import default_group, rank_groups
+from meshbook.groups import factory, rank_groups
 from meshbook.groups.rank_groups import RankGroups, broadcast_value
 from meshbook.groups.store_client import LinkStore
 from meshbook.source.cells import add_cell
@@ -326,7 +326,7 @@ def init_in_a_cell(me: Rank) -> Any:
         "mesh": init_device_mesh("cpu", (me.size,)).get_group() is group,
         "nccl": raised(lambda: dist.init_process_group("nccl")),
         "smaller": raised(lambda: dist.init_process_group("gloo", rank=0, world_size=1)),
-        "documented": dist.init_process_group.__doc__ == default_group._torch_init.__doc__,
+        "documented": dist.init_process_group.__doc__ == factory._torch_init.__doc__,
     }
 
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from meshbook.groups.deadlock import differing_groups, find_deadlocked, only_where_shared, where_stuck
+from meshbook.groups.deadlock import differing_groups, find_deadlocked, only_where_shared, place_of, where_stuck
 from meshbook.groups.progress import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
-from meshbook.groups.wait_graph import place_of
 
 
 def progress(name: str, members: tuple[int, ...], issued: int, sent=None, received=None) -> GroupProgress:

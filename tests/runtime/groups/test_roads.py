@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook.groups import roads
-from meshbook.groups.roads import Roads
+from meshbook.groups import reach
+from meshbook.groups.reach import Roads
 
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A connection into which no more goes, since nobody reads at its other end; and a short patience."""
-    monkeypatch.setattr(roads, "UNANSWERED_S", 1.0)
-    monkeypatch.setattr(roads, "LOOK_S", 0.1)
+    monkeypatch.setattr(reach, "UNANSWERED_S", 1.0)
+    monkeypatch.setattr(reach, "LOOK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as sock:
         there, _ = listening.accept()
         with there:
@@ -51,7 +51,7 @@ def test_a_kernel_that_does_not_tell_says_nothing_of_roads(
 def test_what_is_never_acknowledged_is_told_with_the_host_and_its_address(
     full: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roads, "last_answer", lambda connection, before: time.monotonic() - 60)
+    monkeypatch.setattr(reach, "last_answer", lambda connection, before: time.monotonic() - 60)
     words = (
         r"all_reduce: host nodeB cannot be reached at 127.0.0.1: nothing .* acknowledged for 1 s. Another road: spawn"
     )
