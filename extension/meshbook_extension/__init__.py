@@ -21,8 +21,7 @@ _SESSION = "_meshbook_session"
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
     from meshbook_extension.cells.transformers import TRANSFORMERS
-    from meshbook_extension.magics import MeshMagics
-    from meshbook_extension.wiring import open_session
+    from meshbook_extension.wiring import MeshMagics, open_session
 
     if is_loaded(shell):
         return

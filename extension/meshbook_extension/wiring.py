@@ -1,31 +1,101 @@
-"""Who knows whom in one notebook: a session is opened with all that listens to it, and closed again."""
+"""The magics of a notebook, and its session with all that listens to it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
+
 from meshbook.actor.supervision import observe_unhandled
-from meshbook.errors.advice import set_advice
+from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
-from meshbook_extension.cells.call_output import CallOutput
 from meshbook_extension.cells.hang_watch import HangWatch
-from meshbook_extension.cells.prompt import CallPromptHandler
+from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
+from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell
 from meshbook_extension.cells.running import Jobs
-from meshbook_extension.commands.sync import SentModules
+from meshbook_extension.commands import dispatch, help_text
+from meshbook_extension.commands.packages import SentModules
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
-from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE, name_notebook_cells
+from meshbook_extension.notebook.error_log import name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.output.publisher import StartLine, served_cell
-from meshbook_extension.reattach.auto_attach import AutoAttach
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
+from meshbook_extension.reattach.restore import AutoAttach
 from meshbook_extension.visual_debugger.target import Debugged
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from meshbook.mesh.proc_mesh import ProcMesh
+
+RAW = ("eval",)
+"""Commands whose line is taken as it stands; in others ``$x`` and ``{x}`` stand for variables of the notebook."""
+
+
+class MeshMagics:
+    """The magics of one session."""
+
+    def __init__(self, shell: InteractiveShell, session: Session) -> None:
+        self.shell = shell
+        self.session = session
+
+    def register(self) -> None:
+        """Make them known to the shell."""
+        for kind, function in (("line", self.line), ("cell", self.cell)):
+            self.shell.magics_manager.register_function(function, magic_kind=kind, magic_name="mesh")
+
+    def line(self, line: str) -> None:
+        if line.split(" ", 1)[0] not in RAW:
+            line = self.shell.var_expand(line, depth=2)
+        dispatch(self.session, line)
+
+    def cell(self, line: str, cell: str) -> None:
+        run_mesh_cell(self.session, line, cell)
+
+
+MeshMagics.line.__doc__ = help_text()
+MeshMagics.cell.__doc__ = MESH_CELL.help()
+setattr(MeshMagics.line, MAGIC_NO_VAR_EXPAND_ATTR, True)
+
+
+NOTEBOOK_ADVICE = Advice(
+    heal="%mesh heal",
+    heal_call="%mesh heal, or procs.heal()",
+    rebuild="%mesh heal (procs.rebuild_groups() in Python)",
+    elsewhere="where it is not the current mesh: %mesh use NAME first, or procs.heal()",
+    shrink="%mesh shrink",
+    change="%mesh {verb} {sizes}",
+    respawn="%mesh respawn rank={ranks}",
+    insist="%mesh respawn rank={ranks} --force",
+    spawn="%mesh spawn gpus=4",
+    spawn_call="%mesh spawn gpus=4, or this_host().spawn_procs(...)",
+    spawn_hosts="%mesh spawn hosts=3 gpus=4",
+    grow_hosts="%mesh grow hosts=1 --on ENGINE",
+    shared_network="spawn with --interface of a network that they share",
+    no_groups="with --no-group",
+    heal_elsewhere="%mesh heal --on ENGINE",
+    stop="%mesh stop",
+    detach="%mesh detach, or meshbook.detach()",
+    whole="base(), or %mesh use",
+    fresh_view="slice that; or: %mesh use NAME --out VAR",
+    interrupt="%mesh interrupt",
+    wait="%mesh wait",
+    stacks="%mesh stacks",
+    stacks_call="%mesh stacks; mesh.stacks() in Python",
+    stacks_of="%mesh stacks rank={rank}",
+    logs="%mesh logs rank={ranks}",
+    prompt="%mesh pdb",
+    postmortem="%mesh postmortem",
+    free="%mesh free",
+    pull="%mesh pull",
+    ask="Ask in the notebook, and send the answer with: %mesh push NAME",
+    cpu='--device cpu (device="cpu" in Python)',
+    invite="%mesh spawn hosts=2 gpus=8 --on manual",
+    within="--within 10m (within_s=600 in Python)",
+)
+"""What helps, in the words of a notebook: magics, and Python where an error comes of a Python call too."""
 
 
 def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
@@ -47,12 +117,12 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
 
-    def give_procs(sizes: dict[str, int]) -> ProcMesh:
-        from meshbook_extension.commands import meshes  # which the first command imports
+    def find_procs(sizes: dict[str, int]) -> ProcMesh:
+        from meshbook_extension.commands.spawn import give_procs
 
-        return meshes.give_procs(session, sizes)
+        return give_procs(session, sizes)
 
-    set_current_mesh(session.mesh, give_procs)
+    set_current_mesh(session.mesh, find_procs)
     set_prompt_handler(CallPromptHandler(session))
     set_start_display(StartLine(shell).show)
     observe_unhandled(session.errors.note_unhandled)

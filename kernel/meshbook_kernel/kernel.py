@@ -136,7 +136,7 @@ class MeshbookKernel(IPythonKernel):
     def _prewarm(self) -> None:
         session = getattr(self.shell, "_meshbook_session", None)
         if session is not None:
-            from meshbook_extension.reattach.auto_attach import AutoAttach
+            from meshbook_extension.reattach.restore import AutoAttach
 
             session.part(AutoAttach).wait()  # a mesh that comes back brings its host
         try:

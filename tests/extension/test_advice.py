@@ -12,7 +12,7 @@ from conftest import Notebook
 from meshbook import errors
 from meshbook.errors.advice import Advice, advice
 from meshbook_extension.commands import COMMANDS, load_all
-from meshbook_extension.notebook.advice import NOTEBOOK_ADVICE
+from meshbook_extension.wiring import NOTEBOOK_ADVICE
 
 
 def test_what_a_notebook_is_advised_exists() -> None:

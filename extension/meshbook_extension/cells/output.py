@@ -19,8 +19,17 @@ import msgspec
 from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
-from meshbook_extension.output.failures import INTERRUPT, FailureView
-from meshbook_extension.output.labels import MANY_RUNS, RUNS, Labeller, Text, join_runs, label, label_block
+from meshbook_extension.output.labels import (
+    INTERRUPT,
+    MANY_RUNS,
+    RUNS,
+    FailureView,
+    Labeller,
+    Text,
+    join_runs,
+    label,
+    label_block,
+)
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
 from meshbook_extension.output.publisher import CellSink, Publisher, sink_for

@@ -16,8 +16,7 @@ from meshbook_extension.cells.running import Job, Jobs, RunningCell, show_lost, 
 from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session, check_identifier
-from meshbook_extension.notebook.setup_cells import Setup
-from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.notebook.targets import FORMS, Setup
 from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.publisher import parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of

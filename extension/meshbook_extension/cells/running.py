@@ -27,8 +27,7 @@ from meshbook.errors import (
 from meshbook.errors.groups import GRADIENTS
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.failures import DISAGREE, INTERRUPT, headline
-from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.output.labels import DISAGREE, INTERRUPT, format_seconds, headline
 
 if TYPE_CHECKING:
     from meshbook.calls.cell_run import CellRun

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshbook.errors import UsageError
-from meshbook.shell.transformers import RankTransformers
+from meshbook.shell.compiler import RankTransformers
 from meshbook_extension.output.publisher import parent_of
 
 if TYPE_CHECKING:

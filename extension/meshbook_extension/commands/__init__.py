@@ -19,21 +19,8 @@ from meshbook_extension.notebook.targets import FORMS
 
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
-MODULES = (
-    "meshes",
-    "attach",
-    "views",
-    "values",
-    "sync",
-    "pip",
-    "cells",
-    "repair",
-    "status",
-    "pdb",
-    "stacks",
-    "logs",
-    "debug",
-)
+MODULES = ("spawn", "meshes", "values", "packages", "cells", "repair", "status", "debug")
+"""In the order in which help lists their commands."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,184 @@
-"""``%mesh debug``: a debugger with a window, on a rank."""
+"""Debuggers on ranks: pdb at a breakpoint, where a rank runs, or at its last exception; and debuggers with a window."""
 
 from __future__ import annotations
 
 import json
 import socket
+from typing import TYPE_CHECKING
 
+from meshbook.calls.rank_state import LastError
+from meshbook.errors import UsageError
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh.dap_client import prepare
 from meshbook.mesh.dap_listener import HOST, TOKEN
-from meshbook_extension.commands import Command
+from meshbook.mesh.prompt import DebugPrompt
+from meshbook_extension.cells.prompt import REOPEN, CallOutput, NotebookTerminal, why_no_prompt
+from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.targets import one_rank
+from meshbook_extension.notebook.targets import choose, one_rank
 from meshbook_extension.visual_debugger.target import Debugged, DebugTarget
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
+
+BREAK_IN_S = 2.0
+"""A rank that was asked to stop has so long to come to a line of the user's code."""
+OPEN_S = 5.0
+"""A post-mortem has so long to open."""
+
+CAST = Option("--cast", "this command on all of them, without a prompt", str, "CMD")
+
+AT_PROMPT = """\
+At the prompt pdb's own commands work, and: rank N, ranks, cast CMD [TARGET], ?prefix, detach, help.
+Interrupt ends what the stopped ranks run."""
+
+
+@on_ranks(
+    name="%mesh pdb",
+    summary="The prompt of ranks that stopped at a breakpoint; ranks that run are stopped where they are.",
+    options=(CAST,),
+    examples=("%mesh pdb", "%mesh pdb rank=3", '%mesh pdb --cast "p loss"', '%mesh pdb --cast "p x" rank=0,2'),
+    notes=f"""
+{AT_PROMPT}
+A target whose ranks run and are not stopped: they stop at their next line of your code.""",
+)
+def pdb(session: Session, arguments: Arguments) -> None:
+    """Open the prompt, or cast one command."""
+    procs = session.target(arguments.words, arguments.pairs)
+    cast = arguments.text(CAST.name)
+    stopped = procs.stopped()
+    if cast is not None:
+        if not stopped:
+            raise UsageError(f"{_none_of(procs)} stopped at a prompt. Stop them where they are: %mesh pdb rank=0")
+        try:
+            _prompt(session, procs).cast(cast)
+        finally:
+            # nobody stays with them: their next stop is news
+            procs.stopped_ranks.stepping.difference_update(procs.ranks)
+        return
+    _check_person(session)
+    if not stopped and not arguments.words and not arguments.pairs:
+        raise UsageError(
+            "no rank is stopped at a prompt.\n"
+            "  stop one that runs: %mesh pdb rank=0    at a line: breakpoint()    after an error: %mesh postmortem"
+        )
+    if not stopped and not _break_in(procs):
+        return
+    procs.stopped_ranks.left.difference_update(procs.ranks)
+    _attend(session, procs)
+
+
+def _break_in(procs: ProcMesh) -> bool:
+    """Have busy ranks stop at their next line; whether any did."""
+    busy = procs.busy
+    if not busy:
+        raise UsageError(f"{_none_of(procs)} running anything. A breakpoint() in a cell stops them there.")
+    view = procs.select(busy)
+    view.ask("pdb_break_in")
+    procs.stopped_ranks.wait_for(
+        lambda: len(procs.stopped_ranks.of(busy)) == len(set(busy) & set(procs.busy)), BREAK_IN_S
+    )
+    late = [rank for rank in busy if rank not in procs.stopped_ranks.of(busy) and rank in procs.busy]
+    if late:
+        places = group_ranks(procs.select(late).where().items())
+        lines = [f"{name_ranks(ranks)} came to no line of your code: {place}" for place, ranks in places.items()]
+        again = "it stops" if len(late) == 1 else "they stop"
+        print("\n".join([*lines, f"  {again} at the next one; the prompt then: %mesh pdb"]))
+    return bool(procs.stopped_ranks.of(busy))
+
+
+def _attend(session: Session, procs: ProcMesh) -> None:
+    try:
+        detached = _prompt(session, procs).attend(lambda: False)
+    except KeyboardInterrupt:
+        stopped = procs.select(list(procs.stopped_ranks.of(procs.ranks)) or list(procs.busy) or procs.ranks)
+        raise stopped.interrupt() from None
+    if detached:
+        _say_who_stays(procs)
+
+
+def _say_who_stays(procs: ProcMesh) -> None:
+    stay = procs.stopped_ranks.of(procs.ranks)
+    print(f"{name_ranks(stay)} {'stays' if len(stay) == 1 else 'stay'} stopped; {REOPEN}")
+
+
+def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt:
+    terminal = NotebookTerminal(session.shell, session.part(CallOutput).output(procs))
+    return DebugPrompt(procs, terminal, choose, post_mortem=post_mortem)
+
+
+def _check_person(session: Session) -> None:
+    if why := why_no_prompt(session.shell):
+        raise UsageError(f'{why}.\n  without a prompt: %mesh pdb --cast "p x"    %mesh postmortem --cast "p x"')
+
+
+def _none_of(procs: ProcMesh) -> str:
+    ranks = procs.ranks
+    return f"rank {ranks[0]} is not" if len(ranks) == 1 else f"none of {name_ranks(ranks)} is"
+
+
+@Command(
+    name="%mesh postmortem",
+    summary="pdb on the frames of a rank's last exception; by default of the rank that failed first.",
+    words="[RANK]",
+    options=(CAST,),
+    examples=("%mesh postmortem", "%mesh postmortem 1", '%mesh postmortem --cast "p x"'),
+    notes=f"""
+It needs no breakpoint. The frames are kept until the rank's next exception.
+Other ranks that raised in the same call are there too: rank N goes to one, cast asks them all. q ends it for all.
+{AT_PROMPT}""",
+)
+def postmortem(session: Session, arguments: Arguments) -> None:
+    """Find the rank, have it and those that failed with it open their prompts, and stay until the person quits."""
+    procs = session.mesh().base()
+    cast = arguments.text(CAST.name)
+    if cast is None:
+        _check_person(session)
+    chosen, ranks = _who_failed(procs, arguments.words)
+    view = procs.select(ranks)
+    future = view.postmortem()
+    view.stopped_ranks.wait_for(lambda: future.done() or len(view.stopped_ranks.of(ranks)) == len(ranks), OPEN_S)
+    prompt = _prompt(session, view, post_mortem=True)
+    try:
+        if cast is not None:
+            prompt.cast(cast)
+        elif prompt.attend(future.done, first=chosen):
+            _say_who_stays(view)
+            return
+        prompt.end()
+        future.get(OPEN_S)
+    except KeyboardInterrupt:
+        raise future.interrupt() from None
+
+
+def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]]:
+    """The rank to look at first, and all that have an exception of the same call, itself included."""
+    errors = {rank: error for rank, error in procs.ask_for(LastError, "last_error").items() if error.has_frames}
+    busy = set(procs.busy)
+    if words:
+        chosen = one_rank(procs, words[0])
+        if chosen not in errors:
+            have = f"{name_ranks(errors)} {'has' if len(errors) == 1 else 'have'}" if errors else "no rank has"
+            raise UsageError(f"rank {chosen} has no exception to look at; {have} one.")
+    elif not errors:
+        raise UsageError("no rank has an exception to look at: none has raised anything yet, or it was freed.")
+    else:
+        chosen = _first_cause(errors)
+    if chosen in busy:
+        raise UsageError(
+            f"rank {chosen} is busy: {procs.select([chosen]).where()[chosen]}.\n"
+            f"  look at that: %mesh pdb rank={chosen}    end it: %mesh interrupt rank={chosen}"
+        )
+    same = [rank for rank, error in errors.items() if error.call == errors[chosen].call and rank not in busy]
+    return chosen, sorted(same)
+
+
+def _first_cause(errors: dict[int, LastError]) -> int:
+    """Of the last call in which a rank failed by itself, the rank that did so first."""
+    causes = {rank: error for rank, error in errors.items() if not error.freed} or errors
+    last = max(error.call for error in causes.values())
+    return max((rank for rank in causes if causes[rank].call == last), key=lambda rank: causes[rank].ago_s)
 
 
 @Command(

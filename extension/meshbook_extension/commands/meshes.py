@@ -1,289 +1,27 @@
-"""The meshes of a notebook: spawn, list, use, stop."""
+"""The meshes of a notebook and their parts: list, use, stop, detach, attach, slice, split, rename, flatten."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
-import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
-from meshbook.errors import UsageError
-from meshbook.formatting import format_sizes
+from meshbook.errors import AttachError, UsageError
+from meshbook.formatting import did_you_mean, format_sizes, name_ranks
 from meshbook.launchers.engines.job_lists import job_lists
-from meshbook.launchers.registry import ENGINES
-from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.commands.attach import describe_age, describe_others
-from meshbook_extension.notebook.engines import HOSTS, ON, PYTHON, WITHIN, read_engine, read_within
 from meshbook_extension.notebook.grammar import Arguments, Option
-from meshbook_extension.notebook.profiles import with_profile
-from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
-from meshbook_extension.notebook.targets import RANK
-from meshbook_extension.notebook.time_limits import Limit, TimeLimits
-from meshbook_extension.output.labels import count, format_seconds, parse_duration
-from meshbook_extension.output.publisher import sink_for
+from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
+from meshbook_extension.notebook.targets import FORMS, RANK
+from meshbook_extension.output.labels import count, format_duration, parse_duration
+from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
-    from meshbook.launchers.base import Launcher
-    from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.sessions.folder import SavedLauncher
-
-
-SHOWN_HOSTS = 4
-"""So many are listed with their addresses."""
-
-
-@Command(
-    name="%mesh spawn",
-    summary="Start a process per rank and form their process group.",
-    profiles=True,
-    pairs="AXIS=N [AXIS=N ...]",
-    options=(
-        ON,
-        Option("--name", f'what the mesh is called ("{DEFAULT_NAME}")', str, "N"),
-        Option("--device", "by default cuda where there is a device for each rank", str, choices=("cpu", "cuda")),
-        Option("--preload", "modules to import once, before the ranks are forked", str, "MOD,.."),
-        Option("--no-group", "form no process group"),
-        Option("--no-torch", "ranks without torch, there sooner and lighter; no process group either"),
-        PYTHON,
-        WITHIN,
-        Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
-        Option("--interface", "by which hosts reach each other, or its network: eth1, 10.0.0.0/8", str, "NAME"),
-        Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
-        Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
-        Option("--max-hours", "stop it after so many hours", float, "N"),
-        Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
-    ),
-    rest="ENGINE OPTIONS",
-    examples=(
-        "%mesh spawn gpus=4",
-        "%mesh spawn hosts=2 gpus=4 --on local",
-        "%mesh spawn dp=2 tp=2 --name trainers --device cpu",
-        "%mesh spawn gpus=8 --preload transformers,datasets",
-        "%mesh spawn gpus=4 --out procs",
-        "%mesh spawn gpus=4 --no-group",
-        "%mesh spawn gpus=8 --on ssh:nodeA,nodeB",
-        "%mesh spawn gpus=8 --on ssh:nodeA --python ~/env/bin/python --cwd ~/project -- -p 2222",
-        "%mesh spawn hosts=4 gpus=8 --on slurm -- --partition gpu --time 1:00:00",
-        "%mesh spawn hosts=4 gpus=8 --on k8s -- --image registry/meshbook:1 --namespace ml --gpus 8",
-        "%mesh spawn hosts=3 gpus=2 --on ray:head:6379",
-        "%mesh spawn hosts=4 gpus=8 --on mpi -- --hostfile hosts",
-        "%mesh spawn hosts=4 gpus=8 --on batch:pbs -- --queue gpu --walltime 4:00:00",
-        "%mesh spawn hosts=2 gpus=8 --on manual --within 1h",
-        "%mesh spawn gpus=4 --env NCCL_DEBUG=INFO,OMP_NUM_THREADS=4",
-        "%mesh spawn @gpu-cluster gpus=4",
-    ),
-    notes="""
-Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.
-Hosts of ssh are named as for ssh, by your own config; what follows -- goes to ssh. Agents there speak through its
-connection, so no port has to be reachable, and end with it.
-Hosts of slurm are the nodes of an allocation: that of the notebook, else one of its own, for which what follows -- goes
-to salloc. Agents there dial the notebook's machine.
-Hosts of k8s are pods of a Kubernetes cluster: the notebook's own, or that of the kubeconfig. What follows -- is their
-image, which has meshbook in it, and what each gets: --gpus N, --cpu N, --memory 64Gi, --namespace N, --template FILE.
-Hosts of ray are nodes of a Ray cluster, with a GPU for each rank where it has them: that of this machine, or the one at
-ADDRESS. What follows -- is what each host asks for: --num-cpus N, --num-gpus N, --resources JSON.
-Hosts of mpi are those that mpirun knows of, by its options, which follow --, or by the job that the notebook is in.
-Hosts of a batch scheduler (pbs, torque, lsf, sge, condor, or slurm by sbatch) are jobs, one each; what follows -- is
-theirs, above all --walltime H:MM:SS.
-Hosts of manual are where you run the command that is shown, with a ticket that is good for so many hosts and so long.
-@PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
-)
-def spawn(session: Session, arguments: Arguments) -> None:
-    """Start a mesh and make it the current one."""
-    arguments = with_profile(arguments)
-    name = arguments.text("--name") or DEFAULT_NAME
-    out = arguments.text("--out")
-    check_identifier(name, "--name")
-    if out is not None:
-        check_identifier(out, "--out")
-    launcher = read_engine(arguments, arguments.text("--device"), lambda: _count_ranks(arguments))
-    sizes = _read_sizes(arguments)
-    hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
-    env = _read_variables(arguments)
-    _check_interface(arguments.text("--interface"), launcher)
-    limit, within_s = _read_limit(arguments), read_within(arguments)
-    preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
-    all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
-    launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
-    if _has_returned(session, name, all_sizes, launchers, arguments):
-        return
-    session.check_name_is_free(name)
-    began = time.monotonic()
-    torch = not arguments.flag("--no-torch")
-    grouped = torch and not arguments.flag("--no-group")
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            procs = _hosts(launcher, hosts).spawn_procs(
-                sizes,
-                name=name,
-                device=arguments.text("--device"),
-                preload=preload,
-                torch=torch,
-                group=grouped,
-                owns_hosts=hosts is not None,
-                env=env,
-                cwd=arguments.text("--cwd"),
-                within_s=within_s,
-            )
-    except KeyboardInterrupt:
-        raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
-    session.add(procs)
-    session.part(TimeLimits).add(procs, limit, sink_for(session.shell), session.publisher)
-    if out is not None:
-        session.bind(out, procs)
-    print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
-    if grouped and not launcher.shares_environment and (ways := procs.ways()):
-        print(f"  hosts reach each other at {_shortened([f'{host} {way}' for host, way in ways])}")
-    for warning in told:
-        print(f"  {warning.message}")
-
-
-def _has_returned(
-    session: Session, name: str, sizes: dict[str, int], launchers: tuple[SavedLauncher, ...], arguments: Arguments
-) -> bool:
-    """Whether the mesh that is asked for is there from before the kernel was restarted: a notebook that is run again
-    from its top goes on with it."""
-    procs = session.meshes.get(name)
-    if name not in session.returned or procs is None or not procs.alive or procs.base().sizes != sizes or procs.lost:
-        return False
-    if arguments.text("--device") not in (None, procs.device) or any(
-        job.mesh == name for job in session.part(Jobs).running()
-    ):
-        return False
-    asked = launchers, _read_variables(arguments), arguments.text("--cwd") or ""
-    launched = tuple(saved.asked for saved in procs.base().launchers)
-    if asked != (launched, procs.env, procs.cwd):
-        return False
-    session.add(procs.base())
-    limits, asked_limit = session.part(TimeLimits), _read_limit(arguments)
-    began = limits.of(procs).began or asked_limit.began
-    limits.add(procs, replace(asked_limit, began=began), sink_for(session.shell), session.publisher)
-    if (out := arguments.text("--out")) is not None:
-        session.bind(out, procs.base())
-    print(
-        f'mesh "{name}": {format_sizes(sizes)}, {procs.device}; here from before the restart, with its state\n'
-        f"  afresh: %mesh stop {name}, then spawn again"
-    )
-    return True
-
-
-def _read_sizes(arguments: Arguments) -> dict[str, int]:
-    if not arguments.pairs:
-        raise arguments.grammar.refuse("say how many ranks, along an axis that you name.")
-    sizes = {}
-    for axis, text in arguments.pairs.items():
-        if axis == RANK:
-            raise arguments.grammar.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
-        if not text.isdigit() or int(text) < 1:
-            raise arguments.grammar.refuse(f"{axis}={text}: the size of an axis is a whole number of at least 1.")
-        sizes[axis] = int(text)
-    return sizes
-
-
-def _count_ranks(arguments: Arguments) -> int:
-    """On each host."""
-    return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
-
-
-def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
-    """How many hosts of its own the mesh has; None where it is on this one. Raises: UsageError."""
-    named = len(launcher.named_hosts)
-    if named and count not in (None, named):
-        raise arguments.grammar.refuse(f"{HOSTS}={count}, but --on names {named}; leave {HOSTS} out.", launcher.name)
-    if count is None and (counted := ENGINES[launcher.name].counted):
-        raise arguments.grammar.refuse(f"say how many {counted}: {HOSTS}=N.", launcher.name)
-    return named or count
-
-
-def _read_variables(arguments: Arguments) -> dict[str, str]:
-    """What ``--env`` and ``--interface`` say. Raises: UsageError."""
-    variables = {}
-    text = arguments.text("--env")
-    for part in [] if text is None else text.split(","):
-        name, equals, value = part.partition("=")
-        if not name or not equals:
-            raise arguments.grammar.refuse(
-                f'--env takes NAME=VALUE, with commas between several; not "{part}".', "--env"
-            )
-        variables[name] = value
-    if (interface := arguments.text("--interface")) is not None:
-        variables[WANTED] = interface
-    return variables
-
-
-def _check_interface(wanted: str | None, launcher: Launcher) -> None:
-    """Raises: UsageError for one that this machine does not have; hosts elsewhere tell of their own."""
-    if wanted is not None and launcher.shares_environment and not wanted_interfaces(wanted):
-        there = ", ".join(map(str, own_interfaces())) or "none"
-        raise UsageError(f"--interface: this machine has no {wanted}; it has {there}.")
-
-
-def _read_limit(arguments: Arguments) -> Limit:
-    """What ``--idle-stop`` and ``--max-hours`` say. Raises: UsageError."""
-    idle, hours = arguments.text("--idle-stop"), arguments.number("--max-hours")
-    if hours == 0:
-        raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
-    idle_s = 0.0 if idle is None else parse_duration(idle, "--idle-stop")
-    return Limit(idle_s, (hours or 0.0) * 3600, time.time())
-
-
-def _shortened(parts: list[str]) -> str:
-    return ", ".join(
-        parts if len(parts) <= SHOWN_HOSTS else [*parts[:SHOWN_HOSTS], f"and {len(parts) - SHOWN_HOSTS} more"]
-    )
-
-
-def _hosts(launcher: Launcher, count: int | None) -> HostMesh:
-    from meshbook.mesh.driven import start_hosts, this_host
-
-    return this_host() if count is None else start_hosts({HOSTS: count}, launcher)
-
-
-def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
-    """The processes of ``Mesh(shape=...)``, which is told where they are.
-
-    They are those of the current mesh if it has as many ranks, else of one with these axes, so that a cell that is run
-    again finds what it has made; else new ones, that are listed.
-    """
-    from meshbook.mesh.driven import this_host
-
-    found = next((name for name in (session.current, *session.meshes) if _has_ranks(session, name, sizes)), None)
-    if found is not None:
-        procs = session.meshes[found]
-        print(f'on mesh "{found}" ({format_sizes(procs.sizes)})')
-        return procs if procs.sizes == sizes else procs.arrange(sizes, procs.ranks)
-    names = itertools.chain([DEFAULT_NAME], (f"{DEFAULT_NAME}{number}" for number in itertools.count(2)))
-    name = next(name for name in names if name not in session.meshes or not session.meshes[name].alive)
-    before = session.current
-    began = time.monotonic()
-    procs = this_host().spawn_procs(sizes, name=name)
-    session.add(procs)
-    print(_describe_spawned(procs, time.monotonic() - began, grouped=True))
-    if before is not None and before in session.meshes and session.meshes[before].alive:
-        session.current = before
-        print(f'  cells go to mesh "{before}" as before; make it current: %mesh use {name}')
-    return procs
-
-
-def _has_ranks(session: Session, name: str | None, sizes: dict[str, int]) -> bool:
-    procs = session.meshes.get(name or "")
-    if procs is None or not procs.alive or not procs.is_grouped:
-        return False
-    return procs.sizes == sizes or (name == session.current and len(procs) == math.prod(sizes.values()))
-
-
-def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
-    group = ("nccl" if procs.device == "cuda" else "gloo") if grouped else "no process group"
-    return (
-        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}, {group}; '
-        f"ready in {format_seconds(seconds)} ({count(len(procs), 'rank')} on {count(len(procs.hosts), 'host')})"
-    )
+    from meshbook.sessions.folder import SavedMesh
+    from meshbook.sessions.listing import SavedSession
 
 
 @Command(
@@ -361,3 +99,243 @@ def stop(session: Session, arguments: Arguments) -> None:
         print(f'mesh "{name}" stopped')
     if names and session.current:
         print(f'mesh "{session.current}" is current now')
+
+
+@Command(
+    name="%mesh detach",
+    summary="Let all meshes live on without this notebook, for the lease; cells on them run on.",
+    options=(Option("--lease", "how long they wait to be attached (10m)", str, "TIME"),),
+    examples=("%mesh detach", "%mesh detach --lease 2h"),
+    notes="""
+A kernel that is restarted or dies leaves its meshes for the lease anyway; this is for shutting it down, or for going
+on elsewhere. The next kernel of this notebook attaches them by itself.""",
+)
+def detach(session: Session, arguments: Arguments) -> None:
+    """Leave them, and say how to come back."""
+    from meshbook.agent.lease import default_lease_s
+    from meshbook.mesh.driven import detach, own_sessions
+
+    text = arguments.text("--lease")
+    lease_s = default_lease_s() if text is None else parse_duration(text, "--lease")
+    session.part(StateWriter).save()
+    names = [mesh.name for folder in own_sessions() for mesh in folder.state.meshes.values()]
+    if not names:
+        print("no mesh to detach. Start one: %mesh spawn gpus=4")
+        return
+    running = len(session.part(Jobs).running())
+    detach(lease_s)
+    for name in list(session.meshes):
+        session.forget(name)
+    for name in names:
+        print(f'mesh "{name}" lives on for {format_duration(lease_s)} without this notebook')
+    jobs = f"; {running} job{'s run' if running > 1 else ' runs'} on" if running else ""
+    print(f"  back to it: %mesh attach {names[0]}{jobs}")
+
+
+@Command(
+    name="%mesh attach",
+    names="waiting",
+    summary="Go on with a mesh that was detached, or whose kernel has died; with all of its session.",
+    words="[NAME]",
+    options=(Option("--as", "what it is called here, where its name is taken", str, "OTHER"),),
+    examples=("%mesh attach", "%mesh attach trainers", "%mesh attach train.ipynb", "%mesh attach main --as theirs"),
+    notes="""
+NAME is that of a mesh, or of the notebook that has left it; without one it is what this notebook has left. See
+%mesh list for what waits. What another notebook has left waits again, for its lease, when this one is shut down.""",
+)
+def attach(session: Session, arguments: Arguments) -> None:
+    """Find it, attach it, restore names and jobs."""
+    from meshbook.mesh.driven import attach
+    from meshbook_extension.reattach.restore import restore
+
+    found = _find(session, arguments.words[0] if arguments.words else None)
+    name = arguments.text("--as")
+    if name is not None:
+        check_identifier(name, "--as")
+        if len(found.meshes) > 1:
+            raise UsageError(f"--as names one mesh, but this session has {', '.join(names_of(found))}.")
+    for mesh_name in [name] if name is not None else names_of(found):
+        session.check_name_is_free(mesh_name, f"%mesh attach {found.id} --as other")
+    is_own, notebook = _left_by(found, session.notebook), _notebook_of(found) or "another notebook"
+    try:
+        attachment = attach(found)
+    except KeyboardInterrupt:
+        raise interrupted("nothing was attached") from None
+    if name is not None:
+        attachment.meshes[0].be_called(name)
+    if not is_own:
+        attachment.controller.waits_again = frozenset(mesh.id for mesh in attachment.meshes), found.lease_s
+    restore(session, attachment, again=False)
+    session.current = name or session.current
+    if not is_own:
+        again = f"it waits again, for {format_duration(found.lease_s)}, when this one is shut down"
+        print(f'  mesh "{session.current}" is current now; left by {notebook}; {again}')
+
+
+def _find(session: Session, name: str | None) -> SavedSession:
+    """The session that a person means. Raises: UsageError, AttachError."""
+    from meshbook.sessions.listing import sessions
+
+    known = sessions()
+    if name is None:
+        found = [each for each in known if each.owner_pid is None]
+        if not found:
+            raise UsageError("no mesh waits to be attached." + _list_others(known))
+    else:
+        found = [each for each in known if name in (each.id, *names_of(each)) or name == _notebook_of(each) != ""]
+    waiting = [each for each in found if each.owner_pid is None]
+    own = [each for each in waiting if _left_by(each, session.notebook)]
+    if len(own or waiting) == 1 and (own or name is not None):
+        return (own or waiting)[0]
+    if waiting:
+        newest_first = sorted(own or waiting, key=lambda each: -max(mesh.began for mesh in each.meshes))
+        lines = "".join(f"\n  %mesh attach {each.id}    {describe(each)}" for each in newest_first)
+        which = f'several meshes that are called "{name}" wait' if name else "several meshes of this notebook wait"
+        if name is None and not own:
+            which = "this notebook has left no mesh, others have"
+        raise UsageError(f"{which}; say which:{lines}")
+    if not found:
+        near = did_you_mean(name or "", [known_name for each in known for known_name in names_of(each)])
+        raise UsageError(f'no mesh "{name}" waits to be attached.{near}{_list_others(known)}')
+    if found[0].is_ours:
+        raise UsageError(f'mesh "{name}" is attached here already. Make it current: %mesh use {names_of(found[0])[0]}')
+    owner = owner_of(found[0])
+    raise AttachError(
+        f'mesh "{name}" belongs to {owner}.\n'
+        f"  take it over: run %mesh detach there, or end that kernel; then %mesh attach {name}"
+    )
+
+
+def _left_by(saved: SavedSession, notebook: str) -> bool:
+    """Whether this notebook, or an earlier kernel of it, has left it."""
+    notebook_state = decode(saved.recall(KEY))
+    return notebook_state is not None and notebook_state.notebook == notebook != ""
+
+
+def _notebook_of(saved: SavedSession) -> str:
+    """The name of the notebook that has it, or has left it; empty where nothing says."""
+    notebook_state = decode(saved.recall(KEY))
+    return describe_notebook(notebook_state.notebook) if notebook_state else ""
+
+
+def names_of(saved: SavedSession) -> list[str]:
+    """Return the names of a session's meshes."""
+    return [mesh.name for mesh in saved.meshes]
+
+
+def owner_of(saved: SavedSession) -> str:
+    """Return who has a session: ``train.ipynb (process 4711)``."""
+    notebook = _notebook_of(saved)
+    return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
+
+
+def describe_age(mesh: SavedMesh) -> str:
+    """``up 3 h (6 h of hosts), job 12``: since when, what that makes of several hosts, and an engine's job."""
+    age_s, hosts = max(0.0, time.time() - mesh.began), len(set(mesh.hosts))
+    in_all = f" ({format_duration(age_s * hosts)} of hosts)" if hosts > 1 else ""
+    jobs = f", job {', '.join(mesh.jobs)}" if mesh.jobs else ""
+    return f"up {format_duration(age_s)}{in_all}{jobs}"
+
+
+def describe(saved: SavedSession) -> str:
+    """Its meshes, whose it is, and how long it waits: for lists."""
+    from meshbook.formatting import format_sizes
+
+    meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
+    if saved.owner_pid is not None:
+        return f"{meshes}; belongs to {owner_of(saved)}"
+    left = f"left by {_notebook_of(saved) or 'its notebook'}"
+    if saved.waits_s is None:
+        return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
+    return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"
+
+
+def describe_others() -> Iterator[str]:
+    """Lines for ``%mesh list``: what other kernels have, and what waits."""
+    from meshbook.sessions.listing import sessions
+
+    others = [each for each in sessions() if not each.is_ours]
+    for each in others:
+        names = names_of(each)
+        unique = sum(names[0] in names_of(other) for other in others) == 1
+        how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
+        yield f"  {describe(each)}{how}"
+
+
+def _list_others(known: list[SavedSession]) -> str:
+    elsewhere = [each for each in known if not each.is_ours]
+    return "".join(f"\n  {describe(each)}" for each in elsewhere) or "\n  start one: %mesh spawn gpus=4"
+
+
+@Command(
+    name="%mesh slice",
+    summary="Give a part of the mesh a name, to be used as a target.",
+    words="NAME",
+    pairs="AXIS=.. [AXIS=.. ...]",
+    examples=("%mesh slice left gpus=0:2", "%mesh slice evens rank=0,2", "%%mesh left"),
+    notes=FORMS,
+)
+def name_slice(session: Session, arguments: Arguments) -> None:
+    """Keep a view under a name."""
+    (name,) = arguments.words
+    check_identifier(name, "%mesh slice")
+    procs = session.mesh()
+    if name in session.meshes or name in procs.sizes or name == RANK:
+        kind = "a mesh" if name in session.meshes else "an axis"
+        raise UsageError(f'"{name}" is {kind} already; choose another name for the slice.')
+    if not arguments.pairs:
+        example = f"{next(iter(procs.sizes), RANK)}=0"
+        raise UsageError(f"say which part.\n  for example: %mesh slice {name} {example}")
+    view = session.target((), arguments.pairs)
+    session.slices[name] = NamedSlice(procs.name, view, dict(arguments.pairs))
+    print(f'slice "{name}": {name_ranks(view.ranks)} ({format_sizes(view.sizes)}); use it: %%mesh {name}')
+
+
+@Command(
+    name="%mesh split",
+    summary="Make several axes of one; the mesh has them from now on, on the ranks too.",
+    pairs="AXIS=NEW,NEW NEW=N",
+    examples=("%mesh split gpus=dp,tp tp=2",),
+    notes="The size of one new axis may be left out. Slices that have a name stay as they are.",
+)
+def split(session: Session, arguments: Arguments) -> None:
+    """Give the mesh the axes that the pairs make of one."""
+    axes: dict[str, Sequence[str] | int] = {
+        axis: int(text) if text.isdigit() else tuple(text.split(",")) for axis, text in arguments.pairs.items()
+    }
+    if not any(isinstance(value, tuple) for value in axes.values()):
+        raise arguments.grammar.refuse("say which axis becomes which.")
+    _arrange(session, session.mesh().split(**axes))
+
+
+@Command(
+    name="%mesh rename",
+    summary="Give axes other names.",
+    pairs="AXIS=NEW [AXIS=NEW ...]",
+    examples=("%mesh rename hosts=dp", "%mesh rename hosts=dp gpus=tp"),
+)
+def rename(session: Session, arguments: Arguments) -> None:
+    """Give the mesh the new names of its axes."""
+    if not arguments.pairs:
+        raise arguments.grammar.refuse("say which axis, and its new name.")
+    if RANK in arguments.pairs.values():
+        raise arguments.grammar.refuse(f'"{RANK}" means the number of a rank everywhere; name the axis otherwise.')
+    _arrange(session, session.mesh().rename(**arguments.pairs))
+
+
+@Command(
+    name="%mesh flatten",
+    summary="Lay all axes end to end, as one axis of this name.",
+    words="NAME",
+    examples=("%mesh flatten dp",),
+)
+def flatten(session: Session, arguments: Arguments) -> None:
+    """Make one axis of all axes."""
+    _arrange(session, session.mesh().flatten(arguments.words[0]))
+
+
+def _arrange(session: Session, view: ProcMesh) -> None:
+    """The mesh has the axes of ``view`` from now on."""
+    view.set_axes().get()
+    session.meshes[view.name] = view
+    print(f'mesh "{view.name}": {format_sizes(view.sizes)}')

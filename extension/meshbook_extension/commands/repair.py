@@ -11,11 +11,11 @@ from meshbook.formatting import name_ranks
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.commands.sync import send_again
-from meshbook_extension.notebook.engines import ON, PYTHON, WITHIN, read_other_engine, read_within
+from meshbook_extension.commands.packages import send_again
+from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_engine, read_within
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.notebook.setup_cells import Setup, follow_ranks, view_after
+from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
 
 if TYPE_CHECKING:
     from meshbook.controller.repaired import Repaired

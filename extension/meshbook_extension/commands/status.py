@@ -1,16 +1,27 @@
-"""What the ranks are doing and what they hold: status, top, actors, tensors."""
+"""The state of the ranks: status, top, actors, tensors, stacks, errors, free, logs."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+import time
+from typing import TYPE_CHECKING
 
-from meshbook.formatting import format_sizes
+from meshbook.calls.output import StreamText
+from meshbook.formatting import format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
+from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
+from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.widget.display import HealthDisplays
-from meshbook_extension.widget.text import status_text
+from meshbook_extension.notebook.waiting import pause
+from meshbook_extension.output.labels import columns, format_duration, label, parse_duration
+from meshbook_extension.widget.display import HealthDisplays, status_text
+
+if TYPE_CHECKING:
+    from meshbook.controller.logs import LogFollower
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shell.postmortem_memory import Freed
 
 TEXT = Option("--text", "as text, also where the widget can be shown")
 
@@ -77,3 +88,232 @@ def tensors(session: Session, arguments: Arguments) -> None:
         names = session.shell.user_ns
         tables = tensor_tables({name: value for name, value in list(names.items()) if not name.startswith("_")})
     print("\n".join(tables) or "no mesh tensors yet. Make one: meshbook.distribute(tensor, mesh)")
+
+
+READ_S, NATIVE_S = 3.0, 20.0
+"""What reading stacks from outside may take; native ones need the symbols of all libraries."""
+
+ALL_FRAMES = Option("--all-frames", "with the frames of libraries and of the runtime, which are folded otherwise")
+ALL_THREADS = Option("--all-threads", "not only the main thread of each rank")
+NATIVE = Option("--native", "with the frames of native code (C, C++), read by py-spy")
+
+
+@on_ranks(
+    name="%mesh stacks",
+    summary="Where each rank is, busy, blocked or stopped; equal stacks once; and who holds the others up.",
+    options=(ALL_FRAMES, ALL_THREADS, NATIVE),
+    examples=("%mesh stacks", "%mesh stacks rank=3 --all-frames", "%mesh stacks gpus=0:2 --native"),
+)
+def stacks(session: Session, arguments: Arguments) -> None:
+    """The verdict, and a block per stack."""
+    procs = session.target(arguments.words, arguments.pairs)
+    native = arguments.flag(NATIVE.name)
+    found = procs.stacks(
+        all_threads=arguments.flag(ALL_THREADS.name), native=native, timeout_s=NATIVE_S if native else READ_S
+    )
+    print(found.text(all_frames=arguments.flag(ALL_FRAMES.name)))
+
+
+FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
+SHOWN = 10
+WORTH_BYTES = 1_000_000
+"""Less is not worth a word."""
+RANKS_CHARS = 24
+
+
+@on_ranks(
+    name="%mesh errors",
+    summary="The last failures of the ranks, newest first, equal ones once; or one of them with its traceback.",
+    words="[NUMBER|SLICE]",
+    options=(Option("-n", f"so many of them ({SHOWN})", int, "N"), FULL),
+    examples=("%mesh errors", "%mesh errors 7", "%mesh errors gpus=0 -n 3 --full"),
+)
+def errors(session: Session, arguments: Arguments) -> None:
+    """A line each, or in full."""
+    session.errors.note_lost([procs for procs in session.meshes.values() if procs.alive])
+    if arguments.words and arguments.words[0].isdigit() and not arguments.pairs:
+        print(in_full(session.errors.find(int(arguments.words[0]))))
+        return
+    found = session.errors.all()[::-1]
+    if arguments.words or arguments.pairs:
+        procs = session.target(arguments.words, arguments.pairs)
+        found = [error for error in found if error.mesh == procs.name and not set(procs.ranks).isdisjoint(error.ranks)]
+    count = arguments.whole("-n")
+    chosen = found[: SHOWN if count is None else count]
+    if not chosen:
+        print("no failures" if not found else f"{len(found)} failures")
+    elif arguments.flag(FULL.name):
+        print("\n\n".join(map(in_full, chosen)))
+    else:
+        print(error_table(chosen, of_many=len({error.mesh for error in found}) > 1))
+        older = len(found) - len(chosen)
+        more = f"    {older} older: %mesh errors -n {len(found)}" if older else ""
+        print(f"  look: %mesh errors {chosen[0].number}{more}")
+
+
+def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
+    """A row each: number, time, ranks, cell, what. of_many: say of which mesh."""
+    rows = [
+        [
+            str(error.number),
+            time.strftime("%H:%M:%S", time.localtime(error.at)),
+            f"[{format_some_ranks(error.ranks, RANKS_CHARS)}]",
+            *([error.mesh] if of_many else []),
+            error.what or "idle",
+            error.headline + (f" ({error.where})" if error.where else ""),
+        ]
+        for error in errors
+    ]
+    return "\n".join(columns(rows))
+
+
+def in_full(error: LoggedError) -> str:
+    """Its line, then what is kept of the traceback."""
+    return f"{error_table([error])}\n{error.traceback}".rstrip()
+
+
+@on_ranks(
+    name="%mesh free",
+    summary="Let go of what the last exception of each rank holds, and of device caches; says how much that was.",
+    examples=("%mesh free", "%mesh free rank=3"),
+    notes="The frames of a rank's last exception are kept for a post-mortem, and hold their tensors.\n\n",
+)
+def free(session: Session, arguments: Arguments) -> None:
+    """A line for ranks with equal words."""
+    procs = session.target(arguments.words, arguments.pairs)
+    states = {one.rank: one.state for one in procs.status()}
+    idle = [rank for rank, state in states.items() if state == "idle"]
+    if idle:
+        freed = procs.select(idle).free().get().values()
+        texts = group_ranks(zip(idle, map(describe_freed, freed), strict=True))
+        print("\n".join(f"{label(ranks)} {text}" for text, ranks in texts.items()))
+    if busy := [rank for rank, state in states.items() if state not in ("idle", "dead")]:
+        is_, it_holds = ("is", "it holds") if len(busy) == 1 else ("are", "they hold")
+        print(f"{name_ranks(busy)} {is_} busy: free what {it_holds} afterwards")
+
+
+def describe_freed(freed: Freed) -> str:
+    """``1.21 GB that the frames of ValueError held; the process is smaller by 1.2 GB``"""
+    parts = []
+    if freed.ename:
+        held = format_bytes(freed.held_bytes) if freed.held_bytes else "nothing"
+        parts.append(f"the frames of {freed.ename} are let go: they held {held}")
+    if freed.resident_bytes >= WORTH_BYTES:
+        parts.append(f"the process is {format_bytes(freed.resident_bytes)} smaller")
+    if freed.device_bytes:
+        parts.append(f"{format_bytes(freed.device_bytes)} of device memory given back")
+    return "; ".join(parts) or "nothing to let go"
+
+
+LINES = 20
+LINES_BEFORE = 5
+"""Of each rank, before what is followed."""
+LOOK_S = 0.2
+NOBODY = frozenset({-1})
+"""No rank ends what is followed."""
+
+
+@on_ranks(
+    name="%mesh logs",
+    summary="The last lines that each rank has written, those that were too many for the notebook too.",
+    options=(
+        Option("-n", f"so many lines of each ({LINES}; {LINES_BEFORE} before what is followed)", int, "N"),
+        Option("-f", "follow: show what the ranks write from now on, until you interrupt"),
+        Option("--for", "follow for so long: 10s, 5m", str, "TIME"),
+        Option("--grep", "only lines with this text", str, "TEXT"),
+    ),
+    examples=(
+        "%mesh logs",
+        "%mesh logs rank=3 -n 100",
+        "%mesh logs gpus=0:2",
+        "%mesh logs -f",
+        "%mesh logs --for 10s",
+        "%mesh logs --grep loss -n 5",
+    ),
+    notes="""
+Following shows what any cell, job or thread of the ranks writes, equal lines of several ranks once. It ends with an
+interrupt, after the time that --for gives, and when the cell is full.""",
+)
+def logs(session: Session, arguments: Arguments) -> None:
+    """A block per rank, or what comes."""
+    procs = session.target(arguments.words, arguments.pairs)
+    lines = arguments.whole("-n")
+    text = arguments.text("--grep") or ""
+    bound = arguments.text("--for")
+    if bound is not None or arguments.flag("-f"):
+        duration_s = None if bound is None else parse_duration(bound, "--for")
+        _Following(session, procs, LINES_BEFORE if lines is None else lines, text).show(duration_s)
+        return
+    _show_last(procs, LINES if lines is None else lines, text)
+
+
+def _show_last(procs: ProcMesh, lines: int, text: str) -> None:
+    paths = procs.log_paths()
+    found = procs.logs(lines, containing=text)
+    for rank in procs.ranks:
+        print(f"{label([rank])} {paths.get(rank, '')}")
+        if rank not in found:
+            print("its host does not answer")
+        elif found[rank].strip():
+            print(found[rank].rstrip("\n"))
+        elif text:
+            print(f'no line with "{text}" among the last 256 kB')
+
+
+class _Following:
+    """What one ``%mesh logs -f`` follows and prints."""
+
+    def __init__(self, session: Session, procs: ProcMesh, lines: int, wanted: str) -> None:
+        self._procs, self._wanted = procs, wanted
+        self._follower: LogFollower = procs.follow_logs(lines)
+        self._begun: dict[int, str] = {}
+        """The line of a rank that has not ended, where lines are chosen."""
+        self._skipped: dict[int, int] = {}
+        self._output = open_output(session, procs, ranks=NOBODY)
+
+    def show(self, duration_s: float | None) -> None:
+        """Show what comes until the time is over, the person interrupts, or the cell is full."""
+        until = "interrupt to end" if duration_s is None else f"for {format_duration(duration_s)}"
+        print(f"following {name_ranks(self._procs.ranks)}: {until}", flush=True)
+        deadline = None if duration_s is None else time.monotonic() + duration_s
+        try:
+            ending = self._look_until(deadline)
+        except KeyboardInterrupt:
+            ending = ""
+        finally:
+            self._output.finish()
+        for line in (self._describe_skipped(), ending):
+            if line:
+                print(line)
+
+    def _look_until(self, deadline: float | None) -> str:
+        """Returns: why it is over, where the person does not know."""
+        while True:
+            is_last = deadline is not None and time.monotonic() >= deadline
+            news = self._follower.look()
+            for rank, text, skipped in news:
+                self._skipped[rank] = self._skipped.get(rank, 0) + skipped
+                if text := self._choose(rank, text):
+                    self._output.receive(StreamText(rank, "stdout", text, 0))
+            if is_last:
+                return ""
+            if self._output.is_full:
+                return "the cell is full; go on in another: %mesh logs -f"
+            if not news and len(self._procs.lost) == len(self._procs):
+                return f"{name_ranks(self._procs.ranks)} ended; start again: %mesh heal"
+            pause(LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic())))
+
+    def _choose(self, rank: int, text: str) -> str:
+        """The lines that are wanted; all of the text where none are chosen."""
+        if not self._wanted:
+            return text
+        *lines, begun = (self._begun.pop(rank, "") + text).split("\n")
+        self._begun[rank] = begun[-10_000:]
+        return "".join(f"{line}\n" for line in lines if self._wanted in line)
+
+    def _describe_skipped(self) -> str:
+        ranks = [rank for rank, size in self._skipped.items() if size]
+        if not ranks:
+            return ""
+        total = format_bytes(sum(self._skipped.values()))
+        return f"left out, as it came too fast: {total} of {name_ranks(ranks)}; all of it is in the logs: %mesh logs"

@@ -1,25 +1,33 @@
-"""Have a kernel, or a terminal's IPython, ask the completer first and IPython itself where it has no answer.
+"""The places where a kernel, or a terminal's IPython, asks our completer before its own.
 
-Methods of the instance are replaced, so that the stock ipykernel works as ours does, and `uninstall` takes everything
-away again. Attributes are looked for before: where one is missing, completion stays IPython's own.
+Methods of the instance are replaced, so that the stock ipykernel works as ours does, and `Hooks.uninstall` takes
+everything away again. Where a version of ipykernel lacks an attribute, completion stays IPython's own.
+
+ipykernel answers requests one after the other, so a Tab pressed while a cell runs would wait for its end. Requests
+about code for ranks, and about our own lines, need nothing of the main thread: `BusyCompletion` takes them out of the
+queue (`meshbook_extension.widget.busy_comms`) and answers at once. Front ends take any ``idle`` for the end of the
+running cell, so its ``busy`` is said again afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook_extension.completion.completer import Completer, Found, complete_reply, inspect_reply
-from meshbook_extension.completion.while_busy import BusyCompletion
-from meshbook_extension.output.publisher import kernel_of
+from meshbook_extension.output.publisher import JupyterMessage, frame_bytes, kernel_of, parent_of, session_of
+from meshbook_extension.widget.busy_comms import BusyComms
 
 if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
     from IPython.core.completer import Completion
     from IPython.core.interactiveshell import InteractiveShell
-
+    from zmq import Frame, Socket
+    from zmq.eventloop.zmqstream import ZMQStream
 
 Original: TypeAlias = Callable[..., object]
 """A method of the shell or the kernel."""
@@ -92,3 +100,90 @@ def _as_completions(found: Found) -> Iterator[Completion]:
             warnings.simplefilter("ignore")  # "provisional API"
             made = Completion(found.start, found.end, match.text, type=match.kind, signature=match.signature)
         yield made
+
+
+_KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_reply"}
+
+
+class BusyCompletion:
+    """Answers for one kernel, while a cell runs."""
+
+    def __init__(self, shell: InteractiveShell, kernel: IPythonKernel, completer: Completer) -> None:
+        self._shell, self._kernel, self._completer = shell, kernel, completer
+        self._running: JupyterMessage = {}
+        """The request of the cell that runs; empty: none does."""
+        self._ending = threading.Lock()
+        """Held to say that the cell still runs, so that its own end comes after that."""
+        self._answers: set[asyncio.Task[None]] = set()
+        shell.events.register("pre_execute", self._begin)
+        shell.events.register("post_execute", self._end)
+
+    def uninstall(self) -> None:
+        """Put the kernel's own methods back."""
+        self._shell.events.unregister("pre_execute", self._begin)
+        self._shell.events.unregister("post_execute", self._end)
+        BusyComms.of(self._kernel).take_with(None)
+
+    def _begin(self) -> None:
+        """At the first cell the kernel has all of its sockets."""
+        self._running = parent_of(self._shell)
+        BusyComms.of(self._kernel).take_with(self._take)
+
+    def _end(self) -> None:
+        with self._ending:
+            self._running = {}
+
+    def _take(self, message: list[Frame]) -> bool:
+        """Whether ``message``, as it came from the socket, is answered here."""
+        if not self._running:
+            return False
+        session = session_of(self._kernel)
+        idents, frames = session.feed_identities(message, copy=False)
+        if not any(kind.encode() in frame_bytes(frames[1]) for kind in _KINDS):
+            return False
+        request = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
+        content = session.unpack(frame_bytes(frames[4]))
+        if request["msg_type"] not in _KINDS or request["header"].get("subshell_id"):
+            return False
+        if not self._completer.is_ours(content["code"], content["cursor_pos"]):
+            return False
+        request = session.deserialize(frames, content=True, copy=False)
+        if threading.current_thread() is threading.main_thread():  # ipykernel 6, in the wait loop of a magic
+            stream = self._kernel.shell_stream
+            self._send(idents, request, self._reply(request), stream and stream.socket)
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+        return True
+
+    async def _answer_aside(self, idents: list[bytes], request: JupyterMessage) -> None:
+        reply = await asyncio.to_thread(self._reply, request)
+        self._send(idents, request, reply, self._kernel.shell_stream)
+
+    def _reply(self, request: JupyterMessage) -> JupyterMessage:
+        content = request["content"]
+        code, cursor = content["code"], content["cursor_pos"]
+        if request["msg_type"] == "inspect_request":
+            return inspect_reply(self._completer.inspect(code, cursor, content.get("detail_level", 0)) or "")
+        return complete_reply(self._completer.complete(code, cursor), cursor)
+
+    def _send(
+        self,
+        idents: list[bytes],
+        request: JupyterMessage,
+        reply: JupyterMessage,
+        stream: Socket[bytes] | ZMQStream | None,
+    ) -> None:
+        self._status("busy", request)
+        session_of(self._kernel).send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
+        self._status("idle", request)
+        with self._ending:
+            if self._running:
+                self._status("busy", self._running)
+
+    def _status(self, state: str, parent: JupyterMessage) -> None:
+        kernel = self._kernel
+        session_of(kernel).send(
+            kernel.iopub_socket, "status", {"execution_state": state}, parent=parent, ident=kernel._topic("status")
+        )

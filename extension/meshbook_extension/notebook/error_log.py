@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import threading
 import time
 from collections import deque
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import group_ranks, name_ranks
-from meshbook_extension.notebook.advice import name_notebook_cells
-from meshbook_extension.output.failures import INTERRUPT, LOST
+from meshbook.source.cells import number_of_input
+from meshbook_extension.output.labels import INTERRUPT, LOST
 
 if TYPE_CHECKING:
     from meshbook.actor import MeshFailure
@@ -159,3 +161,20 @@ def _cut(text: str, chars: int = TRACEBACK_CHARS) -> str:
     return (
         text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text) - 2 * half:,} characters ...\n{text[-half:]}"
     )
+
+
+_NOTEBOOK_FILE = re.compile(r"(\S*/ipykernel_\d+/\d+\.py)(?=, line \d)")
+"""What ipykernel calls the file of a cell, in the last words of a rank."""
+
+
+def name_notebook_cells(text: str) -> str:
+    """``/tmp/ipykernel_8/19.py, line 3`` in ``text`` as ``cell 7, line 3``, in the process of that notebook."""
+
+    def label(found: re.Match[str]) -> str:
+        source = "".join(linecache.getlines(found[1]))
+        if not source:
+            return found[0]
+        number = number_of_input(source)
+        return "a cell" if number is None else f"cell {number}"
+
+    return _NOTEBOOK_FILE.sub(label, text)

@@ -74,7 +74,7 @@ class Grammar:
     pairs: how it writes ``axis=value`` pairs; empty where there are none.
     tail: the first plain word begins a text that is taken raw to the end of the line (an expression).
     rest: whatever follows ``--`` belongs to somebody else.
-    profiles: ``@NAME`` stands for a line that was written down (`meshbook_extension.notebook.profiles`).
+    profiles: ``@NAME`` stands for a line that was written down (`meshbook_extension.commands.spawn`).
     """
 
     name: str

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from meshbook.errors import MeshStoppedError, UsageError
 from meshbook.formatting import did_you_mean, format_sizes
 from meshbook_extension.notebook.error_log import ErrorLog
-from meshbook_extension.notebook.setup_cells import Setups
-from meshbook_extension.notebook.targets import choose
+from meshbook_extension.notebook.targets import Setups, choose
 from meshbook_extension.output.publisher import Publisher
 
 if TYPE_CHECKING:

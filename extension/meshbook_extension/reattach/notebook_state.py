@@ -18,7 +18,7 @@ from meshbook.formatting import utf8_text
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
-from meshbook_extension.notebook.setup_cells import Setup
+from meshbook_extension.notebook.targets import Setup
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
 from meshbook_extension.output.publisher import kernel_of
 

@@ -12,8 +12,7 @@ from meshbook.errors import DebugError
 from meshbook.mesh.dap_client import DebugTunnel, Message
 from meshbook.mesh.dap_listener import DebugDoor
 from meshbook_extension.output.publisher import kernel_of
-from meshbook_extension.visual_debugger.cell_paths import rank_name
-from meshbook_extension.visual_debugger.panel import RankPanel
+from meshbook_extension.visual_debugger.panel import RankPanel, rank_name
 
 if TYPE_CHECKING:
     from ipykernel.ipkernel import IPythonKernel

@@ -12,7 +12,7 @@ from meshbook.errors import Failure, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
-from meshbook_extension.output.failures import INTERRUPT, LOST
+from meshbook_extension.output.labels import INTERRUPT, LOST
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.health import ButtonAnswer
 from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput

@@ -1,16 +1,25 @@
-"""Results and `display()` on a rank: MIME bundles for the shell's sink, made fit to be sent."""
+"""Results and `display()` on a rank: MIME bundles for the shell's sink, made fit to be sent; and plain bars of tqdm.
+
+tqdm's bars for notebooks are widgets of their process, which no front end can reach from a rank. So ``tqdm.notebook``
+gives plain bars there, and the notebook shows those of all ranks as one.
+"""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
+from meshbook.concurrency.patches import patch
 from meshbook.formatting import format_bytes
 from meshbook.shell.failures import cut_text
 
@@ -92,3 +101,53 @@ def _sendable(mimetype: str, value: object) -> object:
     if mimetype == "text/plain" and isinstance(value, str):
         return cut_text(value, TEXT_PLAIN_MAX_CHARS)
     return value
+
+
+_NAME = "tqdm.notebook"
+
+
+def plain_progress_bars() -> None:
+    """From now on, or when it is imported, ``tqdm.notebook`` makes plain bars in this process."""
+    if (loaded := sys.modules.get(_NAME)) is not None:
+        _make_plain(loaded)
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Is asked for every module that is imported, so it goes when its own was loaded."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _NAME:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _make_plain(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _make_plain(module: ModuleType) -> None:
+    std: Any = sys.modules["tqdm.std"]
+
+    class PlainBar(std.tqdm):  # type: ignore[misc]
+        """tqdm's own, which knows no ``display``."""
+
+        def __init__(self, *args: object, display: bool = True, **options: object) -> None:
+            super().__init__(*args, **options)
+
+    def plain_range(*args: int, **options: Any) -> PlainBar:
+        return PlainBar(range(*args), **options)
+
+    PlainBar.__name__ = PlainBar.__qualname__ = "tqdm_notebook"
+    for name in ("tqdm_notebook", "tqdm"):
+        patch(module, name, PlainBar)
+    for name in ("tnrange", "trange"):
+        patch(module, name, plain_range)

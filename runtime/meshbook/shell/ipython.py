@@ -24,11 +24,9 @@ from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
-from meshbook.shell.compiler import CellCompiler
+from meshbook.shell.compiler import CellCompiler, RankTransformers, may_await
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
-from meshbook.shell.failures import describe_briefly, forget_last_error, format_error
-from meshbook.shell.quick_tracebacks import quicken_tracebacks
-from meshbook.shell.transformers import RankTransformers, may_await
+from meshbook.shell.failures import describe_briefly, forget_last_error, format_error, quicken_tracebacks
 from meshbook.source.location import drop_own_frames
 
 if TYPE_CHECKING:

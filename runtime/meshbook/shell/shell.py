@@ -32,12 +32,11 @@ from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.attribution import Attribution
 from meshbook.shell.completer import Matches, complete, describe, names, prepare
-from meshbook.shell.display import MimeBundle
+from meshbook.shell.display import MimeBundle, plain_progress_bars
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.streams import OutputBeside, flush_c_streams, flush_streams, install_streams
-from meshbook.shell.tqdm import plain_progress_bars
 from meshbook.system.descriptors import FIRST, fill, open_above
 
 T = TypeVar("T")

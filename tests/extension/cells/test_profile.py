@@ -11,8 +11,7 @@ import pytest
 
 from meshbook.errors import UsageError
 from meshbook.profiling.recorder import OpTime, RankTrace
-from meshbook_extension.cells.profile import trace_path
-from meshbook_extension.output.profile import summary
+from meshbook_extension.cells.profile import summary, trace_path
 
 CELL = """
 import time

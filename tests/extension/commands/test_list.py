@@ -7,7 +7,7 @@ import time
 import pytest
 
 from meshbook.sessions.folder import SavedMesh
-from meshbook_extension.commands.attach import describe_age
+from meshbook_extension.commands.meshes import describe_age
 
 
 @pytest.mark.parametrize(

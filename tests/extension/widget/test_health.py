@@ -13,9 +13,9 @@ from meshbook.mesh.proc_states import RankStatus
 from meshbook.system.gpu import GpuUse
 from meshbook_extension.notebook.error_log import ErrorLog
 from meshbook_extension.output.line_reader import merge_bars
+from meshbook_extension.widget.display import as_html, rank_table
 from meshbook_extension.widget.mesh_source import shown
 from meshbook_extension.widget.snapshot import History, Snapshot, Throughput, letter_of
-from meshbook_extension.widget.text import as_html, rank_table
 
 
 def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a", busy_s: float = 1.5) -> RankStatus:

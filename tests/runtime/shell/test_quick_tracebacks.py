@@ -9,7 +9,7 @@ DRAW = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 from meshbook.shell.failures import format_error
-from meshbook.shell.quick_tracebacks import quicken_tracebacks
+from meshbook.shell.failures import quicken_tracebacks
 from meshbook.source.cells import add_cell
 
 shell = InteractiveShell.instance(colors="Linux")

@@ -646,7 +646,7 @@ def test_an_interrupt_in_a_flood_loses_no_line(rank: RankProcess) -> None:
 
 
 MANY = "import sys\nfor number in range(100): print('many', number)\nassert 'write' in vars(sys.stdout)\n"
-"""So many lines in a row that C code writes them (`meshbook.shell.line_runs`)."""
+"""So many lines in a row that C code writes them (`meshbook.shell.attribution`)."""
 
 MANY_TEXT = "".join(f"many {number}\n" for number in range(100))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from meshbook.shell.transformers import RankTransformers
+from meshbook.shell.compiler import RankTransformers
 
 PLAIN = [
     "x = 1",

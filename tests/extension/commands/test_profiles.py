@@ -9,8 +9,8 @@ import pytest
 
 from meshbook.errors import UsageError
 from meshbook_extension.commands import COMMANDS, load_all
+from meshbook_extension.commands.spawn import find_profiles, with_profile
 from meshbook_extension.notebook.grammar import Arguments, parse
-from meshbook_extension.notebook.profiles import find_profiles, with_profile
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """ssh to a machine that is reached by its Jupyter server alone: a ``ProxyCommand`` over a WebSocket.
 
     Host studio
-        ProxyCommand python -m meshbook_extension.hosted.ssh_proxy wss://hub.example.org/user/ada/sshd/
+        ProxyCommand python -m meshbook_extension.ssh_proxy wss://hub.example.org/user/ada/sshd/
 
 ssh speaks with an sshd of the user's own over there, which jupyter-sshd-proxy starts and jupyter-server-proxy passes
 bytes to. This end only carries them: what they are is between ssh and sshd, whose keys still count. The server's token
@@ -120,7 +120,7 @@ async def run(url: str, token: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns: its exit code."""
-    parser = argparse.ArgumentParser("python -m meshbook_extension.hosted.ssh_proxy", description=__doc__)
+    parser = argparse.ArgumentParser("python -m meshbook_extension.ssh_proxy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", help="of the server's jupyter-sshd-proxy, as wss://hub.example.org/user/ada/sshd/")
     parser.add_argument("--token-file", help=f"that has the server's token; by default {' or '.join(_TOKENS)}")

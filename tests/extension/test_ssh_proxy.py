@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 pytest.importorskip("jupyter_server_proxy", reason="no jupyter-server-proxy: pip install jupyter-server-proxy")
 
-PROXY = [sys.executable, "-m", "meshbook_extension.hosted.ssh_proxy"]
+PROXY = [sys.executable, "-m", "meshbook_extension.ssh_proxy"]
 PATIENCE_S = 60
 
 _SERVER = """

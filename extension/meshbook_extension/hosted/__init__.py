@@ -1,1 +1,0 @@
-"""Machines that only a hosted notebook reaches."""
