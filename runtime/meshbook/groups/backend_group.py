@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.background import SerialQueue, run_in_background
@@ -40,6 +39,7 @@ from meshbook.groups.group_state import Failures, GroupState, Users
 from meshbook.groups.records import Operands, Torn, settle
 from meshbook.groups.work import PeerWork
 from meshbook.system.descriptors import above_standard
+from meshbook.torch_internals import Backend, PrefixStore, Store
 
 NcclOptions: TypeAlias = "dist.ProcessGroupNCCL.Options"
 """torch without CUDA has none."""

@@ -19,10 +19,8 @@ from meshbook.errors import UsageError
 from meshbook.groups.progress import Collectives, OperationLog
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from meshbook.groups.group_state import Handled
+    from meshbook.torch_internals import OpOverload, TorchDispatchMode
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _LOCAL_OPERATIONS = frozenset({"wait_tensor"})
@@ -95,7 +93,7 @@ def _refuse(operation: str) -> NoReturn:
 
 @lru_cache(maxsize=1)
 def _refusing_mode() -> type[TorchDispatchMode]:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from meshbook.torch_internals import TorchDispatchMode
 
     class RefusingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(

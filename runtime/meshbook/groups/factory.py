@@ -24,12 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-    _register_process_group,
-    _unregister_all_process_groups,
-)
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +37,7 @@ from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
 from meshbook.groups.meeting import meet
 from meshbook.groups.store_client import LinkStore
+from meshbook.torch_internals import PrefixStore, Store, register_process_group, unregister_all_process_groups
 
 _torch_helper: Any = c10d._new_process_group_helper
 
@@ -131,7 +126,7 @@ class GroupFactory:
         world.pg_map[group] = (c10d.Backend(recipe.backend), store)
         world.pg_names[group] = recipe.name
         world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(recipe.backend)))
-        _register_process_group(world.pg_names[group], group)
+        register_process_group(world.pg_names[group], group)
         tag = f"user:{recipe.tag}" if recipe.tag else f"ptd:{recipe.name}"
         if not recipe.tag:
             world.tags_to_pg.setdefault("", []).append(group)
@@ -150,7 +145,7 @@ def forget_unfinished() -> None:
         world.pg_coalesce_state,
     ):  # fmt: skip
         registry.clear()
-    _unregister_all_process_groups()
+    unregister_all_process_groups()
     world.group_count = 0
 
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _register_comm_hook
 from torch.distributed import distributed_c10d as c10d
 
 from meshbook.concurrency.patches import patch
@@ -32,11 +31,12 @@ from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.meeting import Agreement
 from meshbook.groups.store_client import LinkStore
+from meshbook.torch_internals import PrefixStore, Store, fsdp_roots, register_comm_hook
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.parallel import DistributedDataParallel
+
+    from meshbook.torch_internals import FSDPParamGroup, FSDPState
 
 
 class KnownGroups(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ def repair_modules(groups: Collection[object] | None = None) -> None:
             _renew_reducer(ddp)
         except Exception as error:
             broken.append(f"DistributedDataParallel({type(ddp.module).__name__}): {error}")
-    for state in _fsdp_roots():
+    for state in fsdp_roots():
         if groups is not None and _groups_of(state).isdisjoint(groups):
             continue
         try:
@@ -172,21 +172,7 @@ def _renew_reducer(ddp: Any) -> None:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
     for hook, state in getattr(ddp, "_comm_hooks", ()):
-        _register_comm_hook(ddp.reducer, state, hook)
-
-
-def _fsdp_roots() -> Iterator[FSDPState]:
-    """The states of FSDP2's root modules that have run."""
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    composable = sys.modules.get("torch.distributed._composable_state")
-    if fsdp is None or composable is None:
-        return
-    seen = set()
-    for reference in list(composable._module_state_mapping.values()):
-        state = reference() if isinstance(reference, weakref.ref) else reference
-        if isinstance(state, fsdp.FSDPState) and state._is_root and id(state) not in seen:
-            seen.add(id(state))
-            yield state
+        register_comm_hook(ddp.reducer, state, hook)
 
 
 def _groups_of(root: FSDPState) -> set[object]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups import collectives_off
@@ -40,6 +39,7 @@ from meshbook.groups.operands import (
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
 from meshbook.groups.records import COPIED_BYTES, MessageRecord, Record, copy_small
 from meshbook.groups.work import AsideWork, CollectiveWork, PeerWork
+from meshbook.torch_internals import Store
 
 _COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +19,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshbook.concurrency.background import run_in_background
@@ -39,6 +37,7 @@ from meshbook.groups.store_client import LinkStore, Rpc
 from meshbook.groups.work import watch_backward
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
+from meshbook.torch_internals import PrefixStore, Store, forget_traced_rules
 from meshbook.wire.messages import Identity
 
 __all__ = [
@@ -60,8 +59,7 @@ _OUTGROWN = (
 
 def warm() -> None:
     """Do in the template, once, what would otherwise cost each rank a millisecond when its first group is made."""
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.trace_rules.clear_lru_cache()  # torch does so before each default group; cleared caches are quick
+    forget_traced_rules()  # torch does so before each default group; cleared caches are quick
 
 
 def choose_backend(device: str) -> str:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, TypeAlias
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 
 from meshbook.errors import GroupAborted
+from meshbook.torch_internals import Store
 from meshbook.wire.kv_store import StoreOp, StoreOpName, StoreResult
 
 StoreReply: TypeAlias = "queue.SimpleQueue[StoreResult]"

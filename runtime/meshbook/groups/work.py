@@ -29,6 +29,7 @@ from meshbook.errors import GroupAborted
 from meshbook.groups.group_state import LOST_CONNECTION, STEP_S, GroupState
 from meshbook.groups.progress import Operation
 from meshbook.groups.reach import LOOK_S
+from meshbook.torch_internals import engine_run_backward, queue_callback
 
 if TYPE_CHECKING:
     from meshbook.groups.backend_group import BackendGroup
@@ -391,11 +392,6 @@ class PeerWork(AbortableWork):
             self._raise_failed(self._error)
 
 
-_torch_run_backward: Callable[..., object] = torch.autograd._engine_run_backward  # type: ignore[attr-defined,unused-ignore]
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-"""Callbacks run when all gradients of the running pass are there, in the order in which they came; DDP's waits."""
-
-
 def watch_backward(guard: GroupState) -> None:
     """From now on backward passes of this process are known to ``guard``. Idempotent."""
 
@@ -406,17 +402,18 @@ def watch_backward(guard: GroupState) -> None:
         thread = threading.get_ident()
         if thread in guard.backward and thread not in computed_at:
             computed_at[thread] = 0.0
-            _queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
+            # callbacks run in the order in which they were added, and the one that DDP adds waits for its collectives
+            queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
 
     guard.on_future = expect_wait
 
     def run_backward(*args: object, **kwargs: object) -> object:
         thread = threading.get_ident()
         if thread in guard.backward:  # a backward pass inside another, as checkpointing makes
-            return _torch_run_backward(*args, **kwargs)
+            return engine_run_backward(*args, **kwargs)
         guard.backward.add(thread)
         try:
-            return _torch_run_backward(*args, **kwargs)
+            return engine_run_backward(*args, **kwargs)
         except RuntimeError as error:
             text = str(error)
             guard.await_reason(text)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch.distributed.tensor import Placement
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshbook.controller.repaired import Repaired
 from meshbook.errors import LayoutError, UsageError
@@ -24,6 +23,7 @@ from meshbook.tensors.messages.spec import ShardingSpec, to_placements
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import restore
+from meshbook.torch_internals import tree_leaves, tree_map
 
 _names = itertools.count(1)
 _OF_THIS_PROCESS = secrets.token_hex(4)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from meshbook.errors import UsageError
 from meshbook.tensors.handles.tensor_values import TensorOnRanks
 from meshbook.tensors.messages.operations import ONE_HOT
+from meshbook.torch_internals import DispatchKey, Operator
 
 aten = torch.ops.aten
 
@@ -28,13 +29,13 @@ def meet_early_operators() -> None:
         _OVERRIDES.impl(operator, _for_mesh_tensors(operator, function), "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def _for_mesh_tensors(operator: torch._ops.OpOverload[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _for_mesh_tensors(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
     def meet(keys: Any, *args: Any, **kwargs: Any) -> Any:
         on_mesh = any(isinstance(each, TensorOnRanks) for each in (*args, *kwargs.values()))
         made = function(*args, **kwargs) if on_mesh else NotImplemented
         if made is not NotImplemented:
             return made
-        return operator.redispatch(keys.remove(torch._C.DispatchKey.PythonTLSSnapshot), *args, **kwargs)
+        return operator.redispatch(keys.remove(DispatchKey.PythonTLSSnapshot), *args, **kwargs)
 
     return meet
 

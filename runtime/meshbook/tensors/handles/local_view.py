@@ -19,8 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -34,6 +32,7 @@ from meshbook.tensors.ranks import local_ranks
 from meshbook.tensors.ranks.local_ranks import REDUCTIONS, LocalMove, LocalTensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import OwnTensorsLost
+from meshbook.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class _LocalStream(OpStream):

@@ -19,6 +19,6 @@ def check_and_unscale(gradients: Sequence[Any], found_inf: torch.Tensor, inverse
     finite: dict[object, list[torch.Tensor]] = {}
     for gradient in gradients:
         finite.setdefault(gradient.mesh, []).append(gradient.isfinite().all())
-    torch._foreach_mul_(list(gradients), float(inverse_scale))
+    torch.ops.aten._foreach_mul_.Scalar(list(gradients), float(inverse_scale))
     if not all(torch.stack(each).all().item() for each in finite.values()):
         found_inf.fill_(1.0)

@@ -8,7 +8,6 @@ whose shapes depend on values.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +40,17 @@ from meshbook.tensors.messages.operations import (
 from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
 from meshbook.tensors.sending.numbered_tensors import Handle
 from meshbook.tensors.sending.op_stream import OpStream
+from meshbook.torch_internals import (
+    DisableTorchDispatch,
+    Operator,
+    TensorBase,
+    count_dispatch_modes,
+    is_traced,
+    make_wrapper_subclass,
+    never_compile,
+    tree_leaves,
+    tree_map_only,
+)
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -79,7 +89,7 @@ ANSWERED: Mapping[Any, Callable[..., Any]] = {
 """What torch asks of tensors, or does to them alone, is done here."""
 
 _CPU = torch.device("cpu")
-_DATA = vars(torch._C.TensorBase)["data"]
+_DATA = vars(TensorBase)["data"]
 
 
 class MeshTensor(TensorOnRanks):
@@ -90,16 +100,14 @@ class MeshTensor(TensorOnRanks):
 
     @staticmethod
     def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU
-        )
+        made = make_wrapper_subclass(MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU)
         made.mesh, made._handle = mesh, Handle(number, mesh.stream, output)
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload[..., Any],
+        func: Operator,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -211,14 +219,7 @@ class _BroughtHere(torch.autograd.Function):
         return place(gradient, ctx.mesh, [Replicate()] * len(ctx.mesh.axes))
 
 
-with contextlib.suppress(
-    AttributeError
-):  # the frames below are ours: torch.compile would take one call's shapes for all
-    _eval_frame = torch._C._dynamo.eval_frame
-    _eval_frame.set_code_exec_strategy(
-        vars(MeshTensor)["__torch_dispatch__"].__func__.__code__,
-        _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP),
-    )
+never_compile(vars(MeshTensor)["__torch_dispatch__"].__func__.__code__)  # it would take one call's shapes for all
 
 _to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
 
@@ -325,14 +326,14 @@ _KEPT = 100_000
 
 
 def dispatch(
-    operator: torch._ops.OpOverload[..., Any],
+    operator: Operator,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     mesh: Mesh | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
     """mesh: of what is made of no tensor. generator: the one that seeds what the ranks draw."""
-    if torch._C._len_torch_dispatch_stack():
+    if count_dispatch_modes():
         _refuse_tracers(operator)
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
@@ -371,24 +372,23 @@ def dispatch(
     return _issue(mesh, known, tensors, numbers)
 
 
-def _refuse_tracers(operator: torch._ops.OpOverload[..., Any]) -> None:
+def _refuse_tracers(operator: Operator) -> None:
     """Raises: UsageError where a tracer watches: it would take the tensor for a constant, or ask for memory."""
-    for tracer in torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE:
-        if torch._C._get_dispatch_mode(tracer) is not None:
-            raise UsageError(
-                f"{operator} of a mesh tensor cannot be traced (torch.func.linearize, make_fx, torch.export): use "
-                "torch.func.jvp for a derivative, meshbook.compile for a step that is repeated"
-            )
+    if is_traced():
+        raise UsageError(
+            f"{operator} of a mesh tensor cannot be traced (torch.func.linearize, make_fx, torch.export): use "
+            "torch.func.jvp for a derivative, meshbook.compile for a step that is repeated"
+        )
 
 
 def _all_on_mesh(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with small tensors of this process on the mesh as well, whole on each rank.
 
     Raises: UsageError for one that is large, or that would be written to.
     """
-    mesh = next(each.mesh for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
+    mesh = next(each.mesh for each in tree_leaves((args, kwargs)) if isinstance(each, MeshTensor))
     for argument in written_arguments(operator):
         target = argument.of(args, kwargs)
         if isinstance(target, torch.Tensor) and not isinstance(target, MeshTensor):
@@ -407,7 +407,7 @@ def _all_on_mesh(
             )
         return place(tensor, mesh, [Replicate()] * len(mesh.axes))
 
-    brought = torch.utils._pytree.tree_map_only(torch.Tensor, bring, (list(args), dict(kwargs)))
+    brought = tree_map_only(torch.Tensor, bring, (list(args), dict(kwargs)))
     return brought[0], brought[1]
 
 
@@ -461,8 +461,8 @@ def _few_of(value: Any) -> Any:
 
 
 def _view_in_place(
-    operator: torch._ops.OpOverload[..., Any],
-    view: torch._ops.OpOverload[..., Any],
+    operator: Operator,
+    view: Operator,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -474,25 +474,23 @@ def _view_in_place(
         raise UsageError(f"{operator} of a tensor that is a view, or has views, would spoil gradients: use {view}")
     made = dispatch(view, args, kwargs)
     args[0]._viewed = False  # by this one: there is no other
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         operator(*args, **kwargs)  # its shape and strides: there is nothing else here
     args[0]._handle = made._handle
     return args[0]
 
 
-def _with_values(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh
-) -> Any:
+def _with_values(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh) -> Any:
     """An operation whose result has a shape that depends on values: done here, its results sent to the ranks."""
     if written_arguments(operator):
         raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
-    here = torch.utils._pytree.tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
+    here = tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))
     made = operator(*here[0], **here[1])
-    tensors = [each for each in torch.utils._pytree.tree_leaves(made) if isinstance(each, torch.Tensor)]
+    tensors = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
     if layouts := {str(each.layout) for each in tensors if each.layout is not torch.strided}:
         raise UsageError(
             f"{operator} makes a tensor that is not dense ({', '.join(layouts)}), which {mesh} cannot have: "
             "take tensor.full_tensor() first, and make it of that"
         )
     everywhere = [Replicate()] * len(mesh.axes)
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: place(each, mesh, everywhere), made)
+    return tree_map_only(torch.Tensor, lambda each: place(each, mesh, everywhere), made)

@@ -23,6 +23,7 @@ from meshbook.tensors.messages.operations import (
     is_random,
     written_arguments,
 )
+from meshbook.torch_internals import Operator
 
 aten = torch.ops.aten
 
@@ -95,34 +96,34 @@ def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float]
 class ViewInPlace(Exception):
     """A tensor is to become a view of itself, which ``operator`` gives."""
 
-    def __init__(self, operator: torch._ops.OpOverload[..., Any]) -> None:
+    def __init__(self, operator: Operator) -> None:
         super().__init__(operator)
         self.operator = operator
 
 
-def _view_of(operator: torch._ops.OpOverload[..., Any]) -> torch._ops.OpOverload[..., Any]:
+def _view_of(operator: Operator) -> Operator:
     """For ``transpose_`` that is ``transpose``. Raises: UsageError."""
     packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
     for overload in packet.overloads() if packet is not None else ():
-        view: torch._ops.OpOverload[..., Any] = getattr(packet, overload)
+        view: Operator = getattr(packet, overload)
         if gives_alias(view) and _types(view) == _types(operator):
             return view
     raise UsageError(f"{operator} has no meaning for a tensor in parts: use tensor.full_tensor()")
 
 
-def _types(operator: torch._ops.OpOverload[..., Any]) -> list[tuple[str, str]]:
+def _types(operator: Operator) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 _numbers_of_templates = itertools.count()
 
 
-def new_template(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Template:
+def new_template(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Template:
     return Template(next(_numbers_of_templates), str(operator), args, kwargs)
 
 
 def learn(
-    operator: torch._ops.OpOverload[..., Any],
+    operator: Operator,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
@@ -181,7 +182,7 @@ def learn(
     return Metadata(template, tuple(outputs), form, is_random(operator), written, aliases, is_view)
 
 
-def _check_written(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises: UsageError where a tensor of this process would be written to: the ranks have but its number."""
     if operator._schema.name.startswith("aten::_fused_"):
         return  # of the counters of steps their schemas say so, and torch counts before
@@ -196,7 +197,7 @@ _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")
 """Operators, or arguments, for which a dim is not one of the first tensor."""
 
 
-def _with_dims_from_the_first(operator: torch._ops.OpOverload[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+def _with_dims_from_the_first(operator: Operator, args: Sequence[Any]) -> Sequence[Any]:
     """The arguments with dims counted from the first one: DTensor 2.13 takes some that are negative for whole ones."""
     named = operator._schema.arguments
     if not args or not isinstance(args[0], torch.Tensor) or not (count := args[0].dim()):
@@ -246,9 +247,7 @@ def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _written(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[int, ...]:
+def _written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     found: list[int] = []
     for argument in written_arguments(operator):
         target = argument.of(args, kwargs)

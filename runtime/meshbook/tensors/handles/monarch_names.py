@@ -18,7 +18,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -26,6 +25,7 @@ from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.local_view import active_mesh, without_mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.remote_calls import inspect
+from meshbook.torch_internals import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 Tensor = MeshTensor

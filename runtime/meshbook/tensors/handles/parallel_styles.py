@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshbook.errors import UsageError
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import LAY_OUT
+from meshbook.torch_internals import Operator, TorchDispatchMode
 
 WantedLayouts = Sequence[Placement | None]
 """One for each tensor; None for one that is left as it is."""
@@ -100,7 +100,7 @@ class _LayOutAliases(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload[..., Any],
+        func: Operator,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,

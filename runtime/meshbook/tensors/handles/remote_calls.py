@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.concurrency.future import Future, join_futures
 from meshbook.errors import UsageError
@@ -17,6 +16,7 @@ from meshbook.tensors.handles.local_view import LocalMesh, active_mesh, check_ow
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import NewOutput
 from meshbook.tensors.ranks import local_ranks
+from meshbook.torch_internals import tree_leaves, tree_map_only
 
 
 def remote(

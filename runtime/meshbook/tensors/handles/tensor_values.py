@@ -13,6 +13,7 @@ from meshbook.tensors.messages.operations import TensorReference
 from meshbook.tensors.ranks.known_meshes import resolve
 from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
 from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.torch_internals import count_dispatch_modes
 
 if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh
@@ -93,7 +94,7 @@ def _number_by(name: str) -> Callable[[TensorOnRanks], Any]:
     of_torch = getattr(torch.Tensor, name)
 
     def number(self: TensorOnRanks) -> Any:
-        if self.numel() != 1 or torch._C._len_torch_dispatch_stack():  # who watches operators sees this one too
+        if self.numel() != 1 or count_dispatch_modes():  # who watches operators sees this one too
             return of_torch(self)
         return of_torch(self._whole())
 

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from meshbook.tensors.messages.issued_lines import LinesOfUses
+from meshbook.torch_internals import Operator, OpOverload
 
 TensorId: TypeAlias = int
+
+aten = torch.ops.aten
 
 _OPERATORS = torch.library.Library("meshbook", "DEF")  # type: ignore[no-untyped-call]
 _OPERATORS.define("lay_out(Tensor(a) self, int axis, int? dim) -> Tensor(a)")  # type: ignore[no-untyped-call]
@@ -30,13 +33,13 @@ _OPERATORS.impl(  # type: ignore[no-untyped-call]
     "one_hot", lambda indices, classes: indices.new_empty((*indices.shape, classes)), "Meta"
 )
 
-LAY_OUT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.lay_out.default
+LAY_OUT: Operator = torch.ops.meshbook.lay_out.default
 """The same tensor; on the ranks cut in a dim, or whole, along one axis of the mesh."""
 
-REDISTRIBUTE: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.redistribute.default
+REDISTRIBUTE: Operator = torch.ops.meshbook.redistribute.default
 """A copy that lies in another way, with gradients elsewhere; layout: a tensor that lies so, or the placements."""
 
-ONE_HOT: torch._ops.OpOverload[..., Any] = torch.ops.meshbook.one_hot.default
+ONE_HOT: Operator = torch.ops.meshbook.one_hot.default
 """torch's own is taken apart before it comes here, into comparisons that find nothing wrong with any index."""
 
 
@@ -234,26 +237,26 @@ _DEFINED_LATE = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
 """Modules of torch that define operators only when something of theirs is used, by the namespace."""
 
 
-def find_operator(name: str) -> torch._ops.OpOverload[..., Any]:
+def find_operator(name: str) -> Operator:
     """The operator that ``str`` of it names. Raises: AttributeError if this torch does not have it."""
     namespace, operator, overload = name.split(".")
     if namespace in _DEFINED_LATE:
         importlib.import_module(_DEFINED_LATE[namespace])
     found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-    assert isinstance(found, torch._ops.OpOverload)
+    assert isinstance(found, OpOverload)
     return found
 
 
-_DRAWS_NOTHING = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
+_DRAWS_NOTHING = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
 """It could, by its schema, and refuses to."""
 
 
-def is_random(operator: torch._ops.OpOverload[..., Any]) -> bool:
+def is_random(operator: Operator) -> bool:
     """Whether an operator draws numbers; the last number of its uses is the seed for that."""
     return torch.Tag.nondeterministic_seeded in operator.tags and operator not in _DRAWS_NOTHING
 
 
-def gives_alias(operator: torch._ops.OpOverload[..., Any]) -> bool:
+def gives_alias(operator: Operator) -> bool:
     """Whether results are in the memory of an argument: views, or what was written."""
     return any(result.alias_info is not None for result in operator._schema.returns)
 
@@ -272,7 +275,7 @@ class WrittenArgument(NamedTuple):
         return args[self.at] if self.at < len(args) else kwargs.get(self.name)
 
 
-def written_arguments(operator: torch._ops.OpOverload[..., Any]) -> tuple[WrittenArgument, ...]:
+def written_arguments(operator: Operator) -> tuple[WrittenArgument, ...]:
     """The arguments that an operator writes to."""
     unsaid = _WRITES_UNSAID.get(operator, ())
     return tuple(

@@ -12,7 +12,9 @@ import functools
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+from meshbook.torch_internals import DispatchKey, SetExcludeDispatchKeyGuard
+
+_AUTOGRAD = DispatchKey.AutogradFunctionality
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -53,7 +55,7 @@ def _backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # torch has called this below autograd, where nothing is noted for a backward pass, whatever enable_grad says.
-    with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
+    with SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
         q, k, v = (each.detach().requires_grad_() for each in (query, key, value))
         made = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
         of_query, of_key, of_value = torch.autograd.grad(made, (q, k, v), grad)

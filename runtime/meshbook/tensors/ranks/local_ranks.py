@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, NewOutput, TensorId, Use
@@ -20,6 +19,7 @@ from meshbook.tensors.ranks.operator_rules import CompiledTemplate
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
 from meshbook.tensors.ranks.rank_tensors import RankTensors, TensorDescription
 from meshbook.tensors.ranks.tensor_pieces import TensorPiece
+from meshbook.torch_internals import tree_leaves, tree_map_only
 
 
 class EachItsOwn(Placement):

@@ -7,19 +7,21 @@ same, so the second time it is noted, and from the third on done without DTensor
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from meshbook.torch_internals import FakeTensor, Operator, TorchDispatchMode, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from meshbook.torch_internals import DTensorSpec
 
 MOST_WAYS = 4096
 """So many are known at a time."""
 _UNDERSTOOD = ("aten::", "_c10d_functional::")
-_READS_VALUES = (torch.ops.aten._local_scalar_dense.default,)
+aten = torch.ops.aten
+_READS_VALUES = (aten._local_scalar_dense.default,)
 
 
 class Slot(NamedTuple):
@@ -29,7 +31,7 @@ class Slot(NamedTuple):
 
 
 class LocalCall(NamedTuple):
-    operator: torch._ops.OpOverload[..., Any]
+    operator: Operator
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     makes: int
@@ -119,7 +121,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload[..., Any],
+        func: Operator,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,

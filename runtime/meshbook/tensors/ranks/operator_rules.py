@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshbook.tensors.messages.operations import (
@@ -28,8 +27,9 @@ from meshbook.tensors.messages.operations import (
     written_arguments,
 )
 from meshbook.tensors.ranks.uneven_parts import has_empty_part, splits_unequally
+from meshbook.torch_internals import Operator, decomposition_table, functional_collectives
 
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 APART = frozenset(
     {
@@ -150,14 +150,12 @@ class CompiledTemplate:
         return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
 
 
-def _way_apart(operator: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+def _way_apart(operator: Operator) -> Callable[..., Any]:
     is_loss = "nll_loss" in operator._schema.name
     return functools.partial(_mean_of_items, operator) if is_loss else decomposition_table[operator]
 
 
-def _mean_of_items(
-    operator: torch._ops.OpOverload[..., Any], scores: Any, classes: Any, weight: Any, reduction: int, ignored: int
-) -> Any:
+def _mean_of_items(operator: Operator, scores: Any, classes: Any, weight: Any, reduction: int, ignored: int) -> Any:
     """The loss of classes: a mean is the sum of all items' losses by that of their weights."""
     is_mean = reduction == 1
     loss, weights = operator(scores, classes, weight, 2 if is_mean else reduction, ignored)
@@ -191,9 +189,7 @@ def has_no_way(error: Exception) -> bool:
     return False
 
 
-def by_heads(
-    operator: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Any] | None:
+def by_heads(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
     query = args[[argument.name for argument in operator._schema.arguments].index("query")]
     if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
@@ -256,8 +252,10 @@ def with_nan(made: Any) -> Any:
     for axis, placement in enumerate(placements):
         if (reduction := getattr(placement, "reduce_op", "")) in ("max", "min"):  # of partial ones
             group = made.device_mesh.get_group(axis)
-            parts = collectives.all_gather_into_tensor(local.contiguous()[None], group.size(), group.group_name)
-            parts = collectives.wait_tensor(parts)
+            parts = functional_collectives.all_gather_into_tensor(
+                local.contiguous()[None], group.size(), group.group_name
+            )
+            parts = functional_collectives.wait_tensor(parts)
             local = parts.amax(0) if reduction == "max" else parts.amin(0)
             placements[axis] = Replicate()
     if local is made._local_tensor:

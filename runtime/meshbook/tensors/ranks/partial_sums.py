@@ -8,12 +8,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from meshbook.torch_internals import make_spec
+
+if TYPE_CHECKING:
+    from meshbook.torch_internals import DTensorSpec
 
 BUCKET_BYTES = 25 << 20
 """So much is summed at a time: it is copied there and back."""
@@ -168,7 +172,7 @@ def _sum(tensors: Sequence[DTensor], axes: Sequence[int]) -> None:
 def _summed(spec: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec:
     """That of the sum; a `DTensor.from_local` for each took longer than the copies."""
     placements = [Replicate() if axis in axes else each for axis, each in enumerate(spec.placements)]
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+    return make_spec(spec, placements)
 
 
 def _in_memory_order(tensor: DTensor) -> tuple[torch.Tensor, list[int]]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
 from meshbook.tensors.ranks.attention_on_cuda import register_attention
@@ -39,6 +38,7 @@ from meshbook.tensors.ranks.parts_and_wholes import (
 )
 from meshbook.tensors.ranks.peer_reads import PeerReads
 from meshbook.tensors.ranks.uneven_parts import has_empty_part, is_cut_along_batch, is_mean_of_unequal, is_unequal
+from meshbook.torch_internals import tree_map_only
 
 aten = torch.ops.aten
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.operations import (
@@ -29,6 +27,7 @@ from meshbook.tensors.ranks.parts_and_wholes import block_placements, full
 from meshbook.tensors.ranks.rank_batches import RankBatches
 from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
 from meshbook.tensors.ranks.tensor_pieces import own_copy
+from meshbook.torch_internals import local_shape_and_offset, tree_leaves, tree_map_only
 
 CORNER = 6
 """So many elements along each dim are shown of a large tensor."""
@@ -76,7 +75,7 @@ class RankTensors(RankBatches):
         """Take this rank's part of a tensor that is made here, without memory for the whole where that can be."""
         shape, made = shape_of(factory), None
         if all(type(each) in (Shard, Replicate) for each in placements):
-            place = compute_local_shape_and_global_offset(shape, self.mesh, placements)
+            place = local_shape_and_offset(shape, self.mesh, placements)
             made = make_part(factory, *place, self.mesh.device_type)
         if made is None:
             self.place(number, factory.make(), placements)

@@ -11,15 +11,17 @@ always: its operands are given names, and its results lose theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from meshbook.tensors.messages.operations import TensorId, Use
 from meshbook.tensors.ranks.lowered_operations import Slot, fill, tensors_in
 from meshbook.tensors.ranks.rank_operations import RankTensor
+
+if TYPE_CHECKING:
+    from meshbook.torch_internals import DTensorSpec
 
 
 class PlannedCall(NamedTuple):

@@ -15,6 +15,7 @@ from meshbook.tensors.ranks.lowered_operations import Lowered, Slot
 from meshbook.tensors.ranks.partial_sums import is_shared
 from meshbook.tensors.ranks.rank_operations import RankTensor
 from meshbook.tensors.ranks.step_plans import Before, Held, Kept, NamedUse, PlannedCall, PlannedUse, StepPlan
+from meshbook.torch_internals import tree_leaves
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """What they give is what they are given, where autograd looks at neither."""
@@ -176,7 +177,7 @@ def _in_slots(value: Any, slots: Sequence[int]) -> Any:
 def _slots_of(use: PlannedUse) -> Iterator[int]:
     """What an operation reads and makes."""
     for call in use.calls:
-        for value in torch.utils._pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_slot):
+        for value in tree_leaves((call.args, call.kwargs), is_leaf=_is_slot):
             if _is_slot(value):
                 yield value.at
         yield from range(call.first, call.first + call.makes)

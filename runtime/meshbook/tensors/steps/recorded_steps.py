@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import ParamSpec
 
 from meshbook.concurrency.sigint import held_back
@@ -40,6 +39,7 @@ from meshbook.tensors.steps.step_guards import (
 )
 from meshbook.tensors.steps.step_numbers import Counted, StepNumbers
 from meshbook.tensors.steps.step_recorder import StepRecorder
+from meshbook.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
+from meshbook.torch_internals import DisableTorchFunctionSubclass
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
@@ -27,7 +28,7 @@ _mode, _needs_gradient = operator.attrgetter("training"), operator.attrgetter("r
 _values: Callable[[Any], Iterable[object]] = dict.values
 """Asked of all at once by `map`: there are hundreds of them, and it is done before each step."""
 
-without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+without_torch_functions: Callable[[], AbstractContextManager[None]] = DisableTorchFunctionSubclass
 """Within it torch does not look, whenever it is asked about a tensor, for a function of Python that is to answer."""
 
 

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, place
@@ -41,6 +39,7 @@ from meshbook.tensors.sending.numbered_tensors import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.replays import WAITS
 from meshbook.tensors.steps.recorded_run import DoHere, Given, Here, NumberSource, ReadNumbers, Recorded, Seed
+from meshbook.torch_internals import Operator, TorchDispatchMode, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -112,7 +111,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload[..., Any],
+        func: Operator,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -141,7 +140,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_here(
         self,
-        func: torch._ops.OpOverload[..., Any],
+        func: Operator,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
