@@ -40,7 +40,8 @@ from meshbook.concurrency.future import Future
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
 from meshbook.controller.io_turns import TurnQueue
-from meshbook.controller.mesh_state import MeshState, WorkerSpec
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.startup import WorkerSpec
 from meshbook.errors import ProtocolError
 from meshbook.shape.members import Extent, Region
 from meshbook.wire import messages as wire

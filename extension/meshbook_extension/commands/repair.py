@@ -18,7 +18,7 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
 
 if TYPE_CHECKING:
-    from meshbook.controller.repaired import Repaired
+    from meshbook.controller.mesh_state import Repaired
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.resize import Change
 

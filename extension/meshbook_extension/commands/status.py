@@ -19,7 +19,7 @@ from meshbook_extension.output.labels import columns, format_duration, label, pa
 from meshbook_extension.widget.display import HealthDisplays, status_text
 
 if TYPE_CHECKING:
-    from meshbook.controller.logs import LogFollower
+    from meshbook.controller.inspection import LogFollower
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shell.postmortem_memory import Freed
 

@@ -1,6 +1,6 @@
 """The agents of other hosts, as an agent knows them: a client for each that it calls, a port for those that call it.
 
-Where ranks live the controller says (`meshbook.controller.peer_directory`); calls wait for that once, in their order.
+Where ranks live the controller says (`meshbook.controller.mail`); calls wait for that once, in their order.
 """
 
 from __future__ import annotations

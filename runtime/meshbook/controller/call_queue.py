@@ -1,20 +1,31 @@
-"""Calls and messages of one mesh that may not be sent yet. Under the turn.
+"""A call on its way to the hosts (`OutgoingCall`), and the queue of those that may not be sent yet. Under the turn.
 
-A rank that has failed a call would begin the next at once, and its collectives would meet those that others still wait
-in. So what is sent meanwhile queues here, not on the ranks. Whoever shares ranks with a call that queues, and goes to
-the same mailbox, queues behind it: each rank gets what it is sent in the order of sending.
+A rank that has failed a call would begin the next at once, and its collectives would meet those that other ranks still
+wait in. So calls made meanwhile queue here, not on the ranks. A call that shares ranks and the mailbox with one that
+queues is queued behind it: each rank gets its calls in the order of sending.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from meshbook.calls.call import OpenCall
+from meshbook.calls.output import OutputTarget
+from meshbook.calls.request import CallRequest
 from meshbook.concurrency.own_faults import attempt
+from meshbook.controller.host_state import HostState
+from meshbook.controller.mesh_state import MeshState, stale_view
+from meshbook.lifecycle import MeshPhase
 from meshbook.shape.members import Members
+from meshbook.wire import messages as wire
+
+if TYPE_CHECKING:
+    from meshbook.controller.dispatcher import Dispatcher
 
 
 class Unsent(NamedTuple):
@@ -98,3 +109,70 @@ class CallQueue:
 
     def _is_blocked(self, new: Unsent, before: list[Unsent]) -> bool:
         return any(new.goes_after(other) for other in before) or self._must_wait(new)
+
+
+class OutgoingCall(msgspec.Struct, eq=False):
+    """Sent by `send` under the turn, when nothing has to come before it; `fail` tells its caller why it is not."""
+
+    dispatcher: Dispatcher
+    mesh: MeshState
+    generation: int
+    """Of the mesh, in which the members' ranks are meant."""
+    request: CallRequest
+    call: OpenCall
+    output: OutputTarget | None
+    message: wire.Call
+    payload: Sequence[bytes]
+    segment: wire.SegmentRef | None
+    """What is too large for the payload."""
+    waits: bool = False
+    """Whether the mesh has to be there first (`meshbook.controller.startup`)."""
+    _hosts: Sequence[HostState] = ()
+
+    def send(self) -> None:
+        """Expect its answers, and send it, or have it queue."""
+        mesh, request = self.mesh, self.request
+        if self.waits and mesh.arrival is not None and not mesh.arrival.is_over:
+            mesh.arrival.hold(self)
+            return
+        if mesh.generation != self.generation:
+            self.call.give_up(stale_view(mesh))
+            return
+        recovery = self.dispatcher.recoveries.get(mesh.id) or self.dispatcher.groups_of(mesh)
+        if not request.reply:
+            recovery.send(request.mailbox, request.members, self._transmit)
+        elif (hosts := self.dispatcher.open(mesh, self.call, self.output)) is not None:
+            self._hosts = hosts
+            recovery.send(request.mailbox, request.members, self._transmit, self.call)
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be sent."""
+        self.dispatcher.calls.disown(self.call)
+        self.call.give_up(error)
+
+    def _transmit(self) -> None:
+        """In the midst of something else, if it has queued."""
+        mesh, hosts = self.mesh, self._hosts
+        try:
+            if mesh.generation != self.generation:  # it queued while ranks got other numbers
+                self.fail(stale_view(mesh))
+                return
+            shortcuts = self.dispatcher.shortcuts
+            if not self.request.reply:
+                shortcuts.note_cast(mesh)
+                if mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+                    hosts = list(mesh.by_host(self.request.members.ranks()))
+            if self.segment is not None:
+                self.dispatcher.payloads.send(hosts, self.message, self.payload, self.segment)
+                return
+            message = self.message
+            if self.request.reply and not self.payload and len(hosts) == 1 and not hosts[0].lost:
+                left = shortcuts.send(hosts[0], mesh, self.call, message)
+                if left is None:
+                    return
+                message = left
+            for host in hosts:
+                if not host.lost:
+                    host.send(message, self.payload)
+        except Exception as error:
+            self.fail(error)

@@ -26,18 +26,16 @@ from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reac
 from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
-from meshbook.controller.arrival import MeshArrival
+from meshbook.controller.call_queue import OutgoingCall
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
-from meshbook.controller.io_thread import IoThread
-from meshbook.controller.io_turns import TurnQueue
+from meshbook.controller.inspection import StackQuestion, collect_stacks
+from meshbook.controller.io_turns import IoThread, TurnQueue
 from meshbook.controller.mesh_state import MeshState, Renumbering
-from meshbook.controller.outgoing_call import OutgoingCall
-from meshbook.controller.pending_workers import PendingWorkers
 from meshbook.controller.queries import Questions, look
 from meshbook.controller.reattach import Reattach
-from meshbook.controller.stacks import StackQuestion, collect_stacks
+from meshbook.controller.startup import MeshArrival, PendingWorkers
 from meshbook.errors import SpawnError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.lifecycle import MeshPhase

@@ -23,19 +23,15 @@ from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.controller.group_recovery import GroupRecovery
-from meshbook.controller.held_deadlines import HeldDeadlines
-from meshbook.controller.host_checks import check, check_ranks, check_replies
-from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState
+from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState, LateHosts
 from meshbook.controller.io_turns import TurnQueue
-from meshbook.controller.late_hosts import LateHosts
-from meshbook.controller.mail import ControllerMail
-from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
+from meshbook.controller.mail import ControllerMail, PeerDirectory
+from meshbook.controller.mesh_state import MeshState, Renumbering, check, check_ranks, check_replies, stale_view
 from meshbook.controller.payloads import Payloads
-from meshbook.controller.peer_directory import PeerDirectory
-from meshbook.controller.pending_workers import PendingWorkers
-from meshbook.controller.queries import put
+from meshbook.controller.queries import HeldDeadlines, put
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.shortcuts import Shortcuts
+from meshbook.controller.startup import PendingWorkers
 from meshbook.errors import (
     HostLost,
     LocalProtocolError,

@@ -1,4 +1,9 @@
-"""A mesh as the controller knows it: where its ranks live, and which are dead."""
+"""A mesh as the controller knows it: where its ranks live, which are dead, and what its hosts may say of them.
+
+A host has proved who it is, and it runs the user's code; it must still not speak for ranks of other hosts, break our
+bookkeeping, or make us map memory that it does not share. `check` sees to that before a message is acted upon, so a
+host that lies costs itself and no other.
+"""
 
 from __future__ import annotations
 
@@ -14,83 +19,25 @@ from meshbook.actor.errors import ProcsStoppedError
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.concurrency.future import Future
-from meshbook.controller.arrival import MeshArrival
-from meshbook.controller.crash_loops import CrashLoops
 from meshbook.controller.host_state import HostState
-from meshbook.controller.pending_workers import PendingWorkers, WorkerRecord
-from meshbook.controller.repaired import Repaired
+from meshbook.controller.startup import CrashLoops, MeshArrival, PendingWorkers, WorkerRecord, WorkerSpec, outside
 from meshbook.errors import (
     DeviceError,
     LayoutError,
     MeshDetachedError,
     MeshStoppedError,
+    PeerProtocolError,
     SpawnError,
     UsageError,
     WorkerLost,
 )
 from meshbook.errors.advice import advice
-from meshbook.formatting import utf8_text
+from meshbook.formatting import name_ranks
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase
 from meshbook.sessions.folder import SavedMesh
 from meshbook.shape.generations import Moves, step_of
 from meshbook.shape.members import Extent
 from meshbook.wire import messages as wire
-
-
-class WorkerSpec(NamedTuple):
-    """How workers of a mesh are started, whenever one is."""
-
-    device: str | None
-    """``cpu``, ``cuda``, or None for CUDA where there is any."""
-    preload: tuple[str, ...]
-    cwd: bytes
-    sys_path: tuple[bytes, ...]
-    environment: Mapping[bytes, bytes]
-    torch: bool = True
-    """Whether they have it from their first moment."""
-    asked_cwd: str = ""
-    asked_environment: Mapping[str, str] = {}
-    """What was asked for on every host, the controller's own or another."""
-    commands: tuple[wire.StartCommand, ...] = ()
-    """How they begin: by rank, or one for all."""
-    bindings: tuple[dict[str, str], ...] = ()
-    """Where on the machine they run, by local rank."""
-
-    @classmethod
-    def here(
-        cls,
-        device: str | None = None,
-        preload: tuple[str, ...] = (),
-        torch: bool = True,
-        asked_cwd: str = "",
-        asked_environment: Mapping[str, str] | None = None,
-    ) -> WorkerSpec:
-        """With the folder, the path and the environment of this process as they are now."""
-        asked = dict(asked_environment or {})
-        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch, asked_cwd, asked)
-
-    def command_of(self, rank: int) -> wire.StartCommand:
-        """What starts ``rank``."""
-        return self.commands[rank if len(self.commands) > 1 else 0] if self.commands else wire.StartCommand()
-
-
-def _search_path() -> tuple[bytes, ...]:
-    """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
-    entries: tuple[object, ...] = tuple(sys.path)
-    return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
-
-
-def _outside(prefix: str, base: str, path: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The entries of ``path`` that are not an interpreter's own: another interpreter has its own modules."""
-    own = tuple(os.fsencode(os.path.join(each, "")) for each in (prefix, base))
-    return tuple(entry for entry in path if not entry.startswith(own))
-
-
-def _path_bytes(path: str) -> bytes:
-    try:
-        return os.fsencode(path)
-    except UnicodeEncodeError:  # no system gave us that
-        return utf8_text(path).encode()
 
 
 class CallOutputSource(Protocol):
@@ -349,7 +296,7 @@ class MeshState:
         here, folder = host.shares_environment, os.fsencode(recipe.asked_cwd)
         more = {**recipe.asked_environment, **command.environment}
         asked = {os.fsencode(name): os.fsencode(value) for name, value in more.items() if value is not None}
-        search_path = _outside(sys.prefix, sys.base_prefix, recipe.sys_path) if command.python else recipe.sys_path
+        search_path = outside(sys.prefix, sys.base_prefix, recipe.sys_path) if command.python else recipe.sys_path
         return wire.Spawn(
             request=request,
             mesh=self.id,
@@ -479,3 +426,84 @@ def arrangement_of(extent: Extent, placement: Sequence[HostState], host: HostSta
         hosts=len(hosts),
         local_world_size=sum(here is host for here in placement),
     )
+
+
+def check_ranks(host: HostState, mesh: MeshState, ranks: Sequence[int]) -> None:
+    """Raises: PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
+    for rank in ranks:
+        if not mesh.ever_gave(host, rank):
+            raise PeerProtocolError(f'it spoke for rank {rank} of mesh "{mesh.name}", which is not its own')
+
+
+def check_replies(host: HostState, message: wire.Replies, frames: Sequence[bytes]) -> None:
+    """Raises: PeerProtocolError unless the replies share out ``frames``, in a way that the host can send."""
+    total = 0
+    for reply in message.replies:
+        if reply.frames < 0 or (reply.segment is not None and not host.shares_memory):
+            raise PeerProtocolError("a reply whose payload cannot be")
+        total += reply.frames
+    if total != len(frames):
+        raise PeerProtocolError(f"replies with {total} payload frames came with {len(frames)}")
+
+
+def check(host: HostState, message: wire.FromHost, meshes: Mapping[int, MeshState]) -> None:
+    """Raises: PeerProtocolError if ``host`` speaks for ranks that are not its own."""
+    match message:
+        case wire.MeshReady(mesh_id, workers):
+            if (mesh := meshes.get(mesh_id)) is not None:
+                check_ranks(host, mesh, [worker.rank for worker in workers])
+        case wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank) | wire.Prompted(mesh_id, rank):
+            if (mesh := meshes.get(mesh_id)) is not None:
+                check_ranks(host, mesh, [rank])
+        case wire.StoreAnswer(mesh_id, rank):
+            if (mesh := meshes.get(mesh_id)) is not None and host not in mesh.store_hosts:
+                raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
+        case wire.Call(origin=origin, mesh=to) | wire.Cancel(origin=origin, mesh=to):
+            if origin is None or to != 0:
+                raise PeerProtocolError("it sent a call that is not for this process, or nobody's")
+            if (mesh := meshes.get(origin.mesh)) is not None:
+                check_ranks(host, mesh, [origin.rank])
+        case _:
+            pass
+
+
+FORMED_AGAIN = "its process groups were broken and are formed again"
+
+
+class Repaired(NamedTuple):
+    """What a repair has done."""
+
+    mesh: str
+    ranks: tuple[int, ...]
+    """Started again, without their former state."""
+    hosts: tuple[str, ...]
+    """Whose agents were started again."""
+    joined: bool
+    """Whether the groups were formed anew, with all ranks."""
+    world_size: int
+    proof: str
+    """What became of the process groups of a mesh that was whole; empty where they are sound."""
+    setup_cells: int
+    """Cells that the new ranks have run."""
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What was brought back besides, as the tensors of a `meshbook.distributed.Mesh`."""
+
+    def __str__(self) -> str:
+        if not self.ranks and not self.joined:
+            whole = f'mesh "{self.mesh}" is whole'
+            if self.proof == FORMED_AGAIN:
+                return f"{whole}; {self.proof} in {self.seconds:.2f} s"
+            return f"{whole}: nothing to heal{f'; {self.proof}' if self.proof else ''}"
+        did = []
+        if self.hosts:
+            did.append(f"host {', '.join(self.hosts)} started again")
+        if self.ranks:
+            did.append(f"{name_ranks(self.ranks)} started again")
+        if self.joined:
+            did.append(f"all {self.world_size} ranks joined")
+        lines = [f'mesh "{self.mesh}": {", ".join(did)} in {self.seconds:.2f} s', *self.notes]
+        return "\n  ".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)  # a cell that ends with a repair shows it

@@ -4,6 +4,8 @@
                <──answers── `meshbook.calls.table.CallTable` <──Replies── either
 
 A question ends when all who were asked have answered or are lost, at the latest when its time is over.
+`HeldDeadlines` tells the ranks of a mesh when one of them stands at a prompt: the others may be waiting for it, so all
+of them hold their deadlines.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from meshbook.calls.rank_state import Unresponsive, find_silence
@@ -157,3 +159,47 @@ def explain_silence(questions: Questions, mesh: MeshState, ranks: Sequence[int])
     told = questions.gather(mesh, ranks, wire.AskProcesses(), wire.ProcessState, STATES_TIMEOUT_S) if ranks else {}
     states = {rank: told.state for rank, told in told.items()}
     return {rank: find_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks}
+
+
+class HeldDeadlines:
+    """Notes which ranks stop and go on (`meshbook.calls.stopped.StoppedRanks`), and tells the ranks of their mesh."""
+
+    def __init__(self, calls: CallTable, next_id: Callable[[], int]) -> None:
+        self._calls, self._next_id = calls, next_id
+
+    def on_prompted(self, mesh: MeshState, message: wire.Prompted) -> None:
+        """A rank has come to a prompt, has written there, or goes on."""
+        with self._telling_of_changes(mesh):
+            stop = mesh.stopped_ranks.take(message.rank, message.at, message.output)
+        if stop is not None:
+            self._calls.tell(message.output, stop)
+
+    def merge(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
+        """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
+        for rank, at in prompts.items():
+            mesh.stopped_ranks.take(rank, at, 0)
+        self._tell_all(mesh)
+
+    def on_ended(self, mesh: MeshState, ranks: Iterable[int]) -> None:
+        """Ranks are at no prompt any more: they have ended, or are told to."""
+        with self._telling_of_changes(mesh):
+            for rank in ranks:
+                mesh.stopped_ranks.lose(rank)
+
+    def on_ready(self, mesh: MeshState) -> None:
+        """Ranks have come, perhaps while others stand at prompts."""
+        if mesh.stopped_ranks:
+            self._tell_all(mesh)
+
+    @contextlib.contextmanager
+    def _telling_of_changes(self, mesh: MeshState) -> Iterator[None]:
+        """If ranks are stopped after the block and none was before, or the other way round, tell all ranks."""
+        before = bool(mesh.stopped_ranks)
+        yield
+        if bool(mesh.stopped_ranks) != before:
+            self._tell_all(mesh)
+
+    def _tell_all(self, mesh: MeshState) -> None:
+        question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
+        everyone = mesh.by_host(range(mesh.extent.nelements))
+        put(self._calls, question, mesh, everyone, ask_rank("hold_deadlines", bool(mesh.stopped_ranks)))

@@ -15,8 +15,8 @@ from meshbook.calls.cell_run import BufferedListener, ResumedCall
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
-from meshbook.controller.mesh_state import MeshState, WorkerSpec
-from meshbook.controller.pending_workers import WorkerRecord
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.startup import WorkerRecord, WorkerSpec
 from meshbook.errors import PeerProtocolError, WorkerLost
 from meshbook.lifecycle import MeshEvent
 from meshbook.sessions.folder import SavedMesh

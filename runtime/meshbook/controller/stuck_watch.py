@@ -21,7 +21,7 @@ Calls to main threads (cells above all) and to mailboxes (actors) differ in who 
                                                                     either (`GroupPhase.DRAINING`): none may meet it
 
 Nothing is asked while nothing failed, but for calls that take long, less and less often: their ranks may be uneven
-though nobody failed (`meshbook.controller.uneven_calls`), or disagree, from which they are freed. Calls that actors
+though nobody failed (`meshbook.controller.progress_poll`), or disagree, from which they are freed. Calls that actors
 make, and messages that nobody waits for, are not seen here: there an interrupt, or `ProcMesh.abort_groups`, helps.
 
 *The next call* must not meet the failed one. Calls queue (`meshbook.controller.call_queue`)
@@ -44,8 +44,17 @@ from meshbook.calls.table import CallTable
 from meshbook.controller.call_queue import CallQueue, Unsent
 from meshbook.controller.group_former import UNSOUND, GroupFormer, cause_of
 from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.progress_poll import ALL, FIRST_LOOK_S, RECENT, SELDOM_LOOK_S, ProgressPoll, ProgressSnapshot
-from meshbook.controller.uneven_calls import LongCalls, describe_uneven, place_and_absent
+from meshbook.controller.progress_poll import (
+    ALL,
+    FIRST_LOOK_S,
+    RECENT,
+    SELDOM_LOOK_S,
+    LongCalls,
+    ProgressPoll,
+    ProgressSnapshot,
+    describe_uneven,
+    place_and_absent,
+)
 from meshbook.formatting import name_ranks
 from meshbook.groups.agreements import Agreements, Disagreement, find_disagreements
 from meshbook.groups.deadlock import (

@@ -1,6 +1,6 @@
 """The processes of a new mesh come up: workers, process groups, bootstrap; while people wait, or aside.
 
-Aside is how Monarch's programs have it: they hold the mesh already (`meshbook.controller.arrival`).
+Aside is how Monarch's programs have it: they hold the mesh already (`meshbook.controller.startup`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from meshbook.actor.errors import ActorError, ProcsNotStartedError
 from meshbook.actor.router import router_for
 from meshbook.concurrency.background import run_in_background
-from meshbook.controller.arrival import MeshArrival
 from meshbook.controller.controller import Controller
+from meshbook.controller.startup import MeshArrival
 from meshbook.errors import CallFailed, SpawnError, WorkerLost
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.host_versions import warn_of_differences

@@ -15,7 +15,7 @@ from meshbook.actor.router import Place, add_router, remove_router, router_for, 
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
-from meshbook.controller.repaired import Repaired
+from meshbook.controller.mesh_state import Repaired
 from meshbook.errors import HostsEndedError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from meshbook.actor.identity import groups_on
 from meshbook.concurrency.future import Future, in_background
 from meshbook.controller.host_state import HostState
-from meshbook.controller.mesh_state import MeshState, WorkerSpec
+from meshbook.controller.mesh_state import MeshState
+from meshbook.controller.startup import WorkerSpec
 from meshbook.errors import DeviceError, HostsEndedError, NotOwnerError, SpawnError, UsageError
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import replace_hosts

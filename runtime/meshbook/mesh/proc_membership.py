@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from meshbook.controller.repaired import Repaired
+from meshbook.controller.mesh_state import Repaired
 from meshbook.errors import UsageError, WorkerLost
 from meshbook.launchers.base import Launcher
 from meshbook.mesh.proc_view import ProcView, call_living

@@ -11,9 +11,8 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
 from meshbook.calls.stopped import StoppedRanks
 from meshbook.controller.host_state import HostState
-from meshbook.controller.logs import LogFollower, read_logs
+from meshbook.controller.inspection import LogFollower, StackQuestion, read_logs
 from meshbook.controller.queries import ask_rank, look
-from meshbook.controller.stacks import StackQuestion
 from meshbook.errors import (
     RankDeath,
 )

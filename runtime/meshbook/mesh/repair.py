@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from meshbook.calls.call_future import CallFuture
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
-from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.controller.mesh_state import FORMED_AGAIN, MeshState, Repaired
 from meshbook.controller.queries import ask_rank
-from meshbook.controller.repaired import FORMED_AGAIN, Repaired
+from meshbook.controller.startup import PendingWorkers
 from meshbook.errors import (
     CallFailed,
     CallTimeout,

@@ -19,7 +19,7 @@ from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, Renumbering, arrangement_of, seats_on
-from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.controller.startup import PendingWorkers
 from meshbook.errors import LayoutError, SpawnError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_sizes, name_ranks

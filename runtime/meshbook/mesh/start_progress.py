@@ -14,7 +14,7 @@ from meshbook.calls.call_future import CallFuture
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
-from meshbook.controller.pending_workers import PendingWorkers
+from meshbook.controller.startup import PendingWorkers
 from meshbook.errors import HostLost, SpawnError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks

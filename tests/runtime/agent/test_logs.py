@@ -12,7 +12,7 @@ import pytest
 
 from meshbook.agent.logs import read_on
 from meshbook.agent.rank_log import RankLog, settle_logs
-from meshbook.controller.logs import LogFollower
+from meshbook.controller.inspection import LogFollower
 from meshbook.errors import SpawnError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions import folder as session_folder

@@ -17,7 +17,7 @@ from patience import wait_until
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import Notice, RankDone
 from meshbook.controller.host_state import HostState
-from meshbook.controller.uneven_calls import TELL_S
+from meshbook.controller.progress_poll import TELL_S
 from meshbook.wire import messages as wire
 
 BACK_S = 5.0

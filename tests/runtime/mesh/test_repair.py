@@ -19,7 +19,7 @@ from patience import wait_until
 from template_processes import children_of, torch_templates_of
 
 from meshbook import DeviceMeshError, LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
-from meshbook.controller.crash_loops import CrashLoops
+from meshbook.controller.startup import CrashLoops
 from meshbook.launchers.base import LaunchedHost
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire.ticket import Ticket

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed.tensor import Placement
 
-from meshbook.controller.repaired import Repaired
+from meshbook.controller.mesh_state import Repaired
 from meshbook.errors import LayoutError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, procs_of_sizes

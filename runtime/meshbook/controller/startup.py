@@ -1,0 +1,235 @@
+"""Meshes and workers that are coming up, how they are started, and ranks that end too often to be started again.
+
+    spawn_procs ──> MeshState, at once          a thread aside: hosts, workers, process groups, bootstrap
+    calls ────────> held, in their order ──────> sent when all of that is done; they fail with its error otherwise
+
+A person has the handle of a mesh before its processes exist: `MeshArrival` holds the calls made meanwhile.
+`PendingWorkers` are the workers that hosts were asked for, until all have answered. Both belong to the turn, except
+where a docstring says otherwise. `CrashLoops` is pure: its caller brings the time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshbook.concurrency.future import Future
+from meshbook.controller.host_state import HostState
+from meshbook.errors import CrashLoopError, SpawnError, WorkerLost
+from meshbook.formatting import utf8_text
+from meshbook.lifecycle import CallEvent
+from meshbook.wire import messages as wire
+
+if TYPE_CHECKING:
+    from meshbook.controller.call_queue import OutgoingCall
+
+
+class MeshArrival:
+    """How far one mesh has come. Made by whoever starts it."""
+
+    def __init__(self) -> None:
+        self.done: Future[bool] = Future()
+        """True when the processes are there; else it raises what kept them. For any thread."""
+        self.thread: threading.Thread | None = None
+        """Who brings it up, whose own calls are sent at once."""
+        self.is_over = False
+        self.is_asked = False
+        """Whether anybody is told by a call, or by waiting, what becomes of it."""
+        self._held: list[OutgoingCall] = []
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this thread is at it, and must not wait for it."""
+        return self.thread is threading.current_thread()
+
+    def hold(self, call: OutgoingCall) -> None:
+        """Send it later."""
+        self._held.append(call)
+
+    def cancel(self, id: int) -> bool:
+        """Somebody asked for the end of a call; whether it was held here, and has ended now."""
+        found = next((held.call for held in self._held if held.call.id == id), None)
+        if found is None:
+            return False
+        self._held = [held for held in self._held if held.call is not found]
+        found.cancel()
+        found.drop()
+        found.settle()
+        found.close(CallEvent.SETTLED)
+        return True
+
+    def end(self, error: Exception | None = None) -> None:
+        """All are there, or will not come. Idempotent."""
+        if self.is_over:
+            return
+        self.is_over = True
+        held, self._held = self._held, []
+        for each in held:
+            if error is None:
+                each.send()
+            else:
+                each.fail(error)
+        if error is None:
+            self.done.set_result(True)
+        else:
+            self.done.set_exception(error)
+
+
+class WorkerSpec(NamedTuple):
+    """How workers of a mesh are started, whenever one is."""
+
+    device: str | None
+    """``cpu``, ``cuda``, or None for CUDA where there is any."""
+    preload: tuple[str, ...]
+    cwd: bytes
+    sys_path: tuple[bytes, ...]
+    environment: Mapping[bytes, bytes]
+    torch: bool = True
+    """Whether they have it from their first moment."""
+    asked_cwd: str = ""
+    asked_environment: Mapping[str, str] = {}
+    """What was asked for on every host, the controller's own or another."""
+    commands: tuple[wire.StartCommand, ...] = ()
+    """How they begin: by rank, or one for all."""
+    bindings: tuple[dict[str, str], ...] = ()
+    """Where on the machine they run, by local rank."""
+
+    @classmethod
+    def here(
+        cls,
+        device: str | None = None,
+        preload: tuple[str, ...] = (),
+        torch: bool = True,
+        asked_cwd: str = "",
+        asked_environment: Mapping[str, str] | None = None,
+    ) -> WorkerSpec:
+        """With the folder, the path and the environment of this process as they are now."""
+        asked = dict(asked_environment or {})
+        return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch, asked_cwd, asked)
+
+    def command_of(self, rank: int) -> wire.StartCommand:
+        """What starts ``rank``."""
+        return self.commands[rank if len(self.commands) > 1 else 0] if self.commands else wire.StartCommand()
+
+
+def _search_path() -> tuple[bytes, ...]:
+    """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
+    entries: tuple[object, ...] = tuple(sys.path)
+    return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
+
+
+def outside(prefix: str, base: str, path: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The entries of ``path`` that are not an interpreter's own: another interpreter has its own modules."""
+    own = tuple(os.fsencode(os.path.join(each, "")) for each in (prefix, base))
+    return tuple(entry for entry in path if not entry.startswith(own))
+
+
+def _path_bytes(path: str) -> bytes:
+    try:
+        return os.fsencode(path)
+    except UnicodeEncodeError:  # no system gave us that
+        return utf8_text(path).encode()
+
+
+class WorkerRecord(NamedTuple):
+    rank: int
+    host: HostState
+    pid: int
+    device: str
+    log_path: str
+
+    def become(self, rank: int) -> WorkerRecord:
+        """The same process under another rank; its log is renamed."""
+        return self._replace(rank=rank, log_path=str(PurePath(self.log_path).with_name(f"rank-{rank}.log")))
+
+
+class PendingWorkers:
+    """They come together or not at all."""
+
+    def __init__(self, id: int, seats: Mapping[HostState, Sequence[wire.Seat]], *, apart: bool = False) -> None:
+        """id: of the request for them. apart: they have no rank yet, and become the mesh's when it is numbered anew."""
+        self.id = id
+        self.seats = {host: tuple(here) for host, here in seats.items() if here}
+        self.apart = apart
+        self.waiting = {seat.known_as for here in self.seats.values() for seat in here}
+        self.workers: dict[int, WorkerRecord] = {}
+        """By what messages call them."""
+        self.done: Future[None] = Future()
+        self.adopted = False
+        """Whether they are workers of the mesh by now."""
+        self.failure: SpawnError | None = None
+        self.moves = 0
+        """How often a host has told that something moved."""
+        self.last_line = ""
+        """The host that told last has this at the end of its log."""
+        self._steps: dict[HostState, str] = {}
+
+    def come(self, host: HostState, started: wire.WorkerStarted) -> None:
+        """Note a worker that has answered."""
+        self.moves += 1
+        if started.rank in self.waiting:
+            self.waiting.discard(started.rank)
+            self.workers[started.rank] = WorkerRecord(started.rank, host, started.pid, started.device, started.log_path)
+
+    def move(self, host: HostState, progress: wire.SpawnProgress) -> None:
+        """Note how far those of one host have come."""
+        self.moves, self.last_line, self._steps[host] = self.moves + 1, progress.last_line, progress.step
+
+    def describe(self) -> str:
+        """Say what the workers that have not answered wait for, as in ``importing torch on local-2, local-3``."""
+        late = [host for host, here in self.seats.items() if any(seat.known_as in self.waiting for seat in here)]
+        steps = {host.name: self._steps.get(host, "starting ranks") for host in late}
+        step = next(iter(steps.values()), "starting ranks")
+        names = [name for name, other in steps.items() if other == step]
+        if len(self.seats) == 1:
+            return step
+        return f"{step} on {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+    def fail(self, error: SpawnError) -> None:
+        """They will not all come, or one that came has ended."""
+        self.failure = self.failure or error
+        self.done.set_exception(error)
+
+    def give_up(self, error: Exception) -> None:
+        """They could not be asked for."""
+        self.fail(SpawnError(f"the hosts could not be asked for workers: {type(error).__name__}: {error}"))
+
+    def by_host(self) -> dict[HostState, list[int]]:
+        """What messages call them, by where they are."""
+        return {host: [seat.known_as for seat in here] for host, here in self.seats.items()}
+
+
+MAX_DEATHS = 3
+WINDOW_S = 60.0
+
+
+class CrashLoops:
+    """When each rank of a mesh ended by itself, lately."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, deque[float]] = {}
+
+    def record(self, rank: int, now: float) -> None:
+        """The rank has ended, and nobody had asked for it."""
+        self._deaths.setdefault(rank, deque(maxlen=MAX_DEATHS + 1)).append(now)
+
+    def check(self, lost: Mapping[int, WorkerLost], now: float) -> None:
+        """Raises: CrashLoopError if one of ``lost`` ended more than `MAX_DEATHS` times within `WINDOW_S`."""
+        for rank, error in sorted(lost.items()):
+            recent = [at for at in self._deaths.get(rank, ()) if now - at < WINDOW_S]
+            if len(recent) > MAX_DEATHS:
+                raise CrashLoopError(rank, error.host, error.cause, error.log_tail, len(recent), WINDOW_S)
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Start counting anew for ``ranks``."""
+        for rank in ranks:
+            self._deaths.pop(rank, None)
+
+    def renumber(self, moved: Mapping[int, int]) -> None:
+        """Ranks have other numbers now: ``moved`` maps the old ones of those that are left."""
+        self._deaths = {moved[rank]: deaths for rank, deaths in self._deaths.items() if rank in moved}
