@@ -45,8 +45,7 @@ from meshbook.controller.startup import WorkerSpec
 from meshbook.errors import ProtocolError
 from meshbook.shape.members import Extent, Region
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import Batch, unbatch
-from meshbook.wire.frames import FrameReader, pack
+from meshbook.wire.frames import Batch, FrameReader, pack, unbatch
 from meshbook.wire.kv_store import StoreOp
 from meshbook.wire.lanes import LANES, routing_id
 from meshbook.wire.link import MESSAGE, Link

@@ -18,7 +18,7 @@ from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import OK, Call
 from meshbook.worker.mail import WorkerMail
-from meshbook.worker.router import WorkerRouter
+from meshbook.worker.process import WorkerRouter
 
 QUESTION = (
     "Round trip of an empty call to a raw mailbox, which its process answers on the thread of the mail: from this "

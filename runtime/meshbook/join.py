@@ -29,9 +29,9 @@ from meshbook.launchers.invitations.invitation import (
     read_invitation,
 )
 from meshbook.system.processes import describe_exit, python_version
-from meshbook.wire.gate import ask_gate
 from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket
+from meshbook.wire.zmq_transport import ask_gate
 
 ANSWER_S = 10.0
 """How long the gate may take to answer."""

@@ -22,7 +22,7 @@ from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
-from meshbook.worker.router import WorkerRouter
+from meshbook.worker.process import WorkerRouter
 from meshbook.worker.worker import Worker
 
 _numbers = itertools.count(1000)

@@ -58,7 +58,7 @@ class LivingRanks:
         self._silent_until: dict[tuple[str, int], float] = {}
 
     def complete(self, view: ProcMesh, code: str, cursor: int) -> Completions | None:
-        """The answer of `meshbook.worker.completion.complete`, with positions in ``code``; None: nobody answers."""
+        """The answer of `meshbook.worker.queries.complete`, with positions in ``code``; None: nobody answers."""
         skipped, code, cursor = _around(code, cursor)
         found = self._ask(view, Completions, "complete", code, cursor)
         if found is None:

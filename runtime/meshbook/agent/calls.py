@@ -1,15 +1,22 @@
-"""The calls that workers of a mesh on this host have to answer, and how their answers are combined on the way back."""
+"""The calls that workers of a mesh on this host have to answer, and how their answers are combined on the way back.
+
+Calls and cancels travel on different lanes, so a cancel may come before its call (`EarlyCancels`). The ranks that it
+names are answered for here, without a worker. Only a worker knows which calls it has begun: once a call was passed on,
+so are its cancels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import TypeAlias
 
 import msgspec
 
-from meshbook.agent.cancels import EarlyCancels, wake_stopped
-from meshbook.agent.journal import CallJournal, RememberedCall
+from meshbook.agent.handover import CallJournal, RememberedCall
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output_pump import OutputPump
 from meshbook.agent.resources import HostResources
@@ -17,7 +24,9 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes
+from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
+from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.replies import dropped_replies, explain_failure, lost_reply
 
 COMBINE_S = 0.002
@@ -244,3 +253,47 @@ class AgentCalls:
             self.forget_rank(rank, death_of(rank))
         for call in self._open.values():
             call.rename(now)
+
+
+KEPT = 1024
+"""Cancels without a call are remembered up to this number: most name calls that have ended."""
+
+
+class EarlyCancels:
+    """Cancels of calls that this host does not know (yet)."""
+
+    def __init__(self) -> None:
+        self.targets: OrderedDict[int, wire.Target] = OrderedDict()
+        """By call."""
+
+    def add(self, cancel: wire.Cancel) -> None:
+        self.targets[cancel.call] = (*self.targets.pop(cancel.call, ()), *cancel.target)
+        if len(self.targets) > KEPT:
+            self.targets.popitem(last=False)
+
+    def take(self, call: int, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` for which ``call``, which has come now, was cancelled."""
+        target = self.targets.pop(call, ())
+        return {rank for rank in ranks if wire.target_has(target, rank)}
+
+
+def find_held(
+    held: Iterable[NamesPayload], cancel: wire.Cancel, ranks: Iterable[int]
+) -> tuple[wire.Call, set[int]] | None:
+    """Find a call that waits for its payload, if ``cancel`` names it for all of its members here.
+
+    ranks: those that live here. Returns: the call, and its members among them.
+    """
+    for call in held:
+        if isinstance(call, wire.Call) and call.id == cancel.call:
+            members = {rank for rank in ranks if wire.target_has(call.target, rank)}
+            if all(wire.target_has(cancel.target, rank) for rank in members):
+                return call, members
+    return None
+
+
+def wake_stopped(workers: Iterable[AgentWorker]) -> None:
+    """SIGCONT to those that a signal has stopped; what a debugger has stopped is left to it."""
+    for worker in workers:
+        if worker.pid and process_state(worker.pid) == "T":
+            os.kill(worker.pid, signal.SIGCONT)

@@ -22,14 +22,13 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent import tunnel
-from meshbook.agent.cancels import find_held
+from meshbook.agent.calls import find_held
 from meshbook.agent.handover import PreviousControllers, hear_out, report, unacked_messages
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
 from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.rank_log import settle_logs
-from meshbook.agent.resources import HostResources
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.resources import HostResources, SegmentRefCounts
 from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError, SpawnError

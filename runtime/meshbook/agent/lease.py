@@ -1,9 +1,9 @@
 """Whether the agent's controller is there, and how long the agent waits for the next one.
 
 A controller on our machine is watched by its pidfd, or by the pipe at our stdin before we know its pid; one elsewhere
-by the connection, while its machine answers there (`meshbook.wire.answering`). While it runs it may be silent for long
-(native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached, silence
-counts against the lease.
+by the connection, while its machine answers there (`meshbook.wire.connections`). While it runs it may be silent for
+long (native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached,
+silence counts against the lease.
 
     controller           the agent waits, with meshes that are up         without
     runs                 10 min of silence                                the same

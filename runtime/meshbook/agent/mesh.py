@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing_extensions import assert_never
 
 from meshbook.agent.calls import AgentCalls
-from meshbook.agent.journal import CallJournal
-from meshbook.agent.logs import read_on
+from meshbook.agent.handover import CallJournal
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
 from meshbook.agent.output_pump import OutputPump
+from meshbook.agent.rank_log import read_on
 from meshbook.agent.resources import HostResources
 from meshbook.agent.stack_dumps import OutsideStacks
 from meshbook.agent.store import StoreHome, StoreRelay

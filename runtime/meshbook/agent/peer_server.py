@@ -16,9 +16,8 @@ from meshbook.agent.resources import HostResources
 from meshbook.concurrency.own_faults import tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import unbatch
 from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import Buffer, only_frame
+from meshbook.wire.frames import Buffer, only_frame, unbatch
 from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import failed_replies, failed_reply, split_replies
 from meshbook.wire.transport import ControllerSocket

@@ -1,17 +1,27 @@
-"""What the parts of one agent share: made once, by `meshbook.agent.host_agent.HostAgent`."""
+"""The resources that the parts of one agent share, and its counts of payloads in shared memory.
+
+`meshbook.agent.host_agent.HostAgent` makes them once. A payload is counted while workers of the host look at it, or
+connections send it, until the last of them has let go of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from meshbook.agent.output_pump import OfflineQuota
-from meshbook.agent.segment_refs import SegmentRefCounts
+from meshbook.agent.worker import AgentWorker
 from meshbook.shape.generations import Moves
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import OomWatch
-from meshbook.values.segments import SegmentPool
+from meshbook.values.segments import SegmentPool, map_segment
+from meshbook.wire import messages as wire
+from meshbook.wire.bulk import Spans
+from meshbook.wire.frames import Buffer
+from meshbook.wire.host_link import HostLink
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
 from meshbook.wire.uplink import Uplink
@@ -39,3 +49,66 @@ class HostResources:
     def log_dir(self) -> Path:
         """Where the logs of ranks lie."""
         return Path(self.ticket.log_dir)
+
+
+LentSegment: TypeAlias = tuple[int, int]
+"""(pid of its owner, number)."""
+
+
+class SegmentRefCounts:
+    """Of one host; ``on_unused(pid, segment)`` is called when nobody has a segment any more."""
+
+    def __init__(self, on_unused: Callable[[int, int], None]) -> None:
+        self._on_unused = on_unused
+        self._holders: dict[LentSegment, int] = {}
+        self.sent: deque[LentSegment] = deque()
+        """Segments of which the other end has all pieces, or never will."""
+
+    def lend(self, key: LentSegment, workers: Iterable[AgentWorker] = ()) -> None:
+        """Workers are about to get it. Without any: we hold it ourselves, until `end`."""
+        holders = list(workers)
+        self._holders[key] = self._holders.get(key, 0) + (len(holders) or 1)
+        for worker in holders:
+            worker.segments.add(key)
+
+    def end(self, key: LentSegment) -> None:
+        """Note that one holder has let go."""
+        left = self._holders.get(key, 0) - 1
+        if left > 0:
+            self._holders[key] = left
+        elif left == 0:
+            del self._holders[key]
+            self._on_unused(*key)
+
+    def export(
+        self, segment: wire.SegmentRef, link: Uplink | HostLink
+    ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
+        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied before.
+
+        Raises: MeshError.
+        """
+        if link.shares_memory:
+            return segment, None
+        return None, link.send_bulk(self._map(segment))
+
+    def _map(self, segment: wire.SegmentRef) -> Sequence[Buffer]:
+        """Hold a payload ourselves, until the last view of it has died."""
+        key = (segment.pid, segment.segment)
+        self.lend(key)
+        return [buffer.data for buffer in map_segment(segment, lambda _: self.sent.append(key))]
+
+    def settle(self) -> None:
+        """Once per turn of the agent's loop: let go of what has been sent. Views may die on any thread."""
+        while self.sent:
+            self.end(self.sent.popleft())
+
+    def take_back(self, worker: AgentWorker, key: LentSegment) -> None:
+        """A worker has let go of it."""
+        if key in worker.segments:
+            worker.segments.discard(key)
+            self.end(key)
+
+    def take_back_all(self, worker: AgentWorker) -> None:
+        """Take back all that a worker held, since it has ended."""
+        for key in tuple(worker.segments):
+            self.take_back(worker, key)

@@ -46,9 +46,8 @@ from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, python_version, start_time
 from meshbook.values import lent_memory
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import BATCH_MARK, unbatch
 from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import only_frame
+from meshbook.wire.frames import BATCH_MARK, only_frame, unbatch
 from meshbook.wire.lanes import LaneName
 
 MAX_BACKLOG = 50_000

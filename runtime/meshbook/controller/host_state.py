@@ -28,7 +28,7 @@ from meshbook.wire.transport import ControllerSocket
 SUSPECT_S = 3.0
 """A host that was not heard of for so long is suspect."""
 MAX_SILENCE_S = 10.0
-"""It is lost when its machine has not answered for so long either (`meshbook.wire.answering`), or no connection came
+"""It is lost when its machine has not answered for so long either (`meshbook.wire.connections`), or no connection came
 back; on our own machine when its process has ended, which we see."""
 
 

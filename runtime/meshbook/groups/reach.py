@@ -12,9 +12,9 @@ itself. What answers at such an address is no door, or another host's, and does 
 
 A wait in a collective ends where a road has gone since (`Roads`). A network that drops what it is given tells nobody.
 The kernel repeats for a quarter of an hour, gloo waits for it, and the controller, which may reach all hosts by another
-network, sees ranks at work. But the kernel knows what is under way and unacknowledged (`meshbook.wire.answering`), and
-a process may ask it of its own sockets. A process at the other end that is stopped or busy acknowledges all the same,
-so it is never taken for a road that has gone.
+network, sees ranks at work. But the kernel knows what is under way and unacknowledged (`meshbook.wire.connections`),
+and a process may ask it of its own sockets. A process at the other end that is stopped or busy acknowledges all the
+same, so it is never taken for a road that has gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
 from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
 from meshbook.system.processes import family_of, loopback_address, network_id
-from meshbook.wire.answering import borrow, last_answer
+from meshbook.wire.connections import borrow, last_answer
 
 KNOCK_S, GRACE_S = 6.0, 0.1
 """How long a door may take to be opened, where packets are lost; and the others once each host has opened one."""

@@ -43,8 +43,8 @@ from meshbook.launchers.starting.elsewhere import own_ip, quoted_program
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import in_endpoint, own_address
-from meshbook.wire.gate import Gate
 from meshbook.wire.ticket import Ticket, elsewhere
+from meshbook.wire.zmq_transport import Gate
 
 WITHIN_S = 1800.0
 """How long hosts may take to come, by default."""

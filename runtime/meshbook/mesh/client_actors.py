@@ -41,7 +41,7 @@ END_S = 3.0
 
 
 class ClientProcess:
-    """What actors need of this process (`meshbook.worker.actor_process.ActorProcess`)."""
+    """What actors need of this process (`meshbook.worker.actors.ActorProcess`)."""
 
     def __init__(self, give_up: Callable[[Callable[[wire.Call], bool], Outcome], None]) -> None:
         host = socket.gethostname()

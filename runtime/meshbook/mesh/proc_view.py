@@ -108,7 +108,7 @@ class ProcView(MeshView):
     def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, object]:
         """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.
 
-        endpoint: one of `meshbook.worker.endpoints.QUERIES`. args and answers are plain data. Returns: what came in
+        endpoint: one of `meshbook.worker.queries.QUERIES`. args and answers are plain data. Returns: what came in
         time; members that answer None are left out.
         """
         return self.ask_for(object, endpoint, *args, timeout_s=timeout_s)

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import Batch
 from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
-from meshbook.wire.frames import Buffer
+from meshbook.wire.frames import Batch, Buffer
 from meshbook.wire.lanes import LANES, LaneName
 from meshbook.wire.link import Link, check_message, epoch_of
 from meshbook.wire.transport import ControllerSocket

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import zmq
 
 from meshbook.system.process_ends import open_end
-from meshbook.wire.admission import ConnectionFilter
+from meshbook.wire.connections import ConnectionFilter
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
 from meshbook.wire.shortcuts import ShortcutServer, shortcut_path
@@ -173,7 +173,7 @@ class ControllerSocket:
         self.poll(self._wake_fd, 0)
 
     def answered(self, host_id: str, before: float) -> float:
-        """When the machine of a host was last known to be there (`meshbook.wire.answering`), at least ``before``."""
+        """When the machine of a host was last known to be there (`meshbook.wire.connections`), at least ``before``."""
         server = self._server_of.get(host_id)
         return before if server is None else self._servers[server].answered(host_id, before)
 

@@ -11,9 +11,8 @@ from typing import Protocol
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
-from meshbook.wire.batches import BATCH_MARK, Batch, unbatch
 from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
-from meshbook.wire.frames import Buffer
+from meshbook.wire.frames import BATCH_MARK, Batch, Buffer, unbatch
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
 

@@ -6,9 +6,13 @@
 
 CURVE encrypts all of them; a ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its
 host's lanes. KEY is the host's public key, which no other host knows: a ROUTER gives a routing id that is taken to the
-newcomer, before anybody can ask who that is, so nobody must be able to guess one.
+newcomer, before its identity can be asked, so it must not be possible to guess one.
 
 ROUTER sockets lose messages silently when a peer reconnects; `meshbook.wire.link` numbers and replays them.
+
+Strangers who may become hosts ask at a `Gate` (`ask_gate`), encrypted by CURVE as well. Anybody may ask, but only so
+many at a time (`meshbook.wire.connections`); the question itself proves who asks, and only the owner of the gate's key
+can read it. Its meaning is its owner's affair (`meshbook.launchers.manual`).
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import zmq
 from zmq.utils import z85
 
+from meshbook.concurrency.background import hidden_thread
+from meshbook.concurrency.own_faults import attempt
+from meshbook.errors import ProtocolError
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.os_errors import check_descriptors
-from meshbook.system.processes import family_of
-from meshbook.wire.admission import BACKLOG, ConnectionFilter
-from meshbook.wire.answering import borrow, last_answer
+from meshbook.system.processes import connect_to, family_of
+from meshbook.wire.connections import BACKLOG, ConnectionFilter, borrow, last_answer
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id
 from meshbook.wire.ticket import Ticket
@@ -164,7 +170,7 @@ class ZmqServer:
                 raise
 
     def answered(self, host_id: str, before: float) -> float:
-        """When the machine of a host was last known to be there (`meshbook.wire.answering`), at least ``before``."""
+        """When the machine of a host was last known to be there (`meshbook.wire.connections`), at least ``before``."""
         return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
 
     def close(self, linger_ms: int) -> None:
@@ -335,3 +341,96 @@ class ZmqLane(Lane):
             self._sock.disable_monitor()
             self._monitor = None
         self._sock.close(linger=0)
+
+
+MAX_BYTES = 1 << 16
+CONNECT_S = 10.0
+HANDSHAKE_MS = 5000
+
+_REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Gate:
+    """Answers questions at a port of its own, on a thread of its own, until it is closed."""
+
+    def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
+        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread. Raises: OSError."""
+        public, secret = zmq.curve_keypair()
+        self.key = public.decode()
+        """Public; whoever knows it knows that we answer."""
+        self._answer, self._owner = answer, os.getpid()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.REP)
+        self._socket.linger = 500
+        self._socket.maxmsgsize = MAX_BYTES
+        self._socket.handshake_ivl = HANDSHAKE_MS
+        self._socket.curve_server = True
+        self._socket.curve_secretkey, self._socket.curve_publickey = secret, public
+        try:
+            self._door, self._monitor, self.endpoint = listen(self._socket, address)
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = hidden_thread(self._serve, "meshbook.gate")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more; returns when the port is free. Idempotent; in a fork it does nothing."""
+        if self._thread.is_alive() and self._owner == os.getpid():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        poll = zmq.Poller()
+        poll.register(self._socket, zmq.POLLIN)
+        poll.register(self._wake, zmq.POLLIN)
+        poll.register(self._monitor, zmq.POLLIN)
+        try:
+            while self._wake not in (ready := dict(poll.poll())):
+                while hear_monitor(self._monitor, self._door):
+                    pass
+                if self._socket in ready:
+                    question = self._socket.recv()
+                    answers: list[bytes] = []
+                    attempt(lambda: answers.append(self._answer(question)), "a question at the gate")  # noqa: B023
+                    self._socket.send(b"".join(answers))
+        finally:
+            os.close(self._wake)
+            self._socket.disable_monitor()
+            self._door.close()
+            self._context.destroy(linger=500)
+
+
+def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> bytes:
+    """The answer of the gate that has this key.
+
+    Raises: OSError where nobody can be reached; ProtocolError where it is another that listens, or does not answer.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    connect_to((host.strip("[]"), int(port)), CONNECT_S).close()  # the system's own words where nobody listens
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.REQ) as sock:
+        sock.linger = 0
+        sock.maxmsgsize = MAX_BYTES
+        sock.ipv6 = "[" in host
+        sock.curve_serverkey, sock.curve_publickey, sock.curve_secretkey = key.encode(), public, secret
+        monitor = sock.get_monitor_socket(_REFUSED)
+        try:
+            sock.connect(endpoint)
+            sock.send(question)
+            return _await_answer(sock, monitor, time.monotonic() + timeout_s)
+        finally:
+            sock.disable_monitor()
+            monitor.close(linger=0)
+
+
+def _await_answer(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline: float) -> bytes:
+    """Raises: ProtocolError."""
+    poll = zmq.Poller()
+    poll.register(sock, zmq.POLLIN)
+    poll.register(monitor, zmq.POLLIN)
+    ready = dict(poll.poll(max(0, round((deadline - time.monotonic()) * 1000))))
+    if sock in ready:
+        return sock.recv()
+    raise ProtocolError("another key is used there" if ready else "nothing was answered in time")

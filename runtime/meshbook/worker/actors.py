@@ -1,16 +1,19 @@
-"""Where actors of a worker are spawned and looked up: the mailbox `ACTORS`.
+"""The actors of a process: how they are spawned and looked up in the mailbox `ACTORS`, and the process that they need.
 
-A spawn is a call to it whose endpoint is ``<mailbox>:<session>:<name>``, since the reader of the mail unpickles
+A spawn is a call to `ACTORS` whose endpoint is ``<mailbox>:<session>:<name>``, since the reader of the mail unpickles
 nothing. It opens the actor's mailbox at once, so that messages which come behind it find it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
 
 from meshbook.actor.errors import ActorStuckError, why_stopped
 from meshbook.actor.listing import ActorState
@@ -24,9 +27,68 @@ from meshbook.concurrency.own_faults import tell
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
+from meshbook.values.pickling import Pickled, dumps
 from meshbook.wire import messages as wire
-from meshbook.worker.actor_process import ActorProcess
+from meshbook.worker.actor_inbox import Inbox
 from meshbook.worker.actor_runner import ActorRunner
+from meshbook.worker.mail_turn import IdleSelector
+
+if TYPE_CHECKING:
+    from meshbook.worker.worker import Worker
+
+
+class ActorProcess(Protocol):
+    """Used by the threads of actors, and by whoever hands out their mail."""
+
+    @property
+    def identity(self) -> wire.Identity:
+        """Who the process is now; another object when it has become another rank."""
+
+    def describe(self, error: BaseException) -> Failure:
+        """A failure of what user code has raised. Not called on two threads at once, unless one takes too long."""
+
+    def dumps(self, value: object, *, what: str) -> Pickled:
+        """Pickle an answer, on the thread of its actor. Raises: SerializationError."""
+
+    def output_beside(self, output: int) -> AbstractContextManager[object]:
+        """Inside the block what the thread, or task, prints belongs to the output of this id."""
+
+    def end_child(self, failure: Failure | None) -> None:
+        """At the end of a call: end the process if user code has forked it in that call."""
+
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer the open calls that nobody else will answer any more."""
+
+    def new_inbox(self) -> Inbox:
+        """The messages of one actor."""
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        """Make an event loop on the thread of its actor."""
+
+
+class RankProcess:
+    """That of a rank."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, shell, self._turn = worker, worker.shell, worker.mail.turn
+        self.describe, self.output_beside = shell.describe, shell.output_beside
+        self.end_child, self.give_up = worker.end_child, worker.mail.give_up
+        self.dumps = dumps
+
+    @property
+    def identity(self) -> wire.Identity:
+        return self._worker.identity
+
+    def new_inbox(self) -> Inbox:
+        return Inbox(self._turn.lead, self._turn.wake)
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        if type(loop) is not asyncio.SelectorEventLoop:  # of a policy that user code has set
+            return loop
+        loop.close()
+        return asyncio.SelectorEventLoop(IdleSelector(self._turn))
+
 
 EARLY_S = 2.0
 """How long a message waits for the actor that it is for to be spawned."""

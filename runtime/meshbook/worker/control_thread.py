@@ -1,4 +1,6 @@
-"""The control thread of a worker: urgent messages, which are answered whatever the main thread does."""
+"""The control thread of a worker, which answers urgent messages whatever the main thread does; and `Claims`, under
+whose lock the two threads decide which call the main thread runs and which calls are dropped before they begin.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,11 +24,55 @@ from meshbook.errors import MessageTooLarge
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.worker.channel import AgentChannel
-from meshbook.worker.endpoints import QUERIES, SLOW_QUERIES
 from meshbook.worker.interrupt_gate import interrupt_children
+from meshbook.worker.queries import QUERIES, SLOW_QUERIES
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
+
+KEPT_FINISHED = 1024
+"""Ended calls that are remembered, for cancels that come too late."""
+
+
+class RunningCall(msgspec.Struct, frozen=True):
+    """The call that the main thread runs."""
+
+    id: int
+    endpoint: str
+    since: float
+    """In monotonic time."""
+
+
+class Claims:
+    """Decides whether a call starts or is dropped. running: None between calls."""
+
+    def __init__(self) -> None:
+        self.running: RunningCall | None = None
+        self.finished: deque[int] = deque(maxlen=KEPT_FINISHED)
+        self._dropped: set[int] = set()
+        """Calls that were answered for by the control thread; they must not run when they come."""
+        self._lock = threading.Lock()
+
+    def start(self, call: int, endpoint: str) -> bool:
+        """Whether the call is to run, on the main thread; not when it was dropped."""
+        with self._lock:
+            if call not in self._dropped:
+                self.running = RunningCall(call, endpoint, time.monotonic())
+                return True
+            self._dropped.discard(call)
+        return False
+
+    def cancel(self, call: int) -> tuple[RunningCall | None, bool]:
+        """The call, if it runs; else whether it is dropped now, since it has not come. Neither when it has ended."""
+        with self._lock:
+            running = self.running
+            if running is not None and running.id == call:
+                return running, False
+            if call in self.finished or call in self._dropped:
+                return None, False
+            self._dropped.add(call)
+            return None, True
+
 
 IDLE_S = 0.5
 """How often the control thread looks after things that nobody tells it."""

@@ -1,4 +1,4 @@
-"""Sockets to other ranks of this host, by which calls need not go by the agent (`meshbook.agent.direct_lanes`).
+"""Sockets to other ranks of this host, by which calls need not go by the agent (`meshbook.agent.mail`).
 
 A process has a lane to each rank that it often calls, and uses it for calls of one rank whose arguments are small.
 Answers come back on it, but those that are large or behind something printed, which are the agent's to pass on.

@@ -8,29 +8,37 @@ A handler that user code sets for SIGINT is called in our place until its call e
 each cell of a notebook has its kernel's. SIG_IGN holds as well; SIG_DFL raises, as ours: an interrupt never ends
 a rank.
 
-Whoever insists gets more, whatever handler is set: for `INSIST_S` KeyboardInterrupt is raised again and again, and code
-that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after the
-``except`` block (`meshbook.worker.interrupt_trace`): outside of the ``try`` that would catch it once more. ``finally``
-and ``with`` blocks run as ever.
+An insistent interrupt does more, whatever handler is set: for `INSIST_S` KeyboardInterrupt is raised again and again,
+and code that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after
+the ``except`` block: outside of the ``try`` that would catch it once more (`SwallowedInterrupts`). ``finally`` and
+``with`` blocks run as ever: while the exception is handled nothing happens. At the first line of the user's own code
+that runs when it is no longer handled, it was swallowed, and it is raised again. Trace functions do that, as in a
+debugger, so a rank that is traced already (a debugger, coverage) is left alone. Python ends the tracing when a trace
+function raises: one layer of ``try`` is left per interrupt.
 """
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.concurrency.patches import patch, unpatch
 from meshbook.concurrency.sigint import SigintHandler
 from meshbook.concurrency.thread_interrupts import GATES
 from meshbook.shell.commands import OURS
+from meshbook.source.location import is_users_code
 from meshbook.system.processes import descendants, start_time
-from meshbook.worker.interrupt_trace import SwallowedInterrupts
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 REPEAT_S = 0.02
 """How often an interrupt is repeated until the main thread has noticed it."""
@@ -266,3 +274,53 @@ def interrupt_children(since: float) -> None:
                 os.kill(pid, signal.SIGINT)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+_PUSH_EXC_INFO = dis.opmap.get("PUSH_EXC_INFO")
+"""With this instruction each handler begins, from Python 3.11 on."""
+
+
+class SwallowedInterrupts:
+    """Watches the main thread from a KeyboardInterrupt on. All calls come on that thread."""
+
+    def __init__(self) -> None:
+        self.watching = False
+
+    def begin(self, frame: FrameType | None) -> None:
+        """Watch ``frame`` and its callers; a KeyboardInterrupt is raised there next."""
+        if self.watching or sys.gettrace() is not None:
+            return
+        self.watching = True
+        while frame is not None:
+            if is_users_code(frame.f_code):
+                frame.f_trace = self._on_event
+            frame = frame.f_back
+        self._handled = False
+        sys.settrace(_trace_no_new_frames)
+
+    def end(self) -> None:
+        """Stop watching the main thread's frames."""
+        if self.watching:
+            self.watching = False
+            if sys.gettrace() is _trace_no_new_frames:
+                sys.settrace(None)
+
+    def _on_event(self, frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+        if not self.watching:
+            return None
+        if event == "line":
+            handled, self._handled = self._handled, _handles_interrupt(frame)
+            if handled and not self._handled:
+                self.end()
+                raise KeyboardInterrupt
+        return self._on_event
+
+
+def _handles_interrupt(frame: FrameType) -> bool:
+    if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        return True
+    return _PUSH_EXC_INFO is not None and frame.f_code.co_code[frame.f_lasti] == _PUSH_EXC_INFO  # about to
+
+
+def _trace_no_new_frames(frame: FrameType, event: str, arg: object) -> None:
+    return None

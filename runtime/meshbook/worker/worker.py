@@ -14,40 +14,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import select
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, cast
 
+from meshbook.actor.proc_ref import ask_controller
 from meshbook.calls.answer import Outcome, pack
 from meshbook.concurrency import forks
 from meshbook.debug.dap_session import DebugSession
-from meshbook.errors import Failure
+from meshbook.errors import Failure, MeshError
+from meshbook.errors.advice import set_advice
 from meshbook.groups.collectives_off import NO_DISTRIBUTED, NoGroups, leave_to_parent
 from meshbook.shape.generations import Moves
 from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps
+from meshbook.system.binding import bind
 from meshbook.system.gpu import GpuGauge
 from meshbook.system.processes import may_be_traced, set_title
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import RankShortcut
-from meshbook.worker.actor_process import RankProcess
-from meshbook.worker.actors import ActorRegistry
-from meshbook.worker.channel import AgentChannel, RankPayloads
-from meshbook.worker.claims import Claims
-from meshbook.worker.control_thread import ControlThread
+from meshbook.worker.actors import ActorRegistry, RankProcess
+from meshbook.worker.channel import AgentChannel, RankPayloads, WorkerOutput
+from meshbook.worker.control_thread import Claims, ControlThread
 from meshbook.worker.endpoints import CALLS, INVOKING
-from meshbook.worker.environment import ask_for_module, enter_environment, seed
 from meshbook.worker.interrupt_gate import InterruptGate
 from meshbook.worker.mail import WorkerMail
-from meshbook.worker.output import WorkerOutput
 from meshbook.workspace.synced_modules import ask_for_missing
 
 if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
+    from meshbook.workspace.local_modules import FoundModules
 
 LONG_CALL_S = 0.02
 """Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""
@@ -273,3 +274,55 @@ def _groups() -> RankGroups | NoGroups:
     """Those of torch, if the template that we were forked from has it."""
     module = sys.modules.get("meshbook.groups.rank_groups")
     return NoGroups() if module is None else cast("RankGroups", module.RankGroups())
+
+
+ASK_S = 20.0
+"""How long a module may take to come from the notebook."""
+
+
+def enter_environment(begin: wire.Begin) -> None:
+    """Be where the agent says, with what it gives. Raises: whatever modules raise that are to be there."""
+    if not begin.command.inherits:
+        os.environb.clear()
+    os.environb.update(begin.environment)
+    for name in (name for name, value in begin.command.environment.items() if value is None):
+        os.environ.pop(name, None)
+    if begin.binding:
+        bind(begin.binding)
+    set_advice(begin.advice)
+    if begin.cwd:
+        try:
+            os.chdir(begin.cwd)
+        except OSError as error:
+            print(f"cannot enter the notebook's folder: {error}", file=sys.stderr)
+    sys.path[:0] = [path for entry in begin.sys_path if (path := os.fsdecode(entry)) not in sys.path]
+    sys.argv = ["meshbook-worker"]
+    if (torch := sys.modules.get("torch")) is not None:
+        threads = begin.identity.threads
+        torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if begin.binding else threads)
+    for module in begin.preload:
+        __import__(module)
+
+
+def ask_for_module(name: str) -> FoundModules | None:
+    """The notebook's own module of this name, which is not on this machine. Raises: ModuleNotFoundError."""
+    try:
+        found: FoundModules | None = ask_controller("find_module", (name,), {}, "the workspace").get(ASK_S)
+    except (MeshError, TimeoutError) as error:
+        raise ModuleNotFoundError(
+            f"No module named '{name}' here, and the notebook cannot be asked: {error}", name=name
+        ) from error
+    return found
+
+
+def seed() -> None:
+    """Forks share the template's random state; each rank needs its own."""
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy.random" in sys.modules:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    if torch.backends.cuda.is_built():
+        torch.seed()
+    else:
+        torch.default_generator.seed()  # for devices torch.seed() keeps stacks: 2 ms and 1.3 MB of each rank

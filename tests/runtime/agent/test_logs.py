@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.agent.logs import read_on
-from meshbook.agent.rank_log import RankLog, settle_logs
+from meshbook.agent.rank_log import RankLog, read_on, settle_logs
 from meshbook.controller.inspection import LogFollower
 from meshbook.errors import SpawnError
 from meshbook.mesh.proc_mesh import ProcMesh

@@ -23,7 +23,7 @@ from meshbook.errors import SpawnError, UsageError, WorkerLost
 from meshbook.launchers.invitations.invitation import Invitation, read_invitation
 from meshbook.launchers.manual import ManualLauncher
 from meshbook.mesh.driven import own_sessions
-from meshbook.wire.gate import Gate
+from meshbook.wire.zmq_transport import Gate
 
 pytestmark = pytest.mark.cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.wire.batches import MAX_BATCH_BYTES, Batch, unbatch
+from meshbook.wire.frames import MAX_BATCH_BYTES, Batch, unbatch
 
 headers = st.binary(min_size=1, max_size=30).filter(lambda header: header[:1] != b"\xc1")
 messages = st.lists(st.tuples(headers, st.lists(st.binary(max_size=5), max_size=2)))

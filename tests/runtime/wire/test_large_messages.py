@@ -13,8 +13,7 @@ from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, Stre
 from meshbook.errors import CallFailed, MessageTooLarge
 from meshbook.mesh.driven import set_output_source
 from meshbook.system.processes import resident_bytes
-from meshbook.wire.batches import MAX_BATCH_BYTES, Batch
-from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, pack
+from meshbook.wire.frames import MAX_BATCH_BYTES, MAX_FRAME_BYTES, Batch, Buffer, pack
 from meshbook.wire.link import Link
 
 pytestmark = pytest.mark.slow

@@ -29,13 +29,12 @@ from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
-from meshbook.wire.admission import MAX_PER_ADDRESS, ConnectionFilter
-from meshbook.wire.answering import borrow
-from meshbook.wire.batches import BATCH_MARK
-from meshbook.wire.gate import Gate
+from meshbook.wire.connections import MAX_PER_ADDRESS, ConnectionFilter, borrow
+from meshbook.wire.frames import BATCH_MARK
 from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
 from meshbook.wire.ticket import Ticket
+from meshbook.wire.zmq_transport import Gate
 
 NOBODY = 65534
 SO_LOCK_FILTER = 44  # asm-generic/socket.h
@@ -230,8 +229,8 @@ def test_a_gate_lets_few_strangers_in_and_answers_meanwhile() -> None:
             while gate._door.turned_away < 200 - MAX_PER_ADDRESS and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert gate._door.strangers <= MAX_PER_ADDRESS
-            ask = f"print(gate.ask_gate({gate.endpoint!r}, {gate.key!r}, b'who', 10).decode())"
-            command = [sys.executable, "-c", f"from meshbook.wire import gate; {ask}"]
+            ask = f"print(ask_gate({gate.endpoint!r}, {gate.key!r}, b'who', 10).decode())"
+            command = [sys.executable, "-c", f"from meshbook.wire.zmq_transport import ask_gate; {ask}"]
             assert subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout == "ohw\n"
     finally:
         gate.close()

@@ -1,4 +1,4 @@
-"""Every message between controller, host agents and workers, with its codec.
+"""Every message between controller, host agents and workers, its direction, and its codec.
 
     controller  --ToHost-->    host agent  --ToWorker-->    worker
     controller  <--FromHost--  host agent  <--FromWorker--  worker
@@ -13,61 +13,53 @@ Ranks are always base ranks of their mesh. A target is a tuple of affine slices 
 
 from __future__ import annotations
 
-from meshbook.wire.messages.base import (
-    PROTOCOL_VERSION,
-    Header,
-    Target,
-    target_has,
-)
+from typing import Any, TypeAlias
+
+import msgspec
+
+from meshbook.formatting import utf8_text
 from meshbook.wire.messages.calls import (
+    CHUNK_BYTES,
     DROPPED,
     GONE,
+    INLINE_MAX_BYTES,
     INTERRUPTED,
     LOST,
     OK,
+    PROTOCOL_VERSION,
     RAISED,
+    AskLane,
+    Bulk,
     Call,
+    CameEarly,
     Cancel,
+    ControllerGone,
+    CutLane,
     DeathCause,
+    Header,
+    Heard,
+    LaneLost,
+    LaneOffer,
+    LaneOpened,
     MailHold,
     Origin,
     RankReply,
     Replies,
     Reply,
-)
-from meshbook.wire.messages.codec import (
-    MALFORMED,
-    BetweenWorkers,
-    FromHost,
-    FromWorker,
-    PastAgent,
-    ToHost,
-    ToWorker,
-    decode_between_workers,
-    decode_bundle,
-    decode_death,
-    decode_from_host,
-    decode_from_worker,
-    decode_past_agent,
-    decode_to_host,
-    decode_to_worker,
-    encode,
-    name_of,
-    utf8_data,
-)
-from meshbook.wire.messages.groups import (
-    AbortGroups,
-    AskAgain,
-    DropClient,
-    DropKeys,
-    RankStore,
-    RankStored,
-    StoreAnswer,
-    StoreLost,
-    StoreRequest,
+    SegmentFree,
+    SegmentRef,
+    ShortcutOpened,
+    TakeLane,
+    Target,
+    ToldAll,
+    target_has,
 )
 from meshbook.wire.messages.hosts import (
+    AbortGroups,
+    AskAgain,
     AskPeers,
+    DropClient,
+    DropKeys,
     ExpectTorch,
     Goodbye,
     Heartbeat,
@@ -79,21 +71,31 @@ from meshbook.wire.messages.hosts import (
     PeerAddress,
     PeerLost,
     Peers,
+    RankStore,
+    RankStored,
     Refused,
+    StoreAnswer,
+    StoreLost,
+    StoreRequest,
     Unread,
     Welcome,
 )
 from meshbook.wire.messages.meshes import (
     Arrangement,
+    Begin,
+    Begun,
     CallState,
     Hosted,
     HostedState,
+    Identity,
     LostRank,
     MeshReady,
     MeshStopped,
     MeshUp,
     Moved,
+    OpenMail,
     Renumber,
+    Renumbered,
     Seat,
     Spawn,
     SpawnFailed,
@@ -103,58 +105,133 @@ from meshbook.wire.messages.meshes import (
     WorkerExited,
     WorkerStarted,
 )
-from meshbook.wire.messages.output import (
+from meshbook.wire.messages.ranks import (
+    FROM_THE_END,
     OWN_RANK,
     PLACE,
     SHOWN_HERE,
-    AtPrompt,
-    Bundle,
-    DisplayData,
-    OutputDropped,
-    Prompted,
-    SharedText,
-    StreamText,
-    StreamTexts,
-)
-from meshbook.wire.messages.past_agent import (
-    AskLane,
-    CameEarly,
-    ControllerGone,
-    CutLane,
-    Heard,
-    LaneLost,
-    LaneOffer,
-    LaneOpened,
-    ShortcutOpened,
-    TakeLane,
-    ToldAll,
-)
-from meshbook.wire.messages.payloads import (
-    CHUNK_BYTES,
-    INLINE_MAX_BYTES,
-    Bulk,
-    SegmentFree,
-    SegmentRef,
-)
-from meshbook.wire.messages.queries import (
-    FROM_THE_END,
     AskAgent,
     AskPrinted,
     AskProcesses,
     AskRank,
     AskStacks,
+    AtPrompt,
+    Bundle,
+    DisplayData,
     LogPiece,
+    OutputDropped,
     ProcessState,
+    Prompted,
     Query,
     RankDump,
     ReadLogs,
     ReadOn,
     Retire,
+    SharedText,
+    StreamText,
+    StreamTexts,
 )
-from meshbook.wire.messages.workers import (
-    Begin,
-    Begun,
-    Identity,
-    OpenMail,
-    Renumbered,
+
+ToHost: TypeAlias = (
+    Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
+    | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
+    | ExpectTorch | Leave | Goodbye
+    | OpenPeerPort | Peers | PeerLost | Moved | MeshUp
+)  # fmt: skip
+FromHost: TypeAlias = (
+    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnProgress | SpawnFailed
+    | WorkerExited | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest
+    | StoreAnswer | AskPeers | PeerAddress | Unread
+)  # fmt: skip
+ToWorker: TypeAlias = (
+    Begin
+    | Renumbered
+    | Call
+    | Query
+    | Cancel
+    | AbortGroups
+    | SegmentFree
+    | RankStored
+    | OpenMail
+    | Replies
+    | MailHold
+    | Moved
+    | LaneOffer
+    | LaneOpened
+    | LaneLost
+    | ControllerGone
 )
+FromWorker: TypeAlias = (
+    Begun
+    | Reply
+    | DisplayData
+    | StreamText
+    | Prompted
+    | RankStore
+    | SegmentFree
+    | Call
+    | Cancel
+    | AskLane
+    | TakeLane
+    | CutLane
+    | CameEarly
+    | ToldAll
+)
+BetweenWorkers: TypeAlias = Call | Cancel | Reply
+PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
+
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What the decoders raise for bytes that no peer of ours sends."""
+
+
+def _plain(value: object) -> object:
+    """For the encoder: a subclass of str, as `str` of a user's exception may be, as what it says."""
+    if isinstance(value, str):
+        return "".join(value)
+    raise TypeError(f"a value of type {type(value).__name__} is no plain data: text, bytes, numbers, lists, dicts")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+
+
+def encode(message: object) -> bytes:
+    """The bytes of a message, or of other plain data. Text that is not UTF-8 arrives as `utf8_text` makes it."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        return _encode(utf8_data(message))
+
+
+def utf8_data(value: object) -> Any:
+    """Structs and plain data as plain data, all text of which is UTF-8."""
+    return _utf8(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain))
+
+
+def _utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return utf8_text(value)
+        case dict():
+            return {_utf8(key): _utf8(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_utf8(item) for item in value]
+    return value
+
+
+def name_of(header: bytes) -> tuple[str, int]:
+    """The tag and the first number of a message that does not decode; ``""`` and 0 where it has none."""
+    try:
+        tag, first, *_ = msgspec.msgpack.decode(header, type=list)
+    except (*MALFORMED, ValueError):
+        return "", 0
+    return (tag if isinstance(tag, str) else ""), (first if isinstance(first, int) else 0)
+
+
+decode_bundle = msgspec.msgpack.Decoder(Bundle).decode
+decode_death = msgspec.msgpack.Decoder(DeathCause).decode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_between_workers = msgspec.msgpack.Decoder(BetweenWorkers).decode
+decode_past_agent = msgspec.msgpack.Decoder(PastAgent).decode

@@ -1,11 +1,66 @@
-"""A call, how it is cancelled, and its answers."""
+"""Calls: their header, their payloads, their answers, how they are cancelled, and how they come past the agent.
+
+Payloads travel in shared memory of one host, in pieces between hosts, or within their message. Calls come past the
+agent by sockets between two workers, and by shortcuts between the controller and a rank.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from meshbook.wire.messages.base import Header, Target
-from meshbook.wire.messages.payloads import SegmentRef
+import msgspec
+
+from meshbook.shape.members import Piece
+
+PROTOCOL_VERSION = 7
+"""Peers compare it in their first message and refuse each other, naming both numbers."""
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="t"):
+    """What all messages are: arrays in msgpack, of which the tag is the first element."""
+
+
+Target: TypeAlias = tuple[Piece, ...]
+
+
+def target_has(target: Target, rank: int) -> bool:
+    """Whether base rank ``rank`` is a member of ``target``; O(axes)."""
+    return any(part.has(rank) for part in target)
+
+
+CHUNK_BYTES = 1 << 20
+"""Payloads that cross hosts travel in pieces of this size on the bulk lane."""
+
+INLINE_MAX_BYTES = 1 << 14
+"""Pickle heads up to this size travel inside their header."""
+
+
+class SegmentRef(NamedTuple):
+    """Where a payload lies in shared memory: a memfd of a living process on this host."""
+
+    pid: int
+    fd: int
+    segment: int
+    """Never reused by its owner."""
+    size_bytes: int
+    spans: tuple[tuple[int, int], ...]
+    """(offset, length) of each buffer, in order."""
+
+
+class Bulk(Header, frozen=True, tag="bulk"):
+    """A piece of a payload that crosses hosts; the message that names ``payload`` waits until it is whole."""
+
+    payload: int
+    size_bytes: int
+    offset: int
+    last: bool
+
+
+class SegmentFree(Header, frozen=True, tag="free"):
+    """Nobody on the sender's side still looks at the segment ``segment`` of process ``pid``."""
+
+    pid: int
+    segment: int
 
 
 class Origin(NamedTuple):
@@ -128,3 +183,71 @@ class MailHold(Header, frozen=True, tag="hold"):
     mesh: int
     ranks: tuple[int, ...]
     held: bool
+
+
+class AskLane(Header, frozen=True, tag="lane?"):
+    """A worker often calls this rank: a socket between the two would help. Answered by `LaneOffer`, or not at all."""
+
+    mesh: int
+    rank: int
+    generation: int
+
+
+class LaneOffer(Header, frozen=True, tag="laneoffer"):
+    """A socket to that rank, whose descriptor comes with this."""
+
+    number: int
+    mesh: int
+    rank: int
+    generation: int
+
+
+class TakeLane(Header, frozen=True, tag="lane!"):
+    """The worker uses that socket from now on, behind what it has sent to its agent before."""
+
+    number: int
+
+
+class LaneOpened(Header, frozen=True, tag="laneopen"):
+    """Another worker's `Call` and `Cancel` come by the socket whose descriptor comes with this."""
+
+
+class CutLane(Header, frozen=True, tag="lanecut"):
+    """The socket was closed, at either end."""
+
+    number: int
+
+
+class LaneLost(Header, frozen=True, tag="lanelost"):
+    """Nothing that was sent over that socket will be answered any more."""
+
+    number: int
+    death: DeathCause
+
+
+class ShortcutOpened(Header, frozen=True, tag="shortcut"):
+    """A rank tells the controller where calls to its main thread, or to its mailboxes, may come past the agent."""
+
+    mesh: int
+    rank: int
+    is_mail: bool
+
+
+class Heard(Header, frozen=True, tag="heard"):
+    """The controller has the answer to this call, which came past the agent."""
+
+    call: int
+
+
+class CameEarly(Header, frozen=True, tag="early"):
+    """A call has come past the agent, which is to know it, and passes it on to its other ranks; our answer follows."""
+
+    call: Call
+
+
+class ControllerGone(Header, frozen=True, tag="gone"):
+    """The controller has ended, or has left: what came past the agent and was not answered or heard is the agent's."""
+
+
+class ToldAll(Header, frozen=True, tag="told"):
+    """The answer to `ControllerGone`, on both lanes for calls: all that came past the agent was told before."""

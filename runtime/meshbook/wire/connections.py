@@ -1,22 +1,39 @@
-"""Who may knock at a TCP port: a bounded number of strangers, and nobody at all while nobody is expected.
+"""TCP connections: whether the machine at the other end is there, and who may connect to a port of ours.
 
-libzmq accepts every connection, gives each 5 s for its handshake, and knows no limit: a stranger could use up our file
-descriptors, and keep its I/O thread busy with handshakes that lead nowhere. It accepts without Python's lock, so no
-count in Python could be in time while a cell holds it. Therefore:
+**Whether the machine is there**, whatever the process at that end does. A process that is stopped, swaps or waits for a
+disk says nothing for as long as that takes, while its machine goes on to acknowledge bytes that it is sent. A machine
+that has died, or was cut off, acknowledges nothing. The kernel tells the two apart (TCP_INFO), provided that something
+is under way: heartbeats see to that.
+
+    nothing under way, or no room at the other end     nothing is asked, so nothing is wrong
+    acknowledged, however late                         the machine is there
+    under way, and not acknowledged                    unknown since the last acknowledgement
+
+Nothing else does. TCP_USER_TIMEOUT (ZMQ_TCP_MAXRT) ends the connection of a stopped process too, as soon as that has
+room for no more; ZMTP's heartbeats are answered by the process. Keepalives are sent only while nothing is under way,
+which is where they are needed: on the connections of an agent that keeps its messages while its controller is silent
+(`meshbook.wire.transport`).
+
+**Who may connect**: a bounded number of strangers, and none at all while no host is expected. libzmq accepts every
+connection, gives each 5 s for its handshake, and knows no limit: a stranger could use up our file descriptors, and keep
+its I/O thread busy with handshakes that lead nowhere. It accepts without Python's lock, so no count in Python could be
+in time while a cell holds it. Therefore:
 
 - While each lane of each expected host is connected and was heard of lately, the port is shut: a socket filter on the
-  listener drops what arrives (Linux, SO_ATTACH_FILTER; connections made before are not concerned). It opens again as
-  soon as one of them is missing. Where a kernel lets only root set filters it stays open, and the next holds always.
+  listener drops packets that arrive (Linux, SO_ATTACH_FILTER; connections made before are not concerned). It opens
+  again as soon as one of them is missing. Where a kernel lets only root set filters it stays open, and the next holds
+  always.
 - While it is open, strangers are connections of which no valid message has come. Beyond `MAX_PER_ADDRESS` from one
   address the newest is turned away, beyond `MAX_STRANGERS` in all the oldest: an honest handshake takes milliseconds.
 
-No ZeroMQ here: the transport tells what its monitor says, and which descriptor a message came from.
+No ZeroMQ here: the transport passes on the events of its monitor, and names the descriptor that a message came from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import socket
 import struct
 import sys
@@ -25,7 +42,49 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-from meshbook.wire.answering import borrow, last_answer
+_INFO = struct.Struct("8B13I")  # linux/tcp.h, the first 60 bytes of struct tcp_info
+_STATE, _PROBES, _SND_MSS, _UNACKED, _LAST_ACK_MS = 0, 3, 10, 12, 20
+_ESTABLISHED = 1
+
+
+def last_answer(connection: socket.socket, before: float) -> float:
+    """When the machine at the other end was last known to be there, on the monotonic clock; at least ``before``.
+
+    Ask about once a second, with the answer before: while something is under way only what was known then counts.
+    """
+    if not sys.platform.startswith("linux"):
+        return before
+    try:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:
+        return before
+    if len(told) < _INFO.size:
+        return before
+    info = _INFO.unpack(told)
+    if info[_STATE] != _ESTABLISHED or not info[_SND_MSS]:  # gVisor fills in little more than the state
+        return before
+    now = time.monotonic()
+    if not info[_UNACKED] and not info[_PROBES]:
+        return now
+    return max(before, now - int(info[_LAST_ACK_MS]) / 1000)
+
+
+def borrow(fd: int) -> socket.socket | None:
+    """A copy of a descriptor of libzmq's, if it is a TCP connection: it may be closed, and its number used again."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:  # it is no socket by now
+        os.close(copy)
+        return None
+    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+        return connection
+    connection.close()
+    return None
+
 
 MAX_STRANGERS = 64
 MAX_PER_ADDRESS = 16
@@ -98,7 +157,7 @@ class ConnectionFilter:
         self._lanes[lane] = _Lane(fd, time.monotonic())
 
     def answered(self, lane: str, before: float) -> float:
-        """When the machine of a lane was last known to be there (`meshbook.wire.answering`), at least ``before``."""
+        """When the machine of a lane was last known to be there (`meshbook.wire.connections`), at least ``before``."""
         known = self._lanes.get(lane)
         if known is None or (connection := self._borrow(known.fd)) is None:
             return before
