@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
+from meshbook.shell.completer import top_level, user_names
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.cells.transformers import AutoMode
@@ -118,8 +119,6 @@ def _around(code: str, cursor: int) -> tuple[int, str, int]:
         skipped = code.find("\n", cursor - CODE_MAX // 2, cursor) + 1
     return skipped, code[skipped : skipped + CODE_MAX], cursor - skipped
 
-
-NAMES_MAX = 2000
 
 _LOG = logging.getLogger(__name__)
 
@@ -252,7 +251,7 @@ class _Names:
             case "ID":
                 return [str(job.number) for job in self.session.part(Jobs).all()]
             case "notebook":
-                return self._notebook_names(prefix)
+                return user_names(self.session.shell, prefix)
             case "ranks":
                 view = self.living.view((), {})
                 return self.living.names(view, prefix) if view is not None else ()
@@ -264,15 +263,8 @@ class _Names:
                 with contextlib.suppress(UsageError):  # said where one is used
                     return find_profiles(Path.cwd()).lines
             case "MOD,..":
-                from meshbook.shell.imports import top_level
-
                 return [name for name in top_level() if name.startswith(prefix)]
         return ()
-
-    def _notebook_names(self, prefix: str) -> list[str]:
-        shell = self.session.shell
-        names = [name for name in dict(shell.user_ns) if name.startswith(prefix) and name not in shell.user_ns_hidden]
-        return sorted(name for name in names if prefix.startswith("_") or not name.startswith("_"))[:NAMES_MAX]
 
 
 def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:

@@ -114,7 +114,7 @@ class Completions(NamedTuple):
     start: int
     end: int
     items: list[tuple[str, str, str]]
-    """Text, type and signature of each, as in `meshbook.shell.completer.Match`."""
+    """Text, kind and signature of each, as ``_jupyter_types_experimental`` has them."""
 
 
 class LastError(NamedTuple):

@@ -25,15 +25,17 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
+from meshbook.calls.rank_state import Completions
 from meshbook.concurrency.patches import patch
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.attribution import Attribution
-from meshbook.shell.completer import Matches, complete, describe, names, prepare
+from meshbook.shell.completer import complete, prepare, user_names
 from meshbook.shell.display import MimeBundle, plain_progress_bars
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
+from meshbook.shell.inspector import describe
 from meshbook.shell.ipython import CellResult, Show, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.streams import OutputBeside, flush_c_streams, flush_streams, install_streams
@@ -230,7 +232,7 @@ class RankShell:
 
     # ---- for whoever types in the notebook: on any thread, unheard and unseen by the cell that runs -----------------
 
-    def complete(self, code: str, cursor: int) -> Matches:
+    def complete(self, code: str, cursor: int) -> Completions:
         """What may stand at ``cursor`` of a cell, by the rank's living names. Raises: whatever user code raises."""
         with self._attribution.unheard():
             return complete(self._ipython, code, cursor)
@@ -242,7 +244,7 @@ class RankShell:
 
     def names(self, prefix: str) -> list[str]:
         """The names that the user has bound."""
-        return names(self._ipython, prefix)
+        return user_names(self._ipython, prefix)
 
     def describe(self, error: BaseException) -> Failure:
         """Make a failure of an exception that user code raised outside of `run_cell`."""

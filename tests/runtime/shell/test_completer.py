@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook.shell.attributes import attribute_names
-from meshbook.shell.imports import import_names
+from meshbook.shell.completer import attribute_names, import_names
 
 
 class Loud:
@@ -114,7 +113,7 @@ def test_imports_are_completed_without_importing(tmp_path, monkeypatch: pytest.M
     def after(line: str) -> list[str]:
         found = import_names(line)
         assert found is not None
-        return found.names
+        return found[1]
 
     assert after("import os, package_nobody_h") == ["package_nobody_has"]
     assert after("import package_nobody_has.p") == ["part"]
