@@ -14,7 +14,7 @@ from benchmarks.figures import Figure, Settings, side_by_side, timed
 from benchmarks.floors import Relay
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
-from meshbook import LocalLauncher, ProcMesh, actor, start_hosts
+from meshbook import LocalLauncher, ProcMesh, monarch, start_hosts
 
 QUESTION = (
     "Round trip of an empty endpoint: of one actor, of 8, and of 8 with answers taken as they come; beside it a call "
@@ -23,7 +23,7 @@ QUESTION = (
     "An argument of 1 MB and of 100 MB, changed before each call."
 )
 IN_FLIGHT = 1000
-TARGET, CALLER = program(actor)
+TARGET, CALLER = program(monarch)
 
 
 def run(settings: Settings) -> Iterator[Figure]:

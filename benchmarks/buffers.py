@@ -12,7 +12,7 @@ from benchmarks.figures import Figure, Goal, Settings
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.actor import RDMABuffer
+from meshbook.monarch import RDMABuffer
 
 QUESTION = (
     "A rank reads a buffer of another, whose main thread is in a cell that waits, into memory that it has used before, "

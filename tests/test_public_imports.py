@@ -12,25 +12,29 @@ PUBLIC = {
     "meshbook": """
         Attachment DeviceMeshError Extent Future HostMesh Launcher LocalLauncher Mesh MeshError NDSlice Point ProcMesh
         SavedSession Shape Slice ValueMesh __version__ attach detach distribute errors heal_mesh module_to_mesh recall
-        remember sessions shutdown start_hosts this_host
+        remember sessions shutdown start_hosts this_host this_proc
     """,
     "meshbook.actor": """
         Accumulator Actor ActorError ActorLostError ActorMesh ActorNotMadeError ActorStoppedError ActorStuckError
-        ArgumentsError BootstrapCommand
-        BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint Extent Future HostMesh
-        MeshFailure MeshTrait NDSlice NoEndpointError Point Port PortReceiver ProcMesh ProcsStoppedError
-        RankedPortReceiver RDMABuffer ReloadError Shape ShapeExt Slice SupervisionError UnhandledFault ValueMesh
-        as_endpoint concurrent_endpoint context current_actor_name current_rank current_size
-        default_bootstrap_cmd endpoint
-        get_or_spawn_controller send shutdown_context this_host this_proc unhandled_fault_hook
+        ArgumentsError BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint MeshFailure
+        NoEndpointError Port PortReceiver ProcsStoppedError RankedPortReceiver ReloadError SupervisionError
+        UnhandledFault as_endpoint concurrent_endpoint context current_actor_name current_rank current_size endpoint
+        send unhandled_fault_hook
     """,
-    "meshbook.config": """
+    "meshbook.monarch": """
+        Accumulator Actor ActorError ActorMesh BootstrapCommand Channel Context Endpoint Extent Future HostMesh
+        MeshFailure MeshTrait NDSlice Point Port PortReceiver ProcMesh RDMABuffer RankedPortReceiver Shape ShapeExt
+        Slice SupervisionError ValueMesh as_endpoint concurrent_endpoint context current_actor_name current_rank
+        current_size default_bootstrap_cmd endpoint get_or_spawn_controller send shutdown_context this_host this_proc
+        unhandled_fault_hook
+    """,
+    "meshbook.monarch.config": """
         clear_runtime_config configure configured get_global_config get_runtime_config parametrize_config
         parametrize_config_pointwise
     """,
-    "meshbook.distributed": "Mesh fetch_shard inspect remote show_plan",
-    "meshbook.exceptions": "DeviceMeshError HostLost TensorError TensorLost TensorTorn ViewLost WorkerLost",
-    "meshbook.job": """
+    "meshbook.distributed": "Mesh TensorError TensorLost TensorTorn ViewLost fetch_shard inspect remote show_plan",
+    "meshbook.monarch.exceptions": "DeviceMeshError HostLost TensorError TensorLost TensorTorn ViewLost WorkerLost",
+    "meshbook.monarch.job": """
         DEFAULT_JOB_PATH ImageSpec JobState JobTrait KubernetesJob LocalJob ProcessJob RayJob SSHJob
         SlurmJob hosts_from_config job_load job_loads load_current_job set_current_job
     """,
@@ -45,11 +49,11 @@ PUBLIC = {
         RanksDisagree RanksLeft RemoteTraceback SerializationError SessionInUse ShapeError SpawnError
         UnknownAxisError UsageError WorkerLost format_ranks group_failures
     """,
-    "meshbook.rdma": """
+    "meshbook.monarch.rdma": """
         RDMAAction RDMABuffer RDMAReadTransferWarning RDMATcpFallbackWarning RDMAWriteTransferWarning get_rdma_backend
         is_ibverbs_available is_rdma_available
     """,
-    "meshbook.spmd": "SPMDActor setup_torch_elastic_env setup_torch_elastic_env_async",
+    "meshbook.monarch.spmd": "SPMDActor setup_torch_elastic_env setup_torch_elastic_env_async",
     "meshbook.shape": "Choice Extent Index Members Picked Piece Point Region arrange",
 }
 
@@ -59,6 +63,15 @@ def test_public_names_are_where_they_were(module: str) -> None:
     found, names = importlib.import_module(module), set(PUBLIC[module].split())
     assert names <= set(found.__all__)
     assert [name for name in sorted(names) if getattr(found, name, None) is None] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["Future", "HostMesh", "RDMABuffer", "get_or_spawn_controller", "this_host", "this_proc"]
+)
+def test_names_that_moved_warn_and_lead_to_their_new_place(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"import {name} from meshbook(\.monarch)?:"):
+        found = getattr(importlib.import_module("meshbook.actor"), name)
+    assert found is getattr(importlib.import_module("meshbook.monarch"), name)
 
 
 @pytest.mark.some()
@@ -85,7 +98,7 @@ import meshbook as monarch
 assert issubclass(monarch.errors.WorkerLost, monarch.DeviceMeshError)
 assert callable(monarch.heal_mesh) and "torch" not in sys.modules
 assert monarch.Mesh is monarch.distributed.Mesh and "torch" in sys.modules
-assert monarch.DeviceMeshError is monarch.exceptions.DeviceMeshError
+assert monarch.DeviceMeshError is monarch.monarch.exceptions.DeviceMeshError
 assert callable(monarch.distribute) and callable(monarch.module_to_mesh)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

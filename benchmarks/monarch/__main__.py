@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,8 +56,10 @@ def answers(python: Path, package: str) -> dict[str, dict[str, str]]:
     """Run the programs, and expressions of shapes, with the package in the place of ours."""
     with tempfile.TemporaryDirectory() as folder:
         for path in HERE.glob("*programs.py"):
-            (Path(folder) / path.name).write_text(path.read_text().replace("meshbook", package))
-        environment = {**os.environ, "PYTHONPATH": folder}
+            text = path.read_text()
+            (Path(folder) / path.name).write_text(text if package == "meshbook" else as_monarchs(text))
+        ours = os.environ.get("PYTHONPATH") if package == "meshbook" else None
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [folder, ours]))}
         done = subprocess.run(
             [str(python), "programs.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
@@ -65,6 +68,12 @@ def answers(python: Path, package: str) -> dict[str, dict[str, str]]:
             found: dict[str, dict[str, str]] = json.loads(line.removeprefix("ANSWERS "))
             return found
     raise SystemExit(f"the programs did not end under {package}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def as_monarchs(text: str) -> str:
+    """Return a program with Monarch's imports in place of ours: those of `meshbook.monarch` come from monarch.actor."""
+    text = re.sub(r"meshbook\.monarch(?=\.(?:config|job|rdma|spmd)\b)", "monarch", text)
+    return text.replace("meshbook.monarch", "monarch.actor").replace("meshbook", "monarch")
 
 
 def agree(theirs: str, ours: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshbook import fetch_shard, inspect, remote
-from meshbook.actor import Actor, context, current_rank, endpoint
+from meshbook.monarch import Actor, context, current_rank, endpoint
 
 PROGRAMS: list[Callable[[Any], Any]] = []
 

@@ -24,7 +24,7 @@ INSTEAD: dict[str, str] = {
     "Simulator": "there is none; `ProcessJob` has many hosts on one machine",
     "builtins": "`%mesh logs`, `logging_option`",
     "function_resolvers": "functions are sent as they are",
-    "mast_reserve": "jobs of other schedulers: `meshbook.job`",
+    "mast_reserve": "jobs of other schedulers: `meshbook.monarch.job`",
     "set_meta": "there is no simulator",
     "RemoteProcessGroup": "`torch.distributed` on the ranks",
     "timer": "`%mesh profile`",

@@ -1,4 +1,4 @@
-"""Small programs for Monarch's documented interface. A copy in which ``meshbook`` is ``monarch`` runs there.
+"""Small programs for Monarch's documented interface. A copy with Monarch's imports runs there.
 
 Run as a module of its own: prints one JSON object, the name of each program to its answer.
 """
@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import meshbook.actor
+import meshbook.monarch
 from meshbook import NDSlice, Shape
-from meshbook.actor import (
+from meshbook.monarch import (
     Accumulator,
     Actor,
     ActorError,
@@ -41,9 +41,9 @@ from meshbook.actor import (
     this_host,
     this_proc,
 )
-from meshbook.config import configure, configured, get_global_config, get_runtime_config
-from meshbook.job import ProcessJob
-from meshbook.spmd import setup_torch_elastic_env
+from meshbook.monarch.config import configure, configured, get_global_config, get_runtime_config
+from meshbook.monarch.job import ProcessJob
+from meshbook.monarch.spmd import setup_torch_elastic_env
 
 PROGRAMS: list[Callable[[Any], Any]] = []
 BESIDE = ("whole_programs", "service_programs", "tensor_programs", "engine_programs")
@@ -627,11 +627,11 @@ def report_of(end: str) -> None:
             sys.stdout.flush()
             told.set()
 
-    meshbook.actor.unhandled_fault_hook = hook
+    meshbook.monarch.unhandled_fault_hook = hook
     maker = this_host().spawn_procs({"gpus": 1}).spawn("maker", Maker)
     getattr(maker, end).call_one().get()
     told.wait(60)
-    meshbook.actor.shutdown_context().get()
+    meshbook.monarch.shutdown_context().get()
     os._exit(0)
 
 
@@ -747,7 +747,9 @@ def stops_and_then(procs: Any) -> Any:
 
 @program
 def processes_that_do_not_come(procs: Any) -> Any:
-    meshbook.actor.unhandled_fault_hook = lambda failure: None  # Monarch's own would interrupt the programs that follow
+    meshbook.monarch.unhandled_fault_hook = lambda failure: (
+        None
+    )  # Monarch's own would interrupt the programs that follow
     never = this_host().spawn_procs({"gpus": 2}, bootstrap=begin_badly)
     counters = never.spawn("c", Counter)
     kinds = [kind_of(counters.add.call(1).get), kind_of(never.initialized.get)]

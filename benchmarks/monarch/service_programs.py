@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import meshbook.rdma
-from meshbook.actor import Actor, endpoint
-from meshbook.config import (
+import meshbook.monarch.rdma
+from meshbook.monarch import Actor, endpoint
+from meshbook.monarch.config import (
     clear_runtime_config,
     configure,
     configured,
@@ -18,7 +18,7 @@ from meshbook.config import (
     parametrize_config,
     parametrize_config_pointwise,
 )
-from meshbook.job import (
+from meshbook.monarch.job import (
     DEFAULT_JOB_PATH,
     JobState,
     JobTrait,
@@ -31,7 +31,7 @@ from meshbook.job import (
     load_current_job,
     set_current_job,
 )
-from meshbook.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_ibverbs_available
+from meshbook.monarch.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_ibverbs_available
 
 PROGRAMS: list[Callable[[Any], Any]] = []
 
@@ -178,7 +178,11 @@ def an_action_whose_copies_overlap(procs: Any) -> Any:
 @program
 def what_carries_buffers(procs: Any) -> Any:
     names = ("RDMAReadTransferWarning", "RDMAWriteTransferWarning", "RDMATcpFallbackWarning")
-    return get_rdma_backend(), is_ibverbs_available(), [issubclass(getattr(meshbook.rdma, n), Warning) for n in names]
+    return (
+        get_rdma_backend(),
+        is_ibverbs_available(),
+        [issubclass(getattr(meshbook.monarch.rdma, n), Warning) for n in names],
+    )
 
 
 def job_of_two() -> Any:

@@ -34,6 +34,8 @@ def surface(package: str) -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for name in MODULES:
         path = f"{package}.{name}" if name else package
+        if package == "meshbook" and name:
+            path = "meshbook.monarch" if name == "actor" else f"meshbook.monarch.{name}"
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError:

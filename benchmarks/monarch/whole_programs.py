@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from meshbook.actor import (
+from meshbook.monarch import (
     Actor,
     Channel,
     Port,
@@ -23,7 +23,7 @@ from meshbook.actor import (
     this_host,
     this_proc,
 )
-from meshbook.spmd import SPMDActor
+from meshbook.monarch.spmd import SPMDActor
 
 # ---- the first steps -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import meshbook.actor
+import meshbook.monarch
 from benchmarks.peers.actor_questions import main
 from benchmarks.peers.monarchs_actors import MonarchsActors
 from meshbook import LocalLauncher, ProcMesh, start_hosts
@@ -23,4 +23,4 @@ def two_hosts() -> Iterator[tuple[ProcMesh, ProcMesh]]:
 
 
 if __name__ == "__main__":
-    main(MonarchsActors(meshbook.actor, two_hosts, name="bench", device="cpu"))
+    main(MonarchsActors(meshbook.monarch, two_hosts, name="bench", device="cpu"))

@@ -20,9 +20,9 @@ from torch import nn
 
 import meshbook
 from benchmarks.tensors import training_step
-from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
-from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
+from meshbook import LocalLauncher, Point, ProcMesh, errors, start_hosts, this_host
 from meshbook.distributed import Mesh
+from meshbook.monarch import BootstrapCommand, default_bootstrap_cmd
 
 PATIENCE_AT = "MESHBOOK_VERIFY_PATIENCE"
 PATIENCE = float(os.environ.get(PATIENCE_AT, 1))

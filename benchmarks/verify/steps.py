@@ -30,7 +30,7 @@ from benchmarks.figures import Figure
 from benchmarks.processes import end
 from benchmarks.verify import checks, measured
 from meshbook import shutdown
-from meshbook.config import configure
+from meshbook.monarch.config import configure
 
 TOLD_AT = "MESHBOOK_VERIFY_TOLD"
 LEASE_S = "5"

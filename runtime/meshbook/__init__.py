@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from meshbook._version import __version__
 
 if TYPE_CHECKING:
     from meshbook import errors
+    from meshbook.actor.proc_ref import ProcRef
     from meshbook.concurrency.future import Future
-    from meshbook.config import clear_runtime_config, configure, configured, get_global_config, get_runtime_config
     from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.monarch.config import (
+        clear_runtime_config,
+        configure,
+        configured,
+        get_global_config,
+        get_runtime_config,
+    )
     from meshbook.sessions.listing import SavedSession
     from meshbook.shape.members import Extent, Point
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
@@ -129,6 +136,7 @@ __all__ = [
     "start_hosts",
     "stream",
     "this_host",
+    "this_proc",
     "to_mesh",
     "zeros",
 ]
@@ -143,9 +151,9 @@ _FOUND_IN = {
     "mesh.driven": (
         "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts",
     ),
-    "config": ("clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config"),
     "mesh.host_mesh": ("HostMesh",),
     "mesh.proc_mesh": ("ProcMesh",),
+    "monarch.config": ("clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config"),
     "sessions.listing": ("SavedSession",),
     "shape.members": ("Extent", "Point"),
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
@@ -168,7 +176,7 @@ _FOUND_IN = {
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
 
 
-_FACES = ("actor", "config", "distributed", "errors", "exceptions", "job", "mesh", "rdma", "shape", "spmd", "wire")
+_FACES = ("actor", "distributed", "errors", "mesh", "monarch", "shape", "wire")
 """Packages that ``import meshbook`` is enough for."""
 
 
@@ -186,13 +194,36 @@ def __dir__() -> list[str]:
 
 
 def this_host() -> HostMesh:
-    """The machine this runs on, as a host without axes. Its agent is started once and serves all meshes."""
+    """Return the machine this runs on, as a host without axes. Its agent is started once and serves all meshes.
+
+    On a rank: the machine of the rank, as a `meshbook.mesh.actor_hosts.HostRef`.
+    """
+    if _is_rank():
+        from meshbook.mesh.actor_hosts import HostRef
+
+        return cast("HostMesh", HostRef())
     from meshbook.launchers.starting.head_start import head_start
 
     with contextlib.nullcontext() if f"{__name__}.mesh.driven" in sys.modules else head_start():
         from meshbook.mesh import driven
 
         return driven.this_host()
+
+
+def this_proc() -> ProcRef:
+    """Return the process in which this runs, as a mesh without axes: that of a rank, or that of the program."""
+    if _is_rank():
+        from meshbook.actor import proc_ref
+
+        return proc_ref.this_proc()
+    from meshbook.mesh.driven import client_proc
+
+    return client_proc()
+
+
+def _is_rank() -> bool:
+    router = sys.modules.get(f"{__name__}.actor.router")  # a rank has it, and few programs need it
+    return router is not None and bool(router.is_rank())
 
 
 importlib.import_module(f"{__name__}.sessions")  # now: later it would take the place of the function of its name

@@ -142,7 +142,7 @@ class Holder(Actor):
 
     @endpoint
     def share(self) -> str:
-        from meshbook.actor import RDMABuffer
+        from meshbook.monarch import RDMABuffer
 
         try:
             RDMABuffer(torch.ones(4, device="cuda"))

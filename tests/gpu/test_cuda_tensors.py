@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import meshbook
-from meshbook import ProcMesh
+from meshbook import DeviceMeshError, ProcMesh
 from meshbook.distributed import Mesh, inspect
-from meshbook.exceptions import DeviceMeshError
 
 
 @pytest.fixture(scope="module", params=["rank", "pair"])

@@ -10,7 +10,7 @@ import pytest
 from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError
 from meshbook.errors import UsageError
-from meshbook.spmd import SPMDActor, setup_torch_elastic_env, setup_torch_elastic_env_async
+from meshbook.monarch.spmd import SPMDActor, setup_torch_elastic_env, setup_torch_elastic_env_async
 
 SCRIPT = """
 import os, sys

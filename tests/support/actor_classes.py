@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from meshbook import this_host, this_proc
 from meshbook.actor import (
     Actor,
     Channel,
@@ -21,10 +22,8 @@ from meshbook.actor import (
     current_rank,
     current_size,
     endpoint,
-    get_or_spawn_controller,
-    this_host,
-    this_proc,
 )
+from meshbook.monarch import get_or_spawn_controller
 
 
 class Counter(Actor):

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from meshbook.actor import Actor, RDMABuffer, endpoint
-from meshbook.rdma import RDMAAction
+from meshbook.actor import Actor, endpoint
+from meshbook.monarch import RDMABuffer
+from meshbook.monarch.rdma import RDMAAction
 
 
 class Owner(Actor):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from meshbook.actor import (
+from meshbook.monarch import (
     Accumulator,
     Actor,
     ActorError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from meshbook.actor.router import Place, current_router
@@ -64,11 +65,11 @@ class ActorInstance:
     @property
     def proc(self) -> MeshView:
         """Its process, as a mesh without axes."""
-        from meshbook import actor  # what spawns actors knows of us
-        from meshbook.actor.proc_ref import find_procs
+        from meshbook.actor.proc_ref import find_procs  # what spawns actors knows of us
 
         if self._place is None:
-            return actor.this_proc()
+            procs: MeshView = importlib.import_module("meshbook").this_proc()  # which stands above us
+            return procs
         members = Region.build(self._place.rank, [])
         return find_procs(current_router().session, self._place.mesh, self.mesh_name, members, self._place.generation)
 

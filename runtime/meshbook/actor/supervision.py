@@ -149,7 +149,7 @@ def _monarchs_cause(failure: Failure) -> str:
 def unhandled_fault_hook(failure: MeshFailure) -> None:
     """Print a line, and have the next use of the actors raise `UnhandledFault`. Calls tell of dead processes anyway.
 
-    Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...``.
+    Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...`` (or ``meshbook.monarch...``).
     """
     raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
     gone = raised and raised[0].ename in (ABORTED, NOT_STARTED)  # whose calls say so themselves
@@ -173,9 +173,14 @@ def observe_unhandled(observer: Callable[[MeshFailure], object] | None) -> None:
 
 
 def _own_hook() -> Callable[[MeshFailure], object] | None:
-    """The function that stands in the place of ours, if there is one."""
-    hook = vars(sys.modules["meshbook.actor"]).get("unhandled_fault_hook", unhandled_fault_hook)
-    return None if hook is unhandled_fault_hook else hook
+    """Return the function that a program has put in the place of ours, under either name; None for ours."""
+    for face in ("meshbook.actor", "meshbook.monarch"):
+        hook: Callable[[MeshFailure], object] = getattr(
+            sys.modules.get(face), "unhandled_fault_hook", unhandled_fault_hook
+        )
+        if hook is not unhandled_fault_hook:
+            return hook
+    return None
 
 
 def _call_hook(hook: Callable[[MeshFailure], object], failure: MeshFailure) -> None:

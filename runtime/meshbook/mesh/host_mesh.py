@@ -76,7 +76,7 @@ class HostMesh(HostView):
         proc_bind: the CPUs and NUMA nodes of each process of a host; see `meshbook.system.binding`.
         bootstrap_command: another interpreter or environment; a function of a Point gives each process its own.
         within_s: how long a step of the start may make no progress; importing is progress. By default hosts have a
-        minute, processes two (`meshbook.config`).
+        minute, processes two (`meshbook.monarch.config`).
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """

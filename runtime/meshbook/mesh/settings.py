@@ -1,4 +1,4 @@
-"""What `meshbook.config.configure` sets: under Monarch's names, for this process, until it ends."""
+"""What `meshbook.monarch.config.configure` sets: under Monarch's names, for this process, until it ends."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 class StartProgress:
     """The waits of one start, or repair, on the thread of the user.
 
-    within_s: how long each may go without progress; by default what `meshbook.config.configure` has set.
+    within_s: how long each may go without progress; by default what `meshbook.monarch.config.configure` has set.
     """
 
     def __init__(self, controller: Controller, within_s: float | None = None) -> None:

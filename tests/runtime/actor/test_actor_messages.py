@@ -17,11 +17,12 @@ from patience import wait_until
 
 import meshbook.actor
 from meshbook import ProcMesh, this_host
-from meshbook.actor import ActorError, ArgumentsError, Channel, MeshFailure, get_or_spawn_controller, send
+from meshbook.actor import ActorError, ArgumentsError, Channel, MeshFailure, send
 from meshbook.actor.classes import EndpointInfo, params_of
 from meshbook.calls.output import OutputTarget
 from meshbook.errors import CallInterrupted
 from meshbook.mesh.driven import set_output_source
+from meshbook.monarch import get_or_spawn_controller
 
 
 def test_an_actor_calls_actors_of_other_processes(mesh4: ProcMesh) -> None:

@@ -18,17 +18,8 @@ from actor_classes import Broken, Counter, Reader
 from patience import wait_until
 
 import meshbook.actor
-from meshbook import ProcMesh
-from meshbook.actor import (
-    Actor,
-    ActorError,
-    ActorNotMadeError,
-    MeshFailure,
-    SupervisionError,
-    endpoint,
-    this_host,
-    this_proc,
-)
+from meshbook import ProcMesh, this_host, this_proc
+from meshbook.actor import Actor, ActorError, ActorNotMadeError, MeshFailure, SupervisionError, endpoint
 from meshbook.errors import CallFailed
 
 
@@ -145,7 +136,8 @@ def test_endpoints_that_raise_leave_their_actors_there(mesh2: ProcMesh) -> None:
 
 
 SCRIPT = """
-from meshbook.actor import Actor, endpoint, this_host
+from meshbook import this_host
+from meshbook.actor import Actor, endpoint
 class Reader(Actor):
     @endpoint
     def read(self):
@@ -164,7 +156,7 @@ def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(
     path.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    for once in ('raise ValueError("cannot read") from error', "program.py:9, in Reader.read"):
+    for once in ('raise ValueError("cannot read") from error', "program.py:10, in Reader.read"):
         assert done.stderr.count(once) == 1, done.stderr
     failed = "meshbook.actor.errors.ActorError: Actor call reader.read failed: ranks 0,1 raised ValueError: cannot read"
     assert done.stderr.splitlines()[-1] == failed, "what has led to it is told once, above"

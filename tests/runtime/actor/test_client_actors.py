@@ -16,8 +16,8 @@ import torch
 from client_actor_classes import Adder, Backer, Ending, Guest, Leader, added
 from patience import wait_until
 
-from meshbook import ProcMesh, this_host
-from meshbook.actor import ActorError, ActorMesh, SupervisionError, context, this_proc
+from meshbook import ProcMesh, this_host, this_proc
+from meshbook.actor import ActorError, ActorMesh, SupervisionError, context
 from meshbook.actor.errors import CircularCallError
 from meshbook.errors import UsageError
 
@@ -152,7 +152,7 @@ def test_an_instance_says_who_it_is(mesh2: ProcMesh, tmp_path: Path) -> None:
 def test_actors_of_a_script_clean_up_at_its_end(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from meshbook.actor import Actor, endpoint, this_proc\n"
+        "from meshbook import this_proc; from meshbook.actor import Actor, endpoint\n"
         "class Last(Actor):\n"
         "    @endpoint\n"
         "    async def ping(self): return 'pong'\n"

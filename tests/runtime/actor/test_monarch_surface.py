@@ -18,13 +18,13 @@ from meshbook.actor import (
     ActorError,
     ActorMesh,
     Channel,
-    RDMABuffer,
     SupervisionError,
     concurrent_endpoint,
     endpoint,
     send,
 )
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
+from meshbook.monarch import RDMABuffer
 
 pytestmark = pytest.mark.monarch
 

@@ -11,7 +11,7 @@ from buffer_ranks import Adder, Owner
 
 from meshbook import ProcMesh
 from meshbook.actor import BufferDroppedError, BufferKindError, BufferSizeError
-from meshbook.rdma import RDMAAction, RDMABuffer, get_rdma_backend
+from meshbook.monarch.rdma import RDMAAction, RDMABuffer, get_rdma_backend
 
 pytestmark = pytest.mark.slow
 

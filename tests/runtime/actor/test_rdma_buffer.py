@@ -20,19 +20,12 @@ from buffer_ranks import Owner, Reader
 from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.actor import (
-    ActorError,
-    ActorMesh,
-    BufferDroppedError,
-    BufferKindError,
-    BufferSizeError,
-    RDMABuffer,
-    SupervisionError,
-)
+from meshbook.actor import ActorError, ActorMesh, BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
 from meshbook.actor.buffers import tcp, transfer
 from meshbook.actor.buffers.memory import NotDirect, access
 from meshbook.actor.buffers.tcp import PROOF_BYTES, BufferListener, StreamError, connect, receive_all, send_all
 from meshbook.errors import CallFailed
+from meshbook.monarch import RDMABuffer
 
 BIG = 3_000_001
 """Floats: several slices or pieces, the last of them odd."""

@@ -18,10 +18,10 @@ from controllers import Zygote, alone
 import meshbook
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.job import ImageSpec, KubernetesJob
 from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job
 from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.mesh.driven import own_sessions
+from meshbook.monarch.job import ImageSpec, KubernetesJob
 
 pytest.importorskip("kubernetes")
 from k8s_cluster import await_quiet, drivers, kubernetes_here

@@ -22,9 +22,9 @@ import meshbook
 from benchmarks.ray_nodes import RayNodes
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, WorkerLost
-from meshbook.job import RayJob
 from meshbook.launchers.ray import RayLauncher
 from meshbook.mesh.driven import own_sessions
+from meshbook.monarch.job import RayJob
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]  # a busy machine takes a minute to start a cluster
 

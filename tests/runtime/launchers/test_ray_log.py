@@ -67,6 +67,7 @@ def test_options_that_make_no_sense(options: list[str]) -> None:
 
 
 def test_who_has_no_such_hosts_does_not_load_it() -> None:
-    code = "import sys, meshbook.mesh.driven, meshbook.job; print({'ray', 'meshbook.launchers.ray'} & set(sys.modules))"
+    code = "import sys, meshbook.mesh.driven as _, meshbook.monarch.job\n"
+    code += "print({'ray', 'meshbook.launchers.ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr

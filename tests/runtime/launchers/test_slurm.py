@@ -22,9 +22,9 @@ import meshbook
 from benchmarks.slurm_nodes import SlurmNodes, start_node
 from meshbook import ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.job import SlurmJob
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.mesh.driven import own_sessions
+from meshbook.monarch.job import SlurmJob
 
 pytestmark = pytest.mark.cluster
 

@@ -37,7 +37,8 @@ procs.run("1").get(60)
 """
 
 MESH_OF_ACTORS = """
-from meshbook.actor import Actor, endpoint, this_host
+from meshbook import this_host
+from meshbook.actor import Actor, endpoint
 
 class Greeter(Actor):
     @endpoint

@@ -13,20 +13,10 @@ import pytest
 from patience import wait_until
 
 import meshbook
-from meshbook import actor
-from meshbook.actor import (
-    Actor,
-    ActorError,
-    BootstrapCommand,
-    MeshFailure,
-    Point,
-    ProcMesh,
-    ProcsNotStartedError,
-    ProcsStoppedError,
-    default_bootstrap_cmd,
-    endpoint,
-)
+from meshbook import Point, ProcMesh, actor, monarch
+from meshbook.actor import Actor, ActorError, MeshFailure, ProcsNotStartedError, ProcsStoppedError, endpoint
 from meshbook.errors import CallTimeout, SpawnError
+from meshbook.monarch import BootstrapCommand, default_bootstrap_cmd
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +69,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[MeshFailure]:
 @pytest.fixture
 def spawn(clean_end: None) -> Iterator[Spawn]:
     def spawn(bootstrap: Callable[[], object] | None = None, **options: object) -> ProcMesh:
-        procs = actor.this_host().spawn_procs({"gpus": 2}, bootstrap, name="late", torch=False, **options)  # type: ignore[arg-type]
+        procs = monarch.this_host().spawn_procs({"gpus": 2}, bootstrap, name="late", torch=False, **options)  # type: ignore[arg-type]
         assert isinstance(procs, ProcMesh)
         return procs
 

@@ -11,7 +11,7 @@ import torch
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import Actor, SupervisionError
 from meshbook.errors import MeshError
-from meshbook.job import ProcessJob
+from meshbook.monarch.job import ProcessJob
 from meshbook.system.processes import start_time
 
 

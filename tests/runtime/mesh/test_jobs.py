@@ -15,7 +15,8 @@ from ssh_hosts import SshHosts, ssh_hosts
 
 from meshbook import this_host
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.job import (
+from meshbook.mesh.driven import own_meshes, own_sessions
+from meshbook.monarch.job import (
     JobState,
     JobTrait,
     LocalJob,
@@ -25,7 +26,6 @@ from meshbook.job import (
     job_load,
     job_loads,
 )
-from meshbook.mesh.driven import own_meshes, own_sessions
 
 pytestmark = pytest.mark.monarch
 
@@ -104,7 +104,7 @@ def test_a_local_job_is_this_host_by_other_names() -> None:
 
 BATCH = """
 import sys
-from meshbook.job import LocalJob
+from meshbook.monarch.job import LocalJob
 if __name__ == "__main__":
     hosts = LocalJob(["asked"]).state().trainers
     with hosts.spawn_procs({"gpus": 2}, torch=False) as procs:
@@ -262,7 +262,7 @@ def test_hosts_of_a_job_are_found_by_its_file_while_they_live(job: ProcessJob, t
 
 _LEFT = """
 import sys, meshbook
-from meshbook.job import ProcessJob
+from meshbook.monarch.job import ProcessJob
 job = ProcessJob({"hosts": 2})
 procs = job.state(cached_path=sys.argv[1]).hosts.spawn_procs({"gpus": 1}, name="left", torch=False)
 procs.run("x = rank + 10").get(60)

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.monarch
 
 PROGRAM = """
 import logging, os
-from meshbook.actor import Actor, endpoint, this_host
+from meshbook import this_host
+from meshbook.actor import Actor, endpoint
 
 class Speaker(Actor):
     @endpoint

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from patience import wait_until
 
-from meshbook import ProcMesh
-from meshbook.actor import Actor, ActorError, endpoint, this_host
+from meshbook import ProcMesh, this_host
+from meshbook.actor import Actor, ActorError, endpoint
 
 
 class Echo(Actor):

@@ -12,11 +12,12 @@ from named_actors import Asker, Named
 from patience import wait_until
 
 from meshbook import ProcMesh, this_host
-from meshbook.actor import ActorError, SupervisionError, get_or_spawn_controller
+from meshbook.actor import ActorError, SupervisionError
 from meshbook.actor.errors import ActorsLeftError
 from meshbook.actor.router import router_for
 from meshbook.calls.request import CallRequest
 from meshbook.errors import LayoutError, RanksLeft
+from meshbook.monarch import get_or_spawn_controller
 from meshbook.shape.generations import GONE, ranks_now, step_of
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import dumps

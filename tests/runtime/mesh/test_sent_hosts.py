@@ -10,19 +10,19 @@ from collections.abc import Iterator
 import pytest
 
 import meshbook
-from meshbook import LocalLauncher, start_hosts
-from meshbook.actor import Actor, HostMesh, current_rank, current_size, endpoint
+from meshbook import HostMesh, LocalLauncher, start_hosts
+from meshbook.actor import Actor, current_rank, current_size, endpoint
 from meshbook.errors import HostsEndedError, MeshStoppedError, NotOwnerError
 
 
 class Starter(Actor):
     @endpoint
     def is_on(self, hosts: HostMesh) -> bool:
-        return meshbook.actor.this_host() == hosts
+        return meshbook.this_host() == hosts
 
     @endpoint
     def own_host(self) -> HostMesh:
-        return meshbook.actor.this_host()
+        return meshbook.this_host()
 
     @endpoint
     def start(self, hosts: HostMesh) -> tuple[dict[str, int], list[str]]:

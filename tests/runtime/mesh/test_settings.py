@@ -10,7 +10,8 @@ import pytest
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, SupervisionError, endpoint
-from meshbook.config import (
+from meshbook.errors import SpawnError, UsageError
+from meshbook.monarch.config import (
     clear_runtime_config,
     configure,
     configured,
@@ -19,7 +20,6 @@ from meshbook.config import (
     parametrize_config,
     parametrize_config_pointwise,
 )
-from meshbook.errors import SpawnError, UsageError
 
 pytestmark = pytest.mark.monarch
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from patience import wait_until
 
-from meshbook import attach, detach, this_host
-from meshbook.actor import BootstrapCommand, Point, default_bootstrap_cmd
+from meshbook import Point, attach, detach, this_host
 from meshbook.agent.worker_pool import free_slots
 from meshbook.errors import SpawnError, UsageError
 from meshbook.mesh.driven import own_meshes
+from meshbook.monarch import BootstrapCommand, default_bootstrap_cmd
 from meshbook.wire.messages import Seat
 
 CPU = min(os.sched_getaffinity(0))
@@ -47,7 +47,7 @@ def test_processes_run_another_interpreter_and_so_do_those_that_they_start(other
         told = procs.run("import sys, torch; (sys.executable, sys.prefix, float(torch.ones(2).sum()))").get(60)
         assert told.values() == [(str(other_python), str(other_python.parents[1]), 2.0)] * 2
         assert procs.run("dist.all_reduce(t := torch.ones(1)); float(t)").get(60).values() == [2.0, 2.0]
-        started = "from meshbook.actor import this_host; inner = this_host().spawn_procs({'x': 1}, torch=False)"
+        started = "from meshbook import this_host; inner = this_host().spawn_procs({'x': 1}, torch=False)"
         started += "; inner.initialized.get()"
         procs.slice(gpus=0).run(started).get(60)
         (inner,) = (mesh for mesh in own_meshes() if mesh.id != procs.id)
@@ -68,7 +68,7 @@ def test_what_a_rank_starts_runs_a_named_interpreter_anew(tmp_path: Path) -> Non
     with host.spawn_procs({"gpus": 2}, torch=False) as procs, host.spawn_procs(name="beside", torch=False) as beside:
         (outer,) = {*procs.run(read).get(60).values(), *beside.run(read).get(60).values()}
         started = "inner = this_host().spawn_procs({'x': 2}, name='inner', torch=False); inner.initialized.get()"
-        assert procs.slice(gpus=0).run(f"from meshbook.actor import this_host; {started}").get(60).values() == [True]
+        assert procs.slice(gpus=0).run(f"from meshbook import this_host; {started}").get(60).values() == [True]
         (inner,) = (mesh for mesh in own_meshes() if mesh.name == "inner")
         (anew,) = set(inner.run(read).get(60).values())
         assert anew != outer and psutil.pid_exists(int(anew))
@@ -84,7 +84,7 @@ def test_a_mesh_of_a_rank_is_named_once_its_processes_can_be_called(tmp_path: Pa
     slow.chmod(0o700)
     started = f"this_host().with_python_executable({str(slow)!r}).spawn_procs({{'x': 2}}, name='inner', torch=False)"
     with this_host().spawn_procs({"gpus": 1}, torch=False) as procs:
-        procs.run(f"from meshbook.actor import this_host; inner = {started}").get(60)
+        procs.run(f"from meshbook import this_host; inner = {started}").get(60)
         wait_until(lambda: any(mesh.name == "inner" for mesh in own_meshes()), 60)
         (inner,) = (mesh for mesh in own_meshes() if mesh.name == "inner")
         assert inner.execute(abs, -3).get(60).values() == [3, 3]

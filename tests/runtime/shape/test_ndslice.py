@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.actor import Extent, MeshTrait, NDSlice, Point, Shape, ShapeExt, Slice, ValueMesh
+from meshbook import Extent, NDSlice, Point, Shape, Slice, ValueMesh
 from meshbook.errors import LayoutError
+from meshbook.monarch import MeshTrait, ShapeExt
 from meshbook.shape.members import Region
 
 

@@ -23,10 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import meshbook
-from meshbook import ProcMesh, heal_mesh
+from meshbook import DeviceMeshError, ProcMesh, heal_mesh
 from meshbook.distributed import Mesh
 from meshbook.errors import UnknownAxisError, UsageError
-from meshbook.exceptions import DeviceMeshError
 from meshbook.tensors.data import streams
 
 GRACE_S = 20.0

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import meshbook
 from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.actor import Actor, endpoint
-from meshbook.distributed import Mesh, fetch_shard, inspect, remote
-from meshbook.exceptions import TensorError, TensorLost, WorkerLost
+from meshbook.distributed import Mesh, TensorError, TensorLost, fetch_shard, inspect, remote
+from meshbook.errors import WorkerLost
 from meshbook.tensors.handles.local_view import local_mesh_of
 
 

@@ -13,9 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshbook
-from meshbook import ProcMesh, errors, this_host
-from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError, TensorError
+from meshbook import DeviceMeshError, ProcMesh, errors, this_host
+from meshbook.distributed import Mesh, TensorError
 
 LAYOUTS = ([None, None], ["dp", None], [None, "tp"], ["dp", "tp"], [("dp", "tp"), None], ["tp", "dp"])
 

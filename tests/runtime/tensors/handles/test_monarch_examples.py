@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import meshbook as monarch
-from meshbook import ProcMesh, this_host
-from meshbook.actor import Actor, context, current_rank, endpoint, this_proc
-from meshbook.actor import this_host as hosts_at_once
+from meshbook import ProcMesh, this_host, this_proc
+from meshbook.actor import Actor, context, current_rank, endpoint
+from meshbook.monarch import this_host as hosts_at_once
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import meshbook
-from meshbook import ProcMesh, errors, this_host
-from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError, TensorLost
+from meshbook import DeviceMeshError, ProcMesh, errors, this_host
+from meshbook.distributed import Mesh, TensorLost
 from meshbook.tensors.ranks import known_meshes
 
 PARTS = ({"tp": 1}, {"dp": 0}, {"dp": slice(None), "tp": slice(0, 1)}, {"dp": slice(None, None, -1)})

@@ -12,9 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import meshbook
-from meshbook import ProcMesh, errors, this_host
-from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError, TensorError
+from meshbook import DeviceMeshError, ProcMesh, errors, this_host
+from meshbook.distributed import Mesh, TensorError
 from meshbook.tensors.ranks.tensor_pieces import MeshEnd, pieces
 
 EVERY = {"grid": ["dp", "tp"], "flat": ["all"], "left": ["dp"], "right": ["dp"], "row": ["tp"], "turned": ["tp", "dp"]}

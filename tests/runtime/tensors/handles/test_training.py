@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import meshbook
-from meshbook import ProcMesh, errors, heal_mesh, this_host
-from meshbook.distributed import Mesh, show_plan
-from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost, TensorTorn, ViewLost
+from meshbook import DeviceMeshError, ProcMesh, errors, heal_mesh, this_host
+from meshbook.distributed import Mesh, TensorError, TensorLost, TensorTorn, ViewLost, show_plan
 
 
 class Attention(nn.Module):

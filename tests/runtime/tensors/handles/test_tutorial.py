@@ -14,8 +14,8 @@ import torch
 from torch import nn, optim
 
 import meshbook as monarch
+from meshbook import DeviceMeshError
 from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ import os, signal
 import torch
 import meshbook as monarch
 from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError
+from meshbook import DeviceMeshError
 
 def totals(mesh, chunks):
     done = []

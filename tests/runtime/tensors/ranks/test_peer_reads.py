@@ -21,9 +21,8 @@ from patience import wait_until
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshbook
-from meshbook import ProcMesh, this_host
+from meshbook import DeviceMeshError, ProcMesh, this_host
 from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.memory_copies import HUGE_PAGE_BYTES, SLICE_BYTES
 from meshbook.tensors.ranks import peer_reads

@@ -18,9 +18,8 @@ from patience import wait_until
 
 import meshbook
 from benchmarks.tensor_program_lines import run_line, write_program
-from meshbook import ProcMesh, this_host
-from meshbook.distributed import Mesh, inspect, remote
-from meshbook.exceptions import DeviceMeshError, TensorError, TensorLost
+from meshbook import DeviceMeshError, ProcMesh, this_host
+from meshbook.distributed import Mesh, TensorError, TensorLost, inspect, remote
 from meshbook.tensors.ranks import known_meshes
 
 OUT_OF_RANGE = r"aten\.embedding.*test_failures.py, line \d+\) failed: IndexError"

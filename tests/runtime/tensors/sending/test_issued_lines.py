@@ -16,8 +16,7 @@ from patience import wait_until
 
 import meshbook
 from meshbook import ProcMesh, errors
-from meshbook.distributed import Mesh
-from meshbook.exceptions import TensorError
+from meshbook.distributed import Mesh, TensorError
 from meshbook.tensors.messages.issued_lines import each_line, for_ranks
 from meshbook.tensors.sending import op_settling
 

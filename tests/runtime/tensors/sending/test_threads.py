@@ -11,8 +11,7 @@ import torch
 
 import meshbook
 from meshbook import ProcMesh
-from meshbook.distributed import Mesh
-from meshbook.exceptions import TensorError
+from meshbook.distributed import Mesh, TensorError
 
 PATIENCE_S = 90.0
 

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import meshbook
-from meshbook import ProcMesh, heal_mesh, this_host
+from meshbook import DeviceMeshError, ProcMesh, heal_mesh, this_host
 from meshbook.distributed import Mesh
-from meshbook.exceptions import DeviceMeshError
 from meshbook.tensors.sending.op_stream import BATCHES_AHEAD, OpStream
 from meshbook.tensors.steps.recorded_steps import CompiledStep, Unrepeatable
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import meshbook
 from meshbook import ProcMesh, this_host
-from meshbook.distributed import Mesh
-from meshbook.exceptions import TensorError
+from meshbook.distributed import Mesh, TensorError
 from meshbook.tensors.ranks import known_meshes, left_operations
 
 SETTLED = left_operations.TRACED_FROM + 3

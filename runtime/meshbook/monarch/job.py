@@ -1,14 +1,14 @@
-"""Monarch's names for hosts that are started together: ``from meshbook.job import SSHJob``.
+"""Monarch's names for hosts that are started together: ``from meshbook.monarch.job import SSHJob``.
 
 A module of its own because programs import it by this name, as they import ``monarch.job``.
 """
 
 from __future__ import annotations
 
-from meshbook.actor import refuse_worker_loop
 from meshbook.mesh.engine_jobs import ImageSpec, KubernetesJob, RayJob, SlurmJob, SSHJob
 from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
 from meshbook.mesh.jobs import LocalJob, ProcessJob, hosts_from_config, load_current_job, set_current_job
+from meshbook.monarch import refuse_worker_loop
 
 __all__ = [
     "DEFAULT_JOB_PATH", "ImageSpec", "JobState", "JobTrait", "KubernetesJob", "LocalJob", "ProcessJob", "RayJob",

@@ -28,7 +28,8 @@ from meshbook.system.processes import loopback_address
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshbook.actor import Point, ProcMesh
+    from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.members import Point
 
 __all__ = ["SPMDActor", "setup_torch_elastic_env", "setup_torch_elastic_env_async"]
 

@@ -1,4 +1,4 @@
-"""Monarch's names for memory that others read and write: ``from meshbook.rdma import RDMABuffer, RDMAAction``.
+"""Monarch's names for memory that others read and write: ``from meshbook.monarch.rdma import RDMABuffer, RDMAAction``.
 
 A module of its own because programs import it by this name, as they import ``monarch.rdma``.
 """

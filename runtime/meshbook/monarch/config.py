@@ -1,4 +1,4 @@
-"""Monarch's names for settings of the process: ``from meshbook.config import configure, configured``.
+"""Monarch's names for settings of the process: ``from meshbook.monarch.config import configure, configured``.
 
     @parametrize_config(enable_log_forwarding={True, False})
     async def test_steps() -> None: ...
