@@ -56,19 +56,22 @@ if TYPE_CHECKING:
     from meshbook.tensors.handles.monarch_names import (
         Stream,
         Tensor,
+        call_on_shard_and_fetch,
         coalescing,
+        fetch_shard,
         get_active_mesh,
         get_active_stream,
         grad_function,
         grad_generator,
+        inspect,
         no_mesh,
         reduce,
         reduce_,
+        remote,
         show,
         slice_mesh,
         to_mesh,
     )
-    from meshbook.tensors.handles.remote_calls import call_on_shard_and_fetch, fetch_shard, inspect, remote
     from meshbook.tensors.messages.anomalies import detect_anomaly
     from meshbook.tensors.steps.recorded_steps import compile
 
@@ -163,11 +166,11 @@ _FOUND_IN = {
     "tensors.handles.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.handles.mesh_tensor": ("MeshTensor",),
     "tensors.handles.monarch_names": (
-        "Stream", "Tensor", "coalescing", "get_active_mesh", "get_active_stream",
-        "grad_function", "grad_generator", "no_mesh", "reduce", "reduce_", "show", "slice_mesh", "to_mesh",
+        "Stream", "Tensor", "call_on_shard_and_fetch", "coalescing", "fetch_shard", "get_active_mesh",
+        "get_active_stream", "grad_function", "grad_generator", "inspect", "no_mesh", "reduce", "reduce_", "remote",
+        "show", "slice_mesh", "to_mesh",
     ),
     "tensors.handles.modules": ("module_to_mesh",),
-    "tensors.handles.remote_calls": ("call_on_shard_and_fetch", "fetch_shard", "inspect", "remote"),
     "tensors.messages.anomalies": ("detect_anomaly",),
     "tensors.steps.recorded_steps": ("compile",),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.modules import show_plan
-from meshbook.tensors.handles.remote_calls import fetch_shard, inspect, remote
+from meshbook.tensors.handles.monarch_names import fetch_shard, inspect, remote
 from meshbook.tensors.sending.op_failures import TensorError
 from meshbook.tensors.sending.recovery import TensorLost, TensorTorn, ViewLost
 

@@ -83,7 +83,7 @@ def tensors(session: Session, arguments: Arguments) -> None:
     """A table for each mesh."""
     tables: list[str] = []
     if "meshbook.tensors.handles.mesh_tensor" in sys.modules:  # there is none otherwise, and torch need not be imported
-        from meshbook.tensors.handles.listing import tensor_tables
+        from meshbook.tensors.handles.displays import tensor_tables
 
         names = session.shell.user_ns
         tables = tensor_tables({name: value for name, value in list(names.items()) if not name.startswith("_")})

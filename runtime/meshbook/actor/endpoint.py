@@ -79,7 +79,7 @@ class ActorEndpoint(Generic[P, R]):
     def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call it on every actor, and leave the tensors that it returns on the ranks, as those of the local view."""
         self._info.check(self._group.name, args, kwargs)
-        results = importlib.import_module("meshbook.tensors.handles.actor_results")  # which stands above us
+        results = importlib.import_module("meshbook.tensors.handles.monarch_names")  # which stands above us
         made: R = results.rref(self._mesh, self._info.name, args, kwargs)
         return made
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from meshbook.errors import UsageError
 from meshbook.tensors.handles.distributed_mesh import Mesh
-from meshbook.tensors.handles.placing import as_values
-from meshbook.tensors.messages.spec import ShardingSpec, to_placements
+from meshbook.tensors.handles.factories import as_values
+from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 
 SpecStructure: TypeAlias = "ShardingSpec | Mapping[str, SpecStructure] | Sequence[SpecStructure] | None"
 """None, or what a mapping does not name: cut along the mesh's first axis."""

@@ -28,11 +28,10 @@ from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow
-from meshbook.tensors.handles import placing
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
-from meshbook.tensors.handles.placing import Placing
+from meshbook.tensors.handles.factories import Placing, send_parts
 from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
-from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ class _SentBatch:
         """Send what somebody still has of it, also once more."""
         living = [each for handle, each in self._tensors if handle() is not None]
         try:
-            self._calls = placing.send(living, mesh, line)
+            self._calls = send_parts(living, mesh, line)
         except MeshError as error:
             self.is_sent, self.error = False, error
             mesh.stream.give_up([each.number for each in living], error)

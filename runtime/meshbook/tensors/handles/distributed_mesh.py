@@ -16,10 +16,9 @@ from meshbook.mesh.driven import current_procs, procs_of_sizes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
-from meshbook.tensors.handles.rank_parts import join
-from meshbook.tensors.handles.resharding import move
+from meshbook.tensors.handles.resharding import join, move
+from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 from meshbook.tensors.messages.operations import Adopted, LocalPart
-from meshbook.tensors.messages.spec import ShardingSpec, to_placements
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import restore

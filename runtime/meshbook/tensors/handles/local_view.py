@@ -25,9 +25,9 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.source.location import PACKAGE
 from meshbook.tensors.handles.distributed_mesh import Mesh, one_mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, dispatch
-from meshbook.tensors.handles.rank_parts import check_alike
+from meshbook.tensors.handles.resharding import check_alike
+from meshbook.tensors.messages.layouts import ShardingSpec, contiguous_strides
 from meshbook.tensors.messages.operations import LocalPart, NewOutput
-from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
 from meshbook.tensors.ranks import local_ranks
 from meshbook.tensors.ranks.local_ranks import REDUCTIONS, LocalMove, LocalTensors
 from meshbook.tensors.sending.op_stream import OpStream

@@ -20,7 +20,6 @@ from meshbook.concurrency.patches import patch
 from meshbook.errors import MeshError, UsageError
 from meshbook.formatting import format_bytes
 from meshbook.tensors.handles.early_operators import meet_early_operators
-from meshbook.tensors.handles.loss_scaling import check_and_unscale
 from meshbook.tensors.handles.metadata import (
     DependsOnValues,
     Metadata,
@@ -31,14 +30,14 @@ from meshbook.tensors.handles.metadata import (
     read_arguments,
 )
 from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
+from meshbook.tensors.messages.layouts import ShardingSpec, contiguous_strides
 from meshbook.tensors.messages.operations import (
     Adopted,
     Factory,
     NewOutput,
     written_arguments,
 )
-from meshbook.tensors.messages.spec import ShardingSpec, contiguous_strides
-from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.torch_internals import (
     DisableTorchDispatch,
@@ -79,12 +78,26 @@ def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _check_and_unscale(gradients: Sequence[Any], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply gradients by a number, as `torch.amp.GradScaler` has it, and set ``found_inf`` if one is not finite.
+
+    This waits for the ranks: whether an optimizer steps depends on the answer.
+    """
+    finite: dict[object, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        finite.setdefault(gradient.mesh, []).append(gradient.isfinite().all())
+    aten._foreach_mul_.Scalar(list(gradients), float(inverse_scale))
+    if not all(torch.stack(each).all().item() for each in finite.values()):
+        found_inf.fill_(1.0)
+
+
 ANSWERED: Mapping[Any, Callable[..., Any]] = {
     aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     aten._has_same_storage_numel.default: lambda one, other: one.numel() == other.numel(),
     aten._has_compatible_shallow_copy_type.default: lambda *both: all(isinstance(each, MeshTensor) for each in both),
     aten.is_pinned.default: lambda *_, **__: False,
     aten.set_.source_Tensor: _become,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
 }
 """What torch asks of tensors, or does to them alone, is done here."""
 
@@ -189,7 +202,7 @@ class MeshTensor(TensorOnRanks):
 
     def _repr_html_(self) -> str:
         """How a notebook shows it; of one whose mesh has ended, the error."""
-        from meshbook.tensors.handles.pictures import to_html  # it reads tensors
+        from meshbook.tensors.handles.displays import to_html  # it reads tensors
 
         return to_html(self)
 
@@ -337,8 +350,6 @@ def dispatch(
         _refuse_tracers(operator)
     if operator is aten._local_scalar_dense.default:
         return _few_of(args[0]).item()
-    if operator is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        return check_and_unscale(*args)
     if operator in ANSWERED:
         return ANSWERED[operator](*args, **kwargs)
     operator = INSTEAD.get(operator, operator)

@@ -12,7 +12,7 @@ from meshbook.formatting import format_bytes
 from meshbook.tensors.messages.operations import TensorReference
 from meshbook.tensors.ranks.known_meshes import resolve
 from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
-from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_settling import Handle
 from meshbook.torch_internals import count_dispatch_modes
 
 if TYPE_CHECKING:

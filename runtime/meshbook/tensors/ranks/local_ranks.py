@@ -11,14 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from meshbook.errors import UsageError
+from meshbook.tensors.messages.layouts import TensorPiece
 from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, NewOutput, TensorId, Use
 from meshbook.tensors.ranks import known_meshes, rank_tensors
-from meshbook.tensors.ranks.exchanges import send_pieces
-from meshbook.tensors.ranks.named_operations import NotMade
+from meshbook.tensors.ranks.known_meshes import send_pieces
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
-from meshbook.tensors.ranks.rank_operations import Operations, RankTensor
+from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor
 from meshbook.tensors.ranks.rank_tensors import RankTensors, TensorDescription
-from meshbook.tensors.ranks.tensor_pieces import TensorPiece
 from meshbook.torch_internals import tree_leaves, tree_map_only
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.nn.functional import scaled_dot_product_attention
 
+from meshbook.tensors.messages.layouts import has_empty_part, splits_unequally
 from meshbook.tensors.messages.operations import (
     REDISTRIBUTE,
     NumberPlace,
@@ -26,8 +28,13 @@ from meshbook.tensors.messages.operations import (
     is_random,
     written_arguments,
 )
-from meshbook.tensors.ranks.uneven_parts import has_empty_part, splits_unequally
-from meshbook.torch_internals import Operator, decomposition_table, functional_collectives
+from meshbook.torch_internals import (
+    DispatchKey,
+    Operator,
+    SetExcludeDispatchKeyGuard,
+    decomposition_table,
+    functional_collectives,
+)
 
 aten = torch.ops.aten
 
@@ -262,3 +269,51 @@ def with_nan(made: Any) -> Any:
         return made
     told: dict[str, Any] = {"run_check": False, "shape": made.shape, "stride": made.stride()}
     return DTensor.from_local(local, made.device_mesh, placements, **told)
+
+
+_AUTOGRAD = DispatchKey.AutogradFunctionality
+_KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def register_attention() -> None:
+    """Have tensors of GPUs take these."""
+    _KERNELS.impl("_scaled_dot_product_flash_attention_for_cpu", _attend_on_cuda, "CUDA")  # type: ignore[no-untyped-call]
+    _KERNELS.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _attend_back_on_cuda, "CUDA")  # type: ignore[no-untyped-call]
+
+
+def _attend_on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    batch, heads, length, _ = query.shape
+    kept = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return made, query.new_zeros((batch, length, heads), dtype=kept).transpose(1, 2)
+
+
+def _attend_back_on_cuda(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # torch has called this below autograd, where nothing is noted for a backward pass, whatever enable_grad says.
+    with SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
+        q, k, v = (each.detach().requires_grad_() for each in (query, key, value))
+        made = scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+        of_query, of_key, of_value = torch.autograd.grad(made, (q, k, v), grad)
+    return of_query, of_key, of_value

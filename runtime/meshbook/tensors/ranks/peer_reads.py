@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshbook.system.memory_copies import MOST_RUNS, SLICE_BYTES, ProcessMemoryError, read_process_runs
 from meshbook.system.processes import let_peers_read, memory_name
+from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, contiguous_strides, new_memory, pieces, within
 from meshbook.tensors.messages.operations import Box
-from meshbook.tensors.messages.spec import contiguous_strides
-from meshbook.tensors.ranks.tensor_pieces import MeshEnd, TensorPiece, new_memory, pieces, within
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors are sent: to agree takes as long."""

@@ -1,9 +1,7 @@
-"""Batches of operations as one rank does them, and where it halts when one fails.
+"""The operations that a rank has yet to do, batches and recorded steps, and the tensors that they make.
 
-An operation that cannot begin, on all ranks alike, costs its results. One that fails while it runs halts this rank
-there: the ranks that wait for it are freed, as those of a cell are, and halt where they were. What comes meanwhile is
-laid aside. Once all have halted, or have nothing left to do, the controller says which operations the failure costs
-(`resume`), and each rank goes on from where it was with the others.
+Operations are done in order. At the first that fails a rank halts, keeps the rest, and goes on when the controller has
+told it what the failure costs.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +22,100 @@ from meshbook.tensors.messages.operations import (
     HaltedAt,
     OperationBatch,
     OperationFailed,
+    Recording,
     Replay,
     TensorId,
     Undone,
     Use,
     Write,
 )
-from meshbook.tensors.ranks.left_operations import KnownStep, Left
-from meshbook.tensors.ranks.named_operations import GONE, Failed, NamedOperations, NotMade
-from meshbook.tensors.ranks.rank_operations import RankTensor
-from meshbook.tensors.ranks.step_plans import StepRun
+from meshbook.tensors.ranks.lowered_operations import Lowered
+from meshbook.tensors.ranks.rank_operations import GONE, Failed, NamedOperations, NotMade, RankTensor
+from meshbook.tensors.ranks.step_plans import StepPlan, StepRun, StepTrace, Untraceable
+
+TRACED_FROM = 3
+"""So often a step is done as always before there is a plan: by then it is known what its operations come to."""
+TRACED_AT_MOST = 10
+"""What lies in another way each time needs no more plans."""
+
+
+class Left(NamedTuple):
+    """Operations that are to be done, one behind the other, and what nobody needs after them."""
+
+    first: int
+    """The number of the first operation; a recorded step has but one number."""
+    uses: Sequence[Use]
+    lines: Sequence[CodeLine]
+    freed: Sequence[TensorId]
+    search: Search | None = None
+    replay: Replay | None = None
+    done: int = 0
+    """How many of the uses are done."""
+    run: StepRun | None = None
+    """Of a step that was cut off while it was done as planned."""
+
+    @property
+    def number(self) -> int:
+        """Of the operation that is done next."""
+        return self.first if self.replay is not None else self.first + self.done
+
+    @property
+    def end(self) -> int:
+        """The number behind the last."""
+        return self.first + (1 if self.replay is not None else len(self.uses))
+
+
+class KnownStep:
+    """A recorded step as this rank does it each time."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.uses = list(map(Use._make, recording.uses))
+        self.lines = list(each_line(recording.lines, len(self.uses)))
+        self._plan: StepPlan | None = None
+        self._trace: StepTrace | None = None
+        self._times = self._traced = 0
+
+    def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
+        """Do it as planned. None where it is done as always: there is no plan, or tensors lie in another way."""
+        run = self._plan.begin(tensors) if self._plan is not None else None
+        self._trace = None
+        if run is None:
+            self._plan, self._times = None, self._times + 1
+            if self._times >= TRACED_FROM and self._traced < TRACED_AT_MOST:
+                self._traced += 1
+                try:
+                    self._trace = StepTrace(self.recording, self.uses, tensors)
+                except Untraceable:
+                    pass
+        return run
+
+    def look_before(self, use: Use) -> None:
+        """An operation is about to be done as always."""
+        if self._trace is not None:
+            try:
+                self._trace.begin(use)
+            except Untraceable:
+                self._trace = None
+
+    def look_after(self, use: Use, operator: str, lowered: Lowered | None, *, varies: bool) -> None:
+        """It was done. lowered: what it came to, if that is known. varies: its numbers are others each time."""
+        if self._trace is not None:
+            try:
+                self._trace.end(use, operator, lowered, varies=varies)
+            except Untraceable:
+                self._trace = None
+
+    def finish(self) -> None:
+        """It was done as always, to its end."""
+        if self._trace is not None:
+            self._plan, self._trace = self._trace.finish(), None
+
+    def forget(self, *, plan: bool) -> None:
+        """It was cut off. plan: groups are others."""
+        self._trace = None
+        if plan:
+            self._plan, self._times = None, 0
 
 
 class Missed(Exception):

@@ -1,11 +1,13 @@
-"""One operation on DTensors: DTensor's own way where that is right, and another where it is not (`operator_rules`).
+"""Tensors of one rank by their numbers, and single operations on them.
 
-Random numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part:
-so they do not depend on the shape of the mesh, nor on the placements.
+DTensor does an operation where it does it rightly, and it is done in another way where not (`operator_rules`). Random
+numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part: so they
+do not depend on the shape of the mesh, nor on the placements.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +15,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
-from meshbook.tensors.ranks.attention_on_cuda import register_attention
+from meshbook.tensors.messages.anomalies import Search
+from meshbook.tensors.messages.layouts import has_empty_part, is_cut_along_batch, is_mean_of_unequal, is_unequal
+from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, WAIT, Template, TensorId, Use
 from meshbook.tensors.ranks.lowered_operations import Lowered, LoweredOperations, way_of
 from meshbook.tensors.ranks.operator_rules import (
     ATTENTION,
@@ -24,20 +27,24 @@ from meshbook.tensors.ranks.operator_rules import (
     check_rows,
     has_no_way,
     is_misread,
+    register_attention,
     with_nan,
 )
-from meshbook.tensors.ranks.partial_sums import SharedSum, end_shared_sums, end_sums, share_sum
-from meshbook.tensors.ranks.parts_and_wholes import (
+from meshbook.tensors.ranks.partial_sums import (
+    SharedSum,
     block_placements,
+    end_shared_sums,
+    end_sums,
     full,
+    lay_all_out,
     listed,
     parts_like,
+    share_sum,
     shares_memory,
     strides_as,
     whole_of,
 )
 from meshbook.tensors.ranks.peer_reads import PeerReads
-from meshbook.tensors.ranks.uneven_parts import has_empty_part, is_cut_along_batch, is_mean_of_unequal, is_unequal
 from meshbook.torch_internals import tree_map_only
 
 aten = torch.ops.aten
@@ -296,3 +303,96 @@ class Operations:
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
             part._local_tensor = local.clone()
         return part
+
+
+class Failed(NamedTuple):
+    """Stands for the result of an operation that failed."""
+
+    why: str
+
+
+class NotMade(Exception):
+    """An operation fails on all ranks alike, before any has begun with it."""
+
+
+GONE = "a tensor that it needs is not on this rank"
+
+
+class NamedOperations:
+    """The mesh tensors of one process, for one device mesh, and how an operation is done on them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self._operations = mesh, Operations(mesh)
+        self._tensors: dict[TensorId, RankTensor | Failed] = {}
+        self._templates: dict[int, Template] = {}
+        self._compiled: dict[int, CompiledTemplate] = {}
+
+    @property
+    def why_halted(self) -> str:
+        """Empty while this rank goes on."""
+        return ""
+
+    def give_up(self, number: TensorId, why: str) -> None:
+        """A tensor could not be made, here as on the other ranks."""
+        self._tensors[number] = Failed(why)
+
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
+        """Lay the first tensor of each pair out as the second; what has failed is left as it is.
+
+        What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
+        Returns: axes along which all ranks have waited for each other by that.
+        """
+        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
+        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
+        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
+        families: Counter[int] = Counter()
+        if any(tensor.placements != placements for _, tensor, placements in wanted):
+            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
+        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
+        return lay_all_out(
+            [(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1]
+        )
+
+    def _name(self, use: Use) -> str:
+        known = self._templates.get(use.template)
+        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+
+    def _compile(self, number: int) -> CompiledTemplate:
+        if number not in self._templates:
+            raise RuntimeError("this rank was interrupted before it was told what it is")
+        try:
+            made = self._compiled[number] = CompiledTemplate(self._templates[number], self.mesh.device_type)
+        except AttributeError as error:
+            raise NotMade(f"the ranks do not know it: {error}") from error
+        return made
+
+    def _run(self, template: CompiledTemplate, use: Use) -> None:
+        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        if len(results) < len(use.results):
+            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
+        self._tensors.update(zip(use.results, results, strict=False))
+
+    def _run_searched(self, use: Use, search: Search, index: int) -> None:
+        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
+        template = self._compiled.get(use.template) or self._compile(use.template)
+        search.note_operands(index, [self._of(number) for number in use.tensors])
+        self._run(template, use)
+        written = use.tensors if template.written else ()
+        if "empty" not in template.name:
+            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
+
+    def _operand(self, number: TensorId) -> RankTensor:
+        found = self._tensors.get(number)
+        if isinstance(found, Failed):
+            raise NotMade(found.why)
+        if found is None:
+            raise NotMade(self.why_halted or GONE)
+        return found
+
+    def _of(self, number: TensorId) -> DTensor:
+        return self._operations.read(self._operand(number))
+
+    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
+        for number in use.results:
+            self.give_up(number, why)
+            failed[number] = why

@@ -1,18 +1,31 @@
-"""What operations that failed cost: tensors that could not be made, or of which nobody knows what was written to them.
+"""The cost of operations that failed: tensors that could not be made, or that may be written on some ranks only.
 
-Failures come late, when other operations were issued behind. Those that need what failed fail with the same cause; all
-others are done.
+Failures come late, when other operations were issued behind. Operations that need a tensor that failed fail with the
+same cause; all others are done. A window begins with the first operation that failed on a rank, and holds all that were
+issued until all ranks had halted or come to the end; a recorded step is one operation of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from meshbook.errors import MeshError
-from meshbook.tensors.messages.issued_lines import CodeLine, name_code_line
-from meshbook.tensors.messages.operations import HaltedAt, TensorId, Write
+import msgspec
+
+from meshbook.errors import CallFailed, MeshError
+from meshbook.mesh.repeated_call import RepeatedCall
+from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, name_code_line
+from meshbook.tensors.messages.operations import (
+    HaltedAt,
+    OperationFailed,
+    Recording,
+    TensorId,
+    Write,
+    find_operator,
+    gives_alias,
+)
 
 OVERWRITING = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
 """After these it does not matter what a tensor was."""
@@ -134,3 +147,245 @@ class FailedOperations:
             for number in numbers:
                 for each in (self.lost, self.unsure, self.writes, self.unwritten):
                     each.pop(number, None)
+
+
+WAITS = "the wait before a step of an optimizer"
+
+
+class RepeatedStep(Protocol):
+    """A recorded step."""
+
+    recording: Recording
+    issued: Sequence[tuple[Any, ...]]
+    """The fields of an `Issued` for each use."""
+    asked_by: NamedLine
+    """The line of the first."""
+    captured: Sequence[TensorId]
+    """What it reads that was there before."""
+    left: Sequence[TensorId]
+    """What it leaves behind."""
+
+    def undo(self, before: Any) -> None:
+        """The ranks have not done it. before: what this process had changed for it, as it was (`Turn.before`)."""
+
+
+class Turn(msgspec.Struct, eq=False):
+    """One time that a recorded step is done."""
+
+    step: RepeatedStep
+    turn: int
+    inputs: Sequence[TensorId]
+    results: Sequence[TensorId]
+    before: Any
+    """What this process has changed for it, as it was."""
+    _names: Mapping[TensorId, TensorId] | None = None
+
+    @property
+    def names(self) -> Mapping[TensorId, TensorId]:
+        """What its tensors are called this time; of most turns nobody asks."""
+        if self._names is None:
+            recording = self.step.recording
+            named = zip((*recording.inputs, *recording.results), (*self.inputs, *self.results), strict=True)
+            self._names = dict(named)
+        return self._names
+
+    def undo(self) -> None:
+        self.step.undo(self.before)
+
+
+def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:
+    """The tensors as they are called this time, without those that are within the step alone."""
+    names = turn.names if turn is not None else {}
+    return [named for number in numbers if (named := names.get(number, number)) > 0]
+
+
+class Replays:
+    """Of one mesh."""
+
+    def __init__(self, failures: FailedOperations) -> None:
+        self._failures = failures
+        self.calls: dict[TensorId, RepeatedCall] = {}
+        """Of the recordings that the ranks know."""
+        self.untold: MeshError | None = None
+        """Of a step whose failure nobody was told of yet."""
+        self._undecided: list[tuple[Turn, set[Write]]] = []
+        """Of which a repair decides whether they are done, the last first; and what they write behind the wait."""
+
+    def forget_told(self) -> None:
+        """There are ranks that do not know what others were told."""
+        self.calls.clear()
+
+    def take_untold(self) -> MeshError | None:
+        """The error of the last step, if nobody was told of it; now somebody is."""
+        error, self.untold = self.untold, None
+        return error
+
+    def note_lost(
+        self,
+        cause: MeshError,
+        issued: Sequence[tuple[Any, ...]],
+        families: Families,
+        turn: Turn | None = None,
+        number: int = 0,
+        begin: int = 0,
+        *,
+        is_said: bool,
+        stepped: TensorId | None = None,
+    ) -> None:
+        """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
+
+        families: what lies in the memory that it writes. number: that of the step among the operations. begin: the
+        first in it that not all ranks have done; is_said: as all of them say. stepped: the last turn in which one has
+        begun to step, if they could be asked.
+        In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
+        before, nothing behind was written. Of several the last is noted first, since each undoes what it changed here.
+        """
+        operations = list(map(Issued._make, issued))
+        waits = [index for index, each in enumerate(operations) if each.operator == WAITS]
+        if turn is not None and stepped is not None:
+            sure = waits[1] if waits and turn.turn > stepped else len(operations)
+        else:
+            sure = next((index for index in waits[1::2] if is_said and index > begin), len(operations))
+        for index, each in enumerate(operations[begin:], begin):
+            self._failures.lost.update(dict.fromkeys(as_named(each.results, turn), cause))
+            if index < sure:
+                self._failures.doubt(families.of(as_named(each.written, turn)), cause, Write(number, index))
+        if turn is not None and waits:
+            self.untold = cause
+            if sure == waits[1]:
+                turn.undo()
+            else:
+                self._undecided.append((turn, {Write(number, index) for index in range(waits[1], len(operations))}))
+
+    def decide(self, undone: Collection[Write]) -> None:
+        """After a repair. undone: those writes that the ranks had not done whose tensors all have now."""
+        undecided, self._undecided = self._undecided, []
+        self.untold = None
+        for turn, writes in undecided:
+            if not writes.isdisjoint(undone):
+                turn.undo()
+
+
+STEP = "a recorded step"
+
+
+class Cause(NamedTuple):
+    """Why an operation failed of itself."""
+
+    error: MeshError
+    within: int = 0
+    """Which operation of a recorded step it was."""
+
+
+class Window(NamedTuple):
+    """Operations that follow each other, at the beginning of which one has failed."""
+
+    first: int
+    """The number of the first."""
+    issued: Sequence[tuple[Any, ...]]
+    """The fields of an `Issued` each."""
+    read: Sequence[Sequence[TensorId]]
+    """By each."""
+    refused: Mapping[int, MeshError] = {}
+    """Which are known to fail, by their numbers, and why."""
+    turns: Mapping[int, Turn] = {}
+    """Which of them are recorded steps."""
+
+    @staticmethod
+    def of_step(number: int, turn: Turn) -> Window:
+        """A recorded step as one operation."""
+        step, names = turn.step, turn.names
+        results = [*(names[name] for name in step.recording.results), *step.left]
+        written = {number for each in step.issued for number in as_named(Issued._make(each).written, turn)}
+        reads = [*(names[name] for name in step.recording.inputs), *step.captured]
+        return Window(number, [(STEP, step.issued[0][1], results, list(written))], [reads], {}, {number: turn})
+
+    def joined(self, other: Window) -> Window:
+        turns = {**self.turns, **other.turns}
+        return Window(self.first, [*self.issued, *other.issued], [*self.read, *other.read], self.refused, turns)
+
+    def each(self) -> Iterable[tuple[int, Issued, Sequence[TensorId]]]:
+        """The operations with their numbers, and what they read."""
+        return zip(itertools.count(self.first), map(Issued._make, self.issued), self.read, strict=False)
+
+    def at(self, number: int, within: int = 0) -> Issued:
+        """An operation, or one within a recorded step."""
+        turn = self.turns.get(number)
+        return Issued._make(self.issued[number - self.first] if turn is None else turn.step.issued[within])
+
+    @property
+    def end(self) -> int:
+        """The number behind the last."""
+        return self.first + len(self.issued)
+
+    def written(self) -> set[TensorId]:
+        return {number for each in map(Issued._make, self.issued) for number in each.written}
+
+    def causes(self, errors: Iterable[MeshError]) -> dict[int, Cause] | None:
+        """Which operations failed of themselves; None if the ranks cannot go on behind them.
+
+        They cannot if one was interrupted or has ended, nor if they disagree in a collective: they would again.
+        """
+        found: dict[int, Cause] = {}
+        for failure in itertools.chain.from_iterable(map(_failures, errors)):
+            if failure is None or failure.why.startswith("KeyboardInterrupt"):
+                return None
+            if not failure.why.startswith("GroupAborted"):
+                error = self.at(failure.index, failure.within).failed(failure.why)
+                found.setdefault(failure.index, Cause(error, failure.within))
+        return found if found.keys() - self.refused.keys() else None
+
+    def first_failed(self, error: MeshError) -> tuple[int, Cause, bool]:
+        """From which number on not all ranks have done what is here, as far as they say; why; and whether all do.
+
+        error: of the call of the first of these operations.
+        """
+        failures = _failures(error)
+        said = [each for each in failures if each is not None]
+        if not said or len(said) < len(failures):
+            cause = error
+            if isinstance(error, CallFailed):
+                unsaid = [each for each, known in zip(error.failures, failures, strict=True) if known is None]
+                if any(each.ename == "KeyboardInterrupt" for each in unsaid):
+                    cause = self.at(self.first).failed(str(CallFailed(unsaid)))
+            return self.first, Cause(cause), False
+        told = next((each for each in said if "GroupAborted" not in each.why), said[0])
+        begin = min(said, key=lambda each: (each.index, each.within))
+        return begin.index, Cause(self.at(told.index, told.within).failed(told.why), begin.within), True
+
+    def spread(self, causes: Mapping[int, Cause], known: FailedOperations, families: Families) -> dict[int, MeshError]:
+        """Which operations fail because of these, and why; families: is told of views."""
+        refused = dict(self.refused)
+        bad = {**known.unsure, **known.lost}
+        for number, each, read in self.each():
+            if each.results and read and number not in self.turns and gives_alias(find_operator(each.operator)):
+                families.join([read[0], *each.results])
+            error = refused.get(number) or next((bad[n] for n in read if n in bad), None)
+            if error is None and number in causes:
+                error = causes[number].error
+            if error is not None:
+                refused[number] = error
+                bad.update(dict.fromkeys([*each.results, *families.of(each.written)], error))
+        return refused
+
+    def note(
+        self, failures: FailedOperations, refused: Mapping[int, MeshError], families: Families, undone_from: float
+    ) -> None:
+        """These operations fail. undone_from: from this one on no rank has done any that was refused.
+
+        What recorded steps cost their `Replays` say.
+        """
+        for number, each, _ in self.each():
+            if number in refused and number not in self.refused and number not in self.turns:
+                failures.lost.update(dict.fromkeys(each.results, refused[number]))
+                written = families.of(each.written)
+                if number >= undone_from:
+                    failures.unwritten.update(dict.fromkeys(written, refused[number]))
+                else:
+                    failures.doubt(written, refused[number], Write(number))
+
+
+def _failures(error: MeshError) -> list[OperationFailed | None]:
+    """What ranks say of operations that failed there; None for what is something else."""
+    failures = [each.load() for each in error.failures] if isinstance(error, CallFailed) else []
+    return [each if isinstance(each, OperationFailed) else None for each in failures] or [None]

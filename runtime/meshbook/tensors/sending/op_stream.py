@@ -25,11 +25,8 @@ from meshbook.tensors.messages import anomalies
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
 from meshbook.tensors.messages.operations import OperationBatch, Template, TensorId
 from meshbook.tensors.ranks import known_meshes
-from meshbook.tensors.sending.failed_windows import Window
-from meshbook.tensors.sending.numbered_tensors import Handle
-from meshbook.tensors.sending.op_failures import OVERWRITING, Families, Issued, TensorError
-from meshbook.tensors.sending.op_settling import SentOperations, Underway
-from meshbook.tensors.sending.replays import RepeatedStep, Turn
+from meshbook.tensors.sending.op_failures import OVERWRITING, Families, Issued, RepeatedStep, TensorError, Turn, Window
+from meshbook.tensors.sending.op_settling import Handle, SentOperations, Underway
 
 BATCH_USES = 256
 BATCHES_AHEAD = 16

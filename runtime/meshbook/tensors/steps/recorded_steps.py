@@ -24,9 +24,8 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId
-from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
-from meshbook.tensors.steps.recorded_run import Recorded
 from meshbook.tensors.steps.step_guards import (
     PLAIN,
     KnownModules,
@@ -37,7 +36,7 @@ from meshbook.tensors.steps.step_guards import (
     values_referred_to,
     without_torch_functions,
 )
-from meshbook.tensors.steps.step_numbers import Counted, StepNumbers
+from meshbook.tensors.steps.step_numbers import Counted, Recorded, StepNumbers
 from meshbook.tensors.steps.step_recorder import StepRecorder
 from meshbook.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 

@@ -35,10 +35,10 @@ from meshbook.tensors.messages.operations import (
     is_random,
     written_arguments,
 )
-from meshbook.tensors.sending.numbered_tensors import Handle
+from meshbook.tensors.sending.op_failures import WAITS
+from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
-from meshbook.tensors.sending.replays import WAITS
-from meshbook.tensors.steps.recorded_run import DoHere, Given, Here, NumberSource, ReadNumbers, Recorded, Seed
+from meshbook.tensors.steps.step_numbers import DoHere, Given, Here, NumberSource, ReadNumbers, Recorded, Seed
 from meshbook.torch_internals import Operator, TorchDispatchMode, tree_leaves, tree_map_only
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch
 import meshbook
 from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh
-from meshbook.tensors.handles.pictures import draw, not_drawn
+from meshbook.tensors.handles.displays import draw, not_drawn
 
 
 def labels(shown: str) -> list[str]:

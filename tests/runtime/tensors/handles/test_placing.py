@@ -13,9 +13,9 @@ import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.errors import UsageError
-from meshbook.tensors.handles.placing import CUT_BYTES, Placing, for_ranks
+from meshbook.tensors.handles.factories import CUT_BYTES, Placing, for_ranks
+from meshbook.tensors.messages.layouts import MeshEnd
 from meshbook.tensors.messages.operations import SentTensor
-from meshbook.tensors.ranks.tensor_pieces import MeshEnd
 
 SPECS = ([], ["dp"], [None, "tp"], ["dp", "tp"], [("dp", "tp")], [("tp", "dp")], ["tp", "dp"])
 

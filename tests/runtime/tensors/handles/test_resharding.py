@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import meshbook
 from meshbook import DeviceMeshError, ProcMesh, errors, this_host
 from meshbook.distributed import Mesh, TensorError
-from meshbook.tensors.ranks.tensor_pieces import MeshEnd, pieces
+from meshbook.tensors.messages.layouts import MeshEnd, pieces
 
 EVERY = {"grid": ["dp", "tp"], "flat": ["all"], "left": ["dp"], "right": ["dp"], "row": ["tp"], "turned": ["tp", "dp"]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshbook.tensors.ranks import attention_on_cuda
+from meshbook.tensors.ranks import operator_rules
 
 FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -17,14 +17,14 @@ def test_the_gradients_are_those_of_torch_where_autograd_is_off() -> None:
     q, k, v = (each.detach() for each in tensors)
     ones = torch.ones_like(q)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        out, kept = attention_on_cuda._forward(q, k, v, is_causal=True)
-        got = attention_on_cuda._backward(ones, q, k, v, out, kept, 0.0, True)
+        out, kept = operator_rules._attend_on_cuda(q, k, v, is_causal=True)
+        got = operator_rules._attend_back_on_cuda(ones, q, k, v, out, kept, 0.0, True)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, wanted, strict=True))
     assert not any(each.requires_grad for each in got)
 
 
 def test_it_is_made_like_that_of_the_operator() -> None:
     q = torch.randn(2, 3, 5, 4)
-    got, wanted = attention_on_cuda._forward(q, q, q), FOR_CPU(q, q, q)
+    got, wanted = operator_rules._attend_on_cuda(q, q, q), FOR_CPU(q, q, q)
     assert torch.allclose(got[0], wanted[0], atol=1e-6)
     assert [(t.shape, t.stride(), t.dtype) for t in got] == [(t.shape, t.stride(), t.dtype) for t in wanted]

@@ -12,8 +12,8 @@ import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.tensors.messages.operations import Factory
-from meshbook.tensors.ranks import made_parts
-from meshbook.tensors.ranks.made_parts import make_part
+from meshbook.tensors.ranks import rank_tensors
+from meshbook.tensors.ranks.rank_tensors import make_part
 
 SHAPES = [(100,), (81,), (35,), (17, 5), (33, 7, 2), (40, 16), (200, 31), (4, 100), (9, 0), ()]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -42,7 +42,7 @@ def boxes(shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
 def test_random_parts(
     function: str, before: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made_parts, "PIECE_ELEMENTS", 64)
+    monkeypatch.setattr(rank_tensors, "PIECE_ELEMENTS", 64)
     in_pieces = 0
     for shape in SHAPES:
         factory = Factory(function, (*before, shape), dtype, 12345)

@@ -12,9 +12,9 @@ from torch import nn
 import meshbook
 from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh, TensorError
-from meshbook.tensors.ranks import known_meshes, left_operations
+from meshbook.tensors.ranks import known_meshes, rank_batches
 
-SETTLED = left_operations.TRACED_FROM + 3
+SETTLED = rank_batches.TRACED_FROM + 3
 """After so many calls, two of which are noted, there is a plan."""
 
 
