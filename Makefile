@@ -15,7 +15,7 @@ JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage
+.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage docs
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -107,6 +107,12 @@ monarch: $(READY)
 
 faults: $(READY)
 	$(BIN)/python -m benchmarks.faults $(ARGS)
+
+# The site of docs/ in build/site, with the API from docstrings and the notebooks with their outputs. To read it while you
+# write: ARGS="--watch", at http://127.0.0.1:8000.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)
+	$(BIN)/mkdocs $(if $(filter --watch,$(ARGS)),serve,build --strict --quiet $(ARGS))
 
 # The screenshots of the README, of cells that really run; wants a chromium. ARGS="hang" makes some of them.
 pictures: $(READY)

@@ -3,7 +3,7 @@
     python -m benchmarks.tensor_operators                        all of it
     python -m benchmarks.tensor_operators softmax nn.functional.gelu
     python -m benchmarks.tensor_operators --axes 2               on two axes alone
-    python -m benchmarks.tensor_operators --write docs/tensors.md
+    python -m benchmarks.tensor_operators --write docs/operators.md
 
 Each operator gets sample inputs of its own in float32, with sizes that are not divisible among the ranks: on two ranks
 replicated, cut along the first dim and along the last one; on four in a square cut along either axis, along both in two
@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import textwrap
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ CUTS: dict[int, tuple[tuple[int | None, ...], ...]] = {
     2: ((0, None), (None, -1), (0, -1), (0, 0)),
 }
 """By the number of a mesh's axes: the dim that each of them cuts."""
-NAMESPACES = ("nn.functional.", "linalg.", "fft.", "special.", "masked.", "signal.", "_refs.")
 
 
 class Outcome:
@@ -175,12 +173,7 @@ def table(found: Mapping[int, Mapping[str, Outcome]]) -> list[str]:
         rows = _rows(found, verdict)
         if rows:
             lines += ["", f"| {verdict} | axes | why |", "| --- | --- | --- |", *rows]
-    right = set.intersection(*({n for n, o in each.items() if o.verdict == RIGHT} for each in found.values()))
-    lines += ["", f"<details><summary>The {len(right)} that are right in all layouts</summary>", ""]
-    for group, names in sorted(_by_group(right).items()):
-        text = ", ".join(f"`{name.removeprefix(group)}`" for name in sorted(names))
-        lines += [*textwrap.wrap(f"**{group.rstrip('.') or 'torch'}**: {text}", 120, break_long_words=False), ""]
-    return [*lines, "</details>"]
+    return lines
 
 
 def _summary(axes: int, outcomes: Mapping[str, Outcome]) -> str:
@@ -200,14 +193,6 @@ def _rows(found: Mapping[int, Mapping[str, Outcome]], verdict: str) -> list[str]
             if outcome.verdict == verdict:
                 said[name, outcome.why[:160].replace("|", "&#124;")].append(str(axes))
     return [f"| `{name}` | {', '.join(axes)} | {why} |" for (name, why), axes in sorted(said.items())]
-
-
-def _by_group(names: Iterable[str]) -> dict[str, list[str]]:
-    """By namespace, with its point; names of torch itself under the empty name."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[next((each for each in NAMESPACES if name.startswith(each)), "")].append(name)
-    return groups
 
 
 def main() -> None:

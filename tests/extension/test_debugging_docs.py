@@ -1,4 +1,4 @@
-"""docs/debugging.md: its commands are understood, and its links lead somewhere."""
+"""The commands of docs/debugging.md are understood."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.commands import COMMANDS, load_all
 from meshbook_extension.notebook.grammar import parse
 
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "debugging.md").read_text()
-
-
-def _anchors(path: Path) -> set[str]:
-    text = path.read_text()
-    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+TEXT = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
 
 
 def test_every_command_is_understood() -> None:
@@ -30,11 +22,3 @@ def test_every_command_is_understood() -> None:
         elif name := code.removeprefix("%mesh").strip().partition(" ")[0]:
             assert name in COMMANDS, code
             assert parse(COMMANDS[name][0], code.removeprefix(f"%mesh {name}")) is not None
-
-
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
-        path, _, anchor = target.partition("#")
-        file = (DOCS / path).resolve() if path else DOCS / "debugging.md"
-        assert file.exists(), target
-        assert not anchor or anchor in _anchors(file), target

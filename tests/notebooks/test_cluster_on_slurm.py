@@ -1,4 +1,4 @@
-"""The notebook of two hosts, executed with Slurm in the place of ssh, as docs/clusters.md shows it: the same cells."""
+"""The notebook of two hosts, executed with Slurm in the place of ssh by the line that docs/engines/slurm.md shows."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def test_what_each_cell_says(cells: dict[str, Any], cell: str, said: list[str]) 
 
 
 def test_the_docs_show_this_line() -> None:
-    assert SPAWN in (NOTEBOOKS.parent / "docs" / "clusters.md").read_text()
+    assert SPAWN in (NOTEBOOKS.parent / "docs" / "engines" / "slurm.md").read_text()

@@ -1,11 +1,14 @@
-"""Every block of the README is run, in its order, and what it shows is what comes.
+"""The blocks of the README and of pages of docs/ are run, in their order, and give the output that the page shows.
 
-Blocks of ``python`` that begin with a percent sign are cells of the Meshbook kernel, the others one program; a block of
-``text`` is the output of the one before it, where three dots stand for anything within a line, or for any lines.
+Blocks of ``python`` that begin with a percent sign are cells of the Meshbook kernel, the others of a page are one
+program. A block of ``text`` is the output of the one before it, where three dots stand for anything within a line, or
+for any lines. Blocks of ``python cluster`` need other machines, and those of ``python fragment`` names of the reader's:
+they are only parsed.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import shlex
@@ -22,8 +25,11 @@ import tomllib
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = "README.md"
+PAGES = (README, *(f"docs/{name}.md" for name in ("actors", "install", "settings", "tensors")))
+"""Pages whose blocks are run."""
+PARSED = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
+BLOCK = re.compile(r"^```([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 END_OF_BLOCK = "\x1e"
 LONG_S = 400
 """For what takes some seconds on a quiet machine."""
@@ -41,15 +47,30 @@ class Example(NamedTuple):
     shown: str
 
 
-def examples() -> list[Example]:
-    """Return the blocks of Python with what is shown for them."""
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return the blocks of a page with the words behind their fences."""
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def examples(page: str) -> list[Example]:
+    """Return the blocks of Python of a page that are run, with the output shown for them."""
     found: list[Example] = []
-    for language, text in BLOCK.findall(README):
+    before = ""
+    for language, text in blocks(page):
         if language == "python":
             found.append(Example(text, ""))
-        elif language == "text":
+        elif language == "text" and before == "python":
             found[-1] = Example(found[-1].code, text)
+        before = language
     return found
+
+
+def cells(page: str) -> list[Example]:
+    return [example for example in examples(page) if is_cell(example)]
+
+
+def program(page: str) -> list[Example]:
+    return [example for example in examples(page) if not is_cell(example)]
 
 
 def is_cell(example: Example) -> bool:
@@ -71,8 +92,8 @@ def matches(shown: str, came: str) -> bool:
     return re.fullmatch(pattern, steady(came)) is not None
 
 
-def complain(example: Example, came: str) -> str:
-    return f"README.md runs\n\n{example.code}\nand shows\n\n{steady(example.shown)}\nbut this came:\n\n{steady(came)}"
+def complain(page: str, example: Example, came: str) -> str:
+    return f"{page} runs\n\n{example.code}\nand shows\n\n{steady(example.shown)}\nbut this came:\n\n{steady(came)}"
 
 
 def output_of(cell: Any) -> str:
@@ -98,42 +119,52 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_each_block_says_its_language() -> None:
-    languages = [language for language, _ in BLOCK.findall(README)]
-    assert set(languages) == {"sh", "python", "text"} and README.count("```") == 2 * len(languages)
-    assert sum(map(is_cell, examples())) >= 5 and len(examples()) >= 8
+def test_each_block_of_the_readme_says_its_language() -> None:
+    languages = [language for language, _ in blocks(README)]
+    assert set(languages) == {"sh", "python", "text"} and (ROOT / README).read_text().count("```") == 2 * len(languages)
+    assert len(cells(README)) >= 5 and len(program(README)) >= 3
+
+
+@pytest.mark.parametrize("page", PARSED)
+def test_each_block_of_python_is_python(page: str) -> None:
+    for language, text in blocks(page):
+        if language.partition(" ")[0] == "python" and not text.startswith("%"):
+            ast.parse(text)
 
 
 @pytest.mark.slow
-def test_cells_show_what_the_readme_shows(start_kernel: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if cells(page)])
+def test_cells_show_what_the_page_shows(page: str, start_kernel: Callable[..., Any]) -> None:
     kernel = start_kernel()
-    for example in filter(is_cell, examples()):
+    for example in cells(page):
         cell = kernel.run(example.code, LONG_S)
         came = output_of(cell)
-        assert matches(example.shown, came), complain(example, came)
-        assert cell.ok == ("raised" not in example.shown), complain(example, came)
+        assert matches(example.shown, came), complain(page, example, came)
+        assert cell.ok == ("raised" not in example.shown), complain(page, example, came)
 
 
 @pytest.mark.slow
-def test_python_shows_what_the_readme_shows(tmp_path: Path) -> None:
-    program = [example for example in examples() if not is_cell(example)]
-    script = tmp_path / "readme.py"
-    script.write_text("".join(f"{example.code}\nprint({END_OF_BLOCK!r}, end='', flush=True)\n" for example in program))
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page)])
+def test_python_shows_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(
+        "".join(f"{example.code}\nprint({END_OF_BLOCK!r}, end='', flush=True)\n" for example in program(page))
+    )
     said, complained = tmp_path / "output", tmp_path / "errors"
     with said.open("w") as file, complained.open("w") as errors:  # pipes stay open as long as any process that has them
         ran = subprocess.run([sys.executable, script], stdout=file, stderr=errors, cwd=tmp_path, timeout=LONG_S)
     outputs = said.read_text().split(END_OF_BLOCK)
-    for example, came in zip(program, outputs, strict=False):
-        assert matches(example.shown, came), complain(example, came + complained.read_text())
-    assert ran.returncode == 0 and len(outputs) == len(program) + 1, complained.read_text()
+    for example, came in zip(program(page), outputs, strict=False):
+        assert matches(example.shown, came), complain(page, example, came + complained.read_text())
+    assert ran.returncode == 0 and len(outputs) == len(program(page)) + 1, complained.read_text()
     _, alive = psutil.wait_procs(processes_in(tmp_path), timeout=LEAVE_S)
-    assert not alive, "these outlive the program of the README"
+    assert not alive, f"these outlive the program of {page}"
 
 
 def test_commands_are_those_that_there_are() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    lines = [line for language, text in BLOCK.findall(README) if language == "sh" for line in text.splitlines()]
+    lines = [line for language, text in blocks(README) if language == "sh" for line in text.splitlines()]
     assert len(lines) >= 4
     for line in lines:
         match shlex.split(line, comments=True):
