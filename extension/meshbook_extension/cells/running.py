@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.concurrency.own_faults import is_from_outside
 from meshbook.errors import (
+    GRADIENTS,
     CallError,
     CallFailed,
     CallInterrupted,
@@ -24,7 +25,6 @@ from meshbook.errors import (
     group_failures,
     next_steps,
 )
-from meshbook.errors.groups import GRADIENTS
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import DISAGREE, INTERRUPT, format_seconds, headline

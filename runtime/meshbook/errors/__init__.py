@@ -38,110 +38,57 @@ in which of its modules they stand nobody else need know.
 from __future__ import annotations
 
 from meshbook.errors.base import (
-    DeviceMeshError,
-    LocalProtocolError,
-    MeshError,
-    PeerProtocolError,
-    ProtocolError,
-    UsageError,
-)
-from meshbook.errors.calls import (
-    CallError,
-    CallFailed,
-    CallInterrupted,
-    CallTimeout,
-    LeftStopped,
-    MailboxClosed,
-    Partial,
-    WorkerLost,
-)
-from meshbook.errors.deaths import RankDeath, describe_deaths, next_steps
-from meshbook.errors.failures import (
-    Failure,
-    RemoteTraceback,
-    group_failures,
-    without_colours,
-)
-from meshbook.errors.groups import (
-    GroupAborted,
-    RanksDisagree,
-    disagreeing,
-)
-from meshbook.errors.meshes import (
     AttachError,
     CrashLoopError,
     DebugError,
     DeviceError,
+    DeviceMeshError,
     HostLost,
     HostsEndedError,
-    MeshDetachedError,
-    MeshStoppedError,
-    NotOwnerError,
-    SessionInUse,
-    SpawnError,
-)
-from meshbook.errors.shapes import (
     LayoutError,
+    LoadError,
+    LocalProtocolError,
+    MeshDetachedError,
+    MeshError,
+    MeshStoppedError,
+    MessageTooLarge,
     NegativeIndexError,
+    NotOwnerError,
+    PeerProtocolError,
+    ProtocolError,
     RankError,
     RanksLeft,
-    ShapeError,
-    UnknownAxisError,
-)
-from meshbook.errors.values import (
-    LoadError,
-    MessageTooLarge,
     SerializationError,
+    SessionInUse,
+    ShapeError,
+    SpawnError,
+    UnknownAxisError,
+    UsageError,
+)
+from meshbook.errors.calls import (
+    GRADIENTS,
+    CallError,
+    CallFailed,
+    CallInterrupted,
+    CallTimeout,
+    GroupAborted,
+    LeftStopped,
+    MailboxClosed,
+    Partial,
+    RanksDisagree,
+    WorkerLost,
+    disagreeing,
+)
+from meshbook.errors.failures import (
+    Failure,
+    RankDeath,
+    RemoteTraceback,
+    describe_deaths,
+    group_failures,
+    next_steps,
+    without_colours,
 )
 from meshbook.formatting import format_ranks
-
-__all__ = [
-    "AttachError",
-    "CallError",
-    "CallFailed",
-    "CallInterrupted",
-    "CallTimeout",
-    "CrashLoopError",
-    "DebugError",
-    "DeviceError",
-    "DeviceMeshError",
-    "Failure",
-    "GroupAborted",
-    "HostLost",
-    "HostsEndedError",
-    "LayoutError",
-    "LeftStopped",
-    "LoadError",
-    "LocalProtocolError",
-    "MailboxClosed",
-    "MeshDetachedError",
-    "MeshError",
-    "MeshStoppedError",
-    "MessageTooLarge",
-    "NegativeIndexError",
-    "NotOwnerError",
-    "Partial",
-    "PeerProtocolError",
-    "ProtocolError",
-    "RankDeath",
-    "RankError",
-    "RanksDisagree",
-    "RanksLeft",
-    "RemoteTraceback",
-    "SerializationError",
-    "SessionInUse",
-    "ShapeError",
-    "SpawnError",
-    "UnknownAxisError",
-    "UsageError",
-    "WorkerLost",
-    "describe_deaths",
-    "disagreeing",
-    "format_ranks",
-    "group_failures",
-    "next_steps",
-    "without_colours",
-]
 
 for _error in (value for value in tuple(globals().values()) if isinstance(value, type)):
     if issubclass(_error, BaseException):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshbook.concurrency import forks
-from meshbook.errors.groups import GRADIENTS
+from meshbook.errors import GRADIENTS
 from meshbook.groups.operands import FACTOR, MASK, Description, weigh
 from meshbook.groups.progress import Entered, Messages, Parts
 from meshbook.source.frames import USER
