@@ -157,7 +157,7 @@ def check_pdb() -> None:
 
 def check_start_client() -> None:
     code = (
-        "import inspect; from meshbook.debug.pydevd import load_pydevd; pydevd = load_pydevd()\n"
+        "import inspect; from meshbook.debug.dap_session import load_pydevd; pydevd = load_pydevd()\n"
         "assert list(inspect.signature(pydevd.start_client).parameters) == ['host', 'port']\n"
         "assert 'start_client(host, port)' in inspect.getsource(pydevd.PyDB.connect)\n"
     )

@@ -64,7 +64,7 @@ class CellProfile:
             print(f"no profile of {name_ranks(ranks)}: {problem}")
 
     def _write(self, procs: ProcMesh, profile: Profile) -> str:
-        from meshbook.profiling.merged_trace import write_trace
+        from meshbook.profiling.events import write_trace
 
         labels = dict(_labels(procs))
         size = write_trace(self._path, profile.traces, {rank: labels[rank] for rank in profile.traces})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import group_ranks, name_ranks
-from meshbook.source.cells import number_of_input
+from meshbook.source.location import number_of_input
 from meshbook_extension.output.labels import INTERRUPT, LOST
 
 if TYPE_CHECKING:

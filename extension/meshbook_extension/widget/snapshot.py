@@ -18,7 +18,7 @@ from meshbook_extension.output.line_reader import BarProgress
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_states import RankStatus
-    from meshbook.system.gpu import GpuUse
+    from meshbook.system.devices import GpuUse
 
 ERRORS = 6
 """The newest errors that travel."""

@@ -36,7 +36,7 @@ from meshbook.errors import (
 from meshbook.formatting import format_sizes
 from meshbook.shape.members import Members
 from meshbook.shape.view import MeshView
-from meshbook.source.cells import sources_of
+from meshbook.source.location import sources_of
 from meshbook.values.pickling import dumps
 
 TActor_co = TypeVar("TActor_co", covariant=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from meshbook.errors import UsageError
 from meshbook.system.event_loop import EventLoop, Watch
-from meshbook.system.process_ends import open_end
+from meshbook.system.exits import open_end
 from meshbook.system.processes import is_same_process
 from meshbook.wire.uplink import PeerSilence
 

@@ -19,9 +19,9 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.errors.advice import advice
 from meshbook.shape.slices import group
-from meshbook.system.interfaces import WANTED, wanted_interfaces
+from meshbook.system.interfaces import WANTED, family_of, in_endpoint, own_address, wanted_interfaces
 from meshbook.system.os_errors import explain
-from meshbook.system.processes import family_of, in_endpoint, is_same_process, own_address, start_time
+from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import Buffer, only_frame

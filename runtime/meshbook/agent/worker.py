@@ -15,8 +15,7 @@ from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import PeerProtocolError
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase
 from meshbook.system.event_loop import EventLoop, Watch
-from meshbook.system.exits import describe_end, reap
-from meshbook.system.process_ends import open_end
+from meshbook.system.exits import describe_end, open_end, reap
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import FIRST_READ_BYTES, READ_BYTES, Buffer, MessageSocket, pack

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from meshbook.errors import WorkerLost
-from meshbook.system.gpu import GpuUse
+from meshbook.system.devices import GpuUse
 
 State: TypeAlias = Literal["idle", "busy", "waiting", "pdb", "stopped", "silent", "dead", "starting"]
 """What a person is told that a rank is; which of them there are depends on how closely it is looked at."""

@@ -16,7 +16,7 @@ from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import STATES_TIMEOUT_S, Questions, ask_rank, explain_silence
 from meshbook.groups.deadlock import place_of
 from meshbook.shape.members import Members, Region
-from meshbook.source.frames import RUNTIME, USER, Frame, ThreadStack
+from meshbook.source.location import RUNTIME, USER, Frame, ThreadStack
 from meshbook.stacks.mesh_stacks import MeshStacks, RankStack, RankTold
 from meshbook.wire import messages as wire
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, cast
 
-from meshbook.source.cells import cell_label
-from meshbook.source.location import is_runtimes_code, is_users_code, name_place
+from meshbook.source.location import cell_label, is_runtimes_code, is_users_code, name_place
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshbook.system.descriptors import FIRST, above_standard
-from meshbook.system.processes import connect_to, own_address
+from meshbook.system.interfaces import connect_to, own_address
 
 _HANDLER = ctypes.CFUNCTYPE(None)
 _RUNTIMES = ("libstdc++.so.6", "libc++.1.dylib")

@@ -29,8 +29,7 @@ from meshbook.formatting import name_ranks
 from meshbook.groups.reach import LOOPBACK, Doorway, Roads, find_ways, open_door, other_hosts, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.system.descriptors import open_above
-from meshbook.system.interfaces import Interface
-from meshbook.system.processes import loopback_address, own_address
+from meshbook.system.interfaces import Interface, loopback_address, own_address
 from meshbook.wire.messages import Identity
 
 

@@ -36,8 +36,16 @@ from meshbook.errors import SpawnError
 from meshbook.errors.advice import advice
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.descriptors import open_above
-from meshbook.system.interfaces import WANTED, Interface, own_interfaces, use_address, wanted_interfaces
-from meshbook.system.processes import family_of, loopback_address, network_id
+from meshbook.system.interfaces import (
+    WANTED,
+    Interface,
+    family_of,
+    loopback_address,
+    own_interfaces,
+    use_address,
+    wanted_interfaces,
+)
+from meshbook.system.processes import network_id
 from meshbook.wire.connections import borrow, last_answer
 
 KNOCK_S, GRACE_S = 6.0, 0.1

@@ -28,8 +28,7 @@ from meshbook.concurrency import forks
 from meshbook.errors import GRADIENTS
 from meshbook.groups.operands import FACTOR, MASK, Description, weigh
 from meshbook.groups.progress import Entered, Messages, Parts
-from meshbook.source.frames import USER
-from meshbook.source.location import kind_of_file, name_place
+from meshbook.source.location import USER, kind_of_file, name_place
 
 REMEMBERED = 128
 """Operations of each group."""

@@ -28,7 +28,8 @@ from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue
 from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import describe_shell_exit, in_endpoint, own_address
+from meshbook.system.interfaces import in_endpoint, own_address
+from meshbook.system.processes import describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 LOOK_S = 0.05

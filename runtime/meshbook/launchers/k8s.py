@@ -44,7 +44,8 @@ from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import own_ip
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import in_endpoint, own_address, start_time
+from meshbook.system.interfaces import in_endpoint, own_address
+from meshbook.system.processes import start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 DRIVER = "meshbook.launchers.engines.k8s_driver"

@@ -19,8 +19,7 @@ from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.head_start import AGENT, LASTING, exec_agent, open_log
 from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
-from meshbook.system.process_ends import end_process
+from meshbook.system.exits import CRASH_REPORT_LINES, end_process, last_words, log_tail
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket
 

@@ -42,7 +42,7 @@ from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import own_ip, quoted_program
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import in_endpoint, own_address
+from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.wire.ticket import Ticket, elsewhere
 from meshbook.wire.zmq_transport import Gate
 

@@ -31,8 +31,9 @@ from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.process_ends import end_process
-from meshbook.system.processes import in_endpoint, own_address, start_time
+from meshbook.system.exits import end_process
+from meshbook.system.interfaces import in_endpoint, own_address
+from meshbook.system.processes import start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0

@@ -39,7 +39,8 @@ from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import address_towards, in_endpoint, own_address, start_time
+from meshbook.system.interfaces import address_towards, in_endpoint, own_address
+from meshbook.system.processes import start_time
 from meshbook.wire.ticket import Ticket, elsewhere
 
 DRIVER = "meshbook.launchers.engines.ray_driver"

@@ -34,7 +34,7 @@ from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.processes import in_endpoint
+from meshbook.system.interfaces import in_endpoint
 from meshbook.wire.ticket import Ticket, encode_tickets
 
 _SRUN = (

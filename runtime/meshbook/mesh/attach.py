@@ -20,8 +20,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
 from meshbook.sessions.lock import living_owner
-from meshbook.system.needs import check_system
-from meshbook.system.os_errors import raise_file_limit
+from meshbook.system.os_errors import check_system, raise_file_limit
 from meshbook.wire.transport import new_keys
 
 OWN_TIMEOUT_S = 2.0

@@ -12,8 +12,8 @@ from meshbook.errors import SpawnError
 from meshbook.launchers import registry
 from meshbook.launchers.base import Launcher
 from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.system.interfaces import in_endpoint, loopback_address
 from meshbook.system.os_errors import check_descriptors, explain
-from meshbook.system.processes import in_endpoint, loopback_address
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.unix_transport import SCHEME
 

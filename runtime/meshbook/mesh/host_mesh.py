@@ -73,7 +73,7 @@ class HostMesh(HostView):
         owns_hosts: the hosts are this mesh's alone, and end with it, also when this fails.
         env: more of an environment, on every host. cwd: the folder there, from ``/`` or ``~``; it is on sys.path too.
         bootstrap: called first in every process; may be ``async``.
-        proc_bind: the CPUs and NUMA nodes of each process of a host; see `meshbook.system.binding`.
+        proc_bind: the CPUs and NUMA nodes of each process of a host; see `meshbook.system.devices`.
         bootstrap_command: another interpreter or environment; a function of a Point gives each process its own.
         within_s: how long a step of the start may make no progress; importing is progress. By default hosts have a
         minute, processes two (`meshbook.monarch.config`).

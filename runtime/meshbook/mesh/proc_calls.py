@@ -25,7 +25,7 @@ from meshbook.mesh.proc_view import ProcView, call_living
 from meshbook.shape.members import Choice
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.postmortem_memory import Freed
-from meshbook.source.cells import sources_of, text_only_here
+from meshbook.source.location import sources_of, text_only_here
 from meshbook.values.main_names import Sending
 from meshbook.values.pickling import dumps
 from meshbook.workspace.local_modules import find_modules

@@ -20,7 +20,7 @@ from meshbook.mesh.proc_view import ProcView
 from meshbook.sessions.folder import SavedLauncher, SavedMesh
 from meshbook.shape.members import Point
 from meshbook.stacks.mesh_stacks import MeshStacks
-from meshbook.system.gpu import GpuUse
+from meshbook.system.devices import GpuUse
 from meshbook.wire.messages import AtPrompt
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from meshbook.errors import UsageError
 from meshbook.shape.members import Extent, Point
-from meshbook.system.binding import check_binding
+from meshbook.system.devices import check_binding
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import StartCommand
 

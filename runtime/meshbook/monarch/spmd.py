@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshbook.actor import Actor, context, endpoint
 from meshbook.errors import UsageError
-from meshbook.system.processes import loopback_address
+from meshbook.system.interfaces import loopback_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

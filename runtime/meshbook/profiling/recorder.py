@@ -2,7 +2,7 @@
 
 What was recorded stays on the rank until it is taken or the next recording begins, so a cell that fails or is
 interrupted has its trace too. `take` turns it into what travels: the events that matter most as a piece of Chrome's
-JSON (`meshbook.profiling.merged_trace` joins the pieces), and the time in each kind of operation.
+JSON (`meshbook.profiling.events` joins the pieces), and the time in each kind of operation.
 """
 
 from __future__ import annotations

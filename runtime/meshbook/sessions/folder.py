@@ -30,7 +30,8 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.sessions import lock
-from meshbook.system.processes import boot_id, in_endpoint, is_same_process, loopback_address, own_address
+from meshbook.system.interfaces import in_endpoint, loopback_address, own_address
+from meshbook.system.processes import boot_id, is_same_process
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 from meshbook.wire.messages import StartCommand
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshbook.sessions import lock
 from meshbook.sessions.folder import SavedHost, SavedMesh, SessionState, boot_clock, encode_state, read_state, recall
-from meshbook.system.process_ends import end_process
+from meshbook.system.exits import end_process
 from meshbook.system.user_folders import KEPT, runtime_base, write_private
 
 GRACE_S = 60.0

@@ -16,7 +16,7 @@ from IPython.core import inputtransformer2
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
-from meshbook.source.cells import add_cell, cell_label
+from meshbook.source.location import add_cell, cell_label
 
 
 class CellCompiler(CachingCompiler):

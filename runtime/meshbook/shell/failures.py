@@ -33,8 +33,7 @@ from pygments.lexers.python import PythonLexer
 from meshbook.concurrency.patches import patch
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
-from meshbook.source.cells import name_line
-from meshbook.source.location import drop_own_frames, traceback_entries
+from meshbook.source.location import drop_own_frames, name_line, traceback_entries
 
 QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096

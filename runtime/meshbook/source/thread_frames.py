@@ -1,18 +1,21 @@
-"""The frames and exceptions of all threads.
+"""The frames and exceptions of all threads, and the frames of coroutines, which are on no thread's stack.
 
-Python's own functions for that hold a lock of the interpreter while they allocate, and an allocation may set the
+Python's own functions for threads hold a lock of the interpreter while they allocate, and an allocation may set the
 collector off (until 3.11.8 and 3.12.2). If what it collects lets go of the GIL, as tensors do, whoever wants that lock
 meanwhile has the GIL and never gives it back: the process stands still for good. So the collector is off meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from meshbook.source.location import is_users_code
 
 _lock = threading.RLock()
 """Held by who has turned the collector off."""
@@ -51,3 +54,36 @@ def _without_collector() -> Iterator[None]:
         finally:
             if was_on:
                 gc.enable()
+
+
+def cell_frames(loop: asyncio.AbstractEventLoop) -> list[FrameType]:
+    """The frames of the cell that runs on the loop, innermost first; empty where none awaits. From any thread."""
+    for _, frames in task_frames(loop):
+        if any(frame.f_code.co_name == "<module>" and is_users_code(frame.f_code) for frame in frames):
+            return frames
+    return []
+
+
+def task_frames(loop: asyncio.AbstractEventLoop) -> list[tuple[str, list[FrameType]]]:
+    """All tasks that have not ended: their names and frames, innermost first."""
+    try:
+        tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    except RuntimeError:  # it changed under our eyes, again and again
+        return []
+    return [(task.get_name(), _frames_of(task.get_coro())) for task in tasks]
+
+
+def _frames_of(awaitable: object) -> list[FrameType]:
+    frames: list[FrameType] = []
+    while awaitable is not None and len(frames) < 100:
+        frame, awaitable = next(
+            (
+                (getattr(awaitable, f"{kind}_frame"), getattr(awaitable, inner, None))
+                for kind, inner in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await"))
+                if hasattr(awaitable, f"{kind}_frame")
+            ),
+            (None, None),
+        )
+        if frame is not None:
+            frames.insert(0, frame)
+    return frames

@@ -15,8 +15,7 @@ import signal
 
 import msgspec
 
-from meshbook.source.frames import MAX_THREADS, NATIVE, Frame, ThreadStack, cut_frames
-from meshbook.source.location import make_frame
+from meshbook.source.location import MAX_THREADS, NATIVE, Frame, ThreadStack, cut_frames, make_frame
 from meshbook.system.memory_files import create_memory_file, is_memory_file
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0

@@ -14,7 +14,7 @@ from meshbook.errors.advice import advice
 from meshbook.formatting import format_some_ranks
 from meshbook.groups.progress import Collectives
 from meshbook.groups.stragglers import RankProgress, Verdict, find_stragglers
-from meshbook.source.frames import NATIVE, RUNTIME, USER, Frame, ThreadStack
+from meshbook.source.location import NATIVE, RUNTIME, USER, Frame, ThreadStack
 
 PATIENCE_S = 0.5
 """A wait that is shorter is no reason to speak of odd ranks."""

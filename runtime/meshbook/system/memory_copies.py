@@ -29,8 +29,6 @@ THREAD_BYTES = 4 << 20
 
 MAX_THREADS = 4
 
-HUGE_PAGE_BYTES = 2 << 20
-
 MOST_RUNS = 1024
 """So many pieces go into one call: UIO_MAXIOV."""
 
@@ -46,17 +44,6 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         _run, _count = ctypes.POINTER(_Run), ctypes.c_ulong
         _function.argtypes = [ctypes.c_int, _run, _count, _run, _count, _count]
         _function.restype = ctypes.c_ssize_t
-
-
-def expect_huge_pages(address: int, size_bytes: int) -> None:
-    """Have the kernel give new memory in huge pages, where it can: giving 4 KB at a time takes longer than a copy.
-
-    Only pages that lie within it: once it is filled it holds no more memory than without.
-    """
-    begin = -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    end = (address + size_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if begin < end:  # where the kernel has none, it says so, and nothing is lost
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 class ProcessMemoryError(Exception):

@@ -1,10 +1,15 @@
-"""What the system refused, in words, with the limit that was met and what helps."""
+"""The limits of the operating system: what it refused, in words with what helps, and what meshes cannot do without."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
+import select
+import sys
+
+from meshbook.errors import SpawnError
 
 
 def explain(error: OSError) -> str:
@@ -50,3 +55,23 @@ _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.ETOOMANYREFS: "the limit on open files was met: raise ulimit -n",
 }
+
+
+def check_system() -> None:
+    """Raises: SpawnError with one sentence where meshes cannot run, such as on macOS."""
+    there = {
+        "epoll": hasattr(select, "epoll"),
+        "eventfd": hasattr(os, "eventfd"),
+        "prctl": hasattr(ctypes.CDLL(None), "prctl"),
+        "/proc": os.path.exists("/proc/self/fd"),
+    }
+    if sys.platform == "linux" and not there["epoll"]:
+        raise SpawnError(
+            "Something has taken select.epoll away, as gevent and eventlet do. Spawn the mesh before that, or leave "
+            "select out: monkey.patch_all(select=False)."
+        )
+    if missing := ", ".join(name for name, is_there in there.items() if not is_there):
+        raise SpawnError(
+            f"Meshes run on Linux: this system ({sys.platform}) lacks {missing}. Run the notebook's kernel in a Linux "
+            "container or virtual machine."
+        )

@@ -1,6 +1,4 @@
-"""What Linux offers to own processes safely: parent-death signals, start times. Pidfds:
-`meshbook.system.process_ends`.
-"""
+"""The processes of this machine: parent-death signals, start times, states, trees, and how one ended in words."""
 
 from __future__ import annotations
 
@@ -9,15 +7,13 @@ import ctypes
 import functools
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from meshbook._version import __version__
-from meshbook.system.descriptors import above_standard, open_above
-from meshbook.system.interfaces import chosen_address, own_interfaces, routed_address
+from meshbook.system.descriptors import above_standard
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -328,65 +324,3 @@ def resident_bytes(pid: int) -> int:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
-
-
-def own_address() -> str:
-    """The address of this host by which others know it: one that was chosen, else that of the default route.
-
-    Without a route: of an interface that is up, or what its name means here.
-    """
-    if known := chosen_address() or routed_address():
-        return known
-    named = [each.address for each in own_interfaces()]
-    with contextlib.suppress(OSError):
-        named += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
-    return next((address for address in named if _is_ours(address)), loopback_address())
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine from which ``host`` is reached; no packet is sent. Raises: OSError."""
-    for family, _, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
-        with _datagram_socket(family) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    raise OSError(f"{host} has no address")
-
-
-def loopback_address() -> str:
-    """Where processes of this host find each other."""
-    return "127.0.0.1" if _is_ours("127.0.0.1") else "::1"
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """The kind of sockets that an address, not a name, is for."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def connect_to(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """A connection to an address, not a name, whose waits end after ``timeout_s``. Raises: OSError."""
-    sock = open_above(lambda: socket.socket(family_of(address[0]), socket.SOCK_STREAM))
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def in_endpoint(address: str) -> str:
-    """The address as endpoints have it: ``[::1]``."""
-    return f"[{address}]" if ":" in address else address
-
-
-def _datagram_socket(family: socket.AddressFamily) -> socket.socket:
-    return open_above(lambda: socket.socket(family, socket.SOCK_DGRAM))
-
-
-def _is_ours(address: str) -> bool:
-    try:
-        with _datagram_socket(family_of(address)) as probe:
-            probe.bind((address, 0))
-        return True
-    except OSError:
-        return False

@@ -1,18 +1,25 @@
-"""Large payloads in shared memory: written once by their owner, mapped by any process of the same host.
+"""Large payloads in shared memory: written once by their owner, mapped or copied by any process of the same host.
 
     owner                                              receivers
     SegmentPool.write(buffers)  -- SegmentRef -->      map_segment(ref, on_release)
       copies into a warm memfd                           opens /proc/<pid>/fd/<fd>, maps it privately
     SegmentPool.release(segment)  <-- all are done --  on_release(segment), when its last view has died
 
-A receiver's mapping is copy-on-write: what it writes stays its own. But a page that it has not written yet
-still shows what the owner writes later, so the owner must not touch a segment before all receivers have let
-go, and what they have forked (`meshbook.values.lent_memory`). Memory is
-anonymous: it has no name in a file system, and it is gone with the last process that holds it, however that ends.
+A receiver's mapping is copy-on-write: its writes stay its own. But a page that it has not written yet still shows the
+owner's later writes, so the owner must not touch a segment before all receivers have let go, and their forked children
+(`meshbook.values.lent_memory`). Memory is anonymous: it has no name in a file system, and it is gone with the last
+process that holds it, however that ends.
 
-A new memfd costs six times a warm one (its pages are allocated and zeroed), hence the pool. Two threads copy
-no faster than one here. Small segments are copied by the receiver, which is faster than mapping where they are written,
-and frees the owner at once: a list of a thousand results must not hold a thousand file descriptors of the owner.
+A new memfd costs six times a warm one (its pages are allocated and zeroed), hence the pool. Two threads copy no faster
+than one here. Small segments are copied by the receiver, which is faster than mapping where they are written, and frees
+the owner at once: a list of a thousand results must not hold a thousand file descriptors of the owner. Ranks copy them
+out of mappings that they keep (`KeptMappings`):
+
+    stat /proc/<pid>/fd/<fd> ── inode ──> kept: copy out of the mapping                  one system call, no faults
+                                  └─────> new:  open, look whether it is ours, map, keep; where all is taken, read
+
+Owners use the same few segments again. An inode names the same memory for as long as it is mapped here. Mappings are
+shared and read-only: they show the owner's last writes, and pin no more than `KEPT_MAX` segments of `KEPT_MAX_BYTES`.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,7 +48,6 @@ from meshbook.system.memory_files import (
     may_be_mapped,
 )
 from meshbook.system.os_errors import explain
-from meshbook.values.copied_segments import KeptMappings, read
 from meshbook.values.lent_memory import LentMapping
 from meshbook.wire.frames import Buffer
 from meshbook.wire.messages import SegmentRef
@@ -297,3 +304,64 @@ def _capacity_for(size_bytes: int) -> int:
     """Round up by at most an eighth, so that payloads of similar sizes share segments."""
     step = max(_MIN_CAPACITY_BYTES, (1 << max(size_bytes - 1, 0).bit_length()) // 8)
     return max(1, -(-size_bytes // step)) * step
+
+
+KEPT_MAX = 32
+KEPT_MAX_BYTES = 2 << 20
+"""Segments that are larger are read: they would pin too much of what their owner has given up."""
+
+UNUSED_S = 10.0
+"""Where all is taken, what was not used for so long makes room."""
+
+
+class _Kept:
+    """One mapping, and when it was used last."""
+
+    def __init__(self, array: Bytes) -> None:
+        self.array, self.used_s = array, time.monotonic()
+
+
+class KeptMappings:
+    """Those of one process. Any thread may call any method, a fork as well: it reads what its parent has kept."""
+
+    def __init__(self) -> None:
+        self._filling = threading.Lock()
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        """By device and inode."""
+
+    def copy(self, path: str, size_bytes: int) -> Bytes | None:
+        """Copy the first bytes of the file that ``path`` leads to, if it is kept. Raises: OSError."""
+        found = os.stat(path)
+        kept = self._kept.get((found.st_dev, found.st_ino))
+        if kept is None or len(kept.array) < size_bytes:
+            return None
+        kept.used_s = time.monotonic()
+        return kept.array[:size_bytes].copy()
+
+    def keep(self, fd: int) -> None:
+        """Map a file, which cannot shrink, for the next time, if there is room and nobody else is at it."""
+        found = os.fstat(fd)
+        if found.st_size > KEPT_MAX_BYTES or not self._filling.acquire(blocking=False):
+            return
+        try:
+            if len(self._kept) >= KEPT_MAX:
+                latest = time.monotonic() - UNUSED_S
+                self._kept = {key: kept for key, kept in self._kept.items() if kept.used_s > latest}
+            if len(self._kept) < KEPT_MAX:
+                array = map_fd(fd, found.st_size, mmap.MAP_SHARED, writable=False)
+                self._kept[found.st_dev, found.st_ino] = _Kept(array)
+        finally:
+            self._filling.release()
+
+
+def read(fd: int, size_bytes: int) -> Bytes:
+    """Read the first bytes of a segment, without mapping it."""
+    import numpy as np
+
+    whole = np.empty(size_bytes, dtype=np.uint8)
+    done = 0
+    while done < size_bytes:
+        count = os.preadv(fd, [whole[done:].data], done)
+        assert count > 0, "a segment never shrinks"
+        done += count
+    return whole

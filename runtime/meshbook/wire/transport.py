@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
-from meshbook.system.process_ends import open_end
+from meshbook.system.exits import open_end
 from meshbook.wire.connections import ConnectionFilter
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
@@ -54,7 +54,7 @@ class ControllerSocket:
         self.has_datagrams = False
         """Whether `receive_past` may have something."""
         self._ends: set[int] = set()
-        """Of processes whose end `poll` waits for (`meshbook.system.process_ends`)."""
+        """Of processes whose end `poll` waits for (`meshbook.system.exits`)."""
 
     def bind(self, address: str) -> str:
         """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return what to dial.

@@ -30,8 +30,8 @@ from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.own_faults import attempt
 from meshbook.errors import ProtocolError
 from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.interfaces import connect_to, family_of
 from meshbook.system.os_errors import check_descriptors
-from meshbook.system.processes import connect_to, family_of
 from meshbook.wire.connections import BACKLOG, ConnectionFilter, borrow, last_answer
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id

@@ -37,8 +37,7 @@ from meshbook.concurrency.future import Future
 from meshbook.concurrency.thread_interrupts import ThreadGate, interruptible
 from meshbook.errors import Failure, MailboxClosed, UsageError
 from meshbook.shape.members import Members, Point, Region
-from meshbook.source.cells import CellSource, add_cell
-from meshbook.source.location import users_place
+from meshbook.source.location import CellSource, add_cell, users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.system.descriptors import above_standard
 from meshbook.wire import messages as wire

@@ -23,9 +23,8 @@ from meshbook.formatting import format_bytes
 from meshbook.shell.shell import RankShell
 from meshbook.system.memory_files import Bytes
 from meshbook.values import lent_memory
-from meshbook.values.copied_segments import KeptMappings
 from meshbook.values.pickling import loads
-from meshbook.values.segments import SegmentPool, map_segment
+from meshbook.values.segments import KeptMappings, SegmentPool, map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, FrameSocket
 from meshbook.wire.messages import PLACE, SHOWN_HERE

@@ -10,8 +10,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from meshbook.calls.rank_state import LastError
-from meshbook.debug.dap_session import DebugBytes, DebuggerStart, DebugSession
-from meshbook.debug.pydevd import END_TIMEOUT_S, hidden_folders, load_pydevd
+from meshbook.debug.dap_session import (
+    END_TIMEOUT_S,
+    DebugBytes,
+    DebuggerStart,
+    DebugSession,
+    hidden_folders,
+    load_pydevd,
+)
 from meshbook.errors import GroupAborted
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.shell.failures import text_of

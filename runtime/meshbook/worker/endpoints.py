@@ -18,7 +18,7 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
-from meshbook.source.cells import CellSource, add_cell, learn_source
+from meshbook.source.location import CellSource, add_cell, learn_source
 from meshbook.values.main_names import brought
 from meshbook.values.pickling import dumps, dumps_bounded
 from meshbook.values.remote_value import RemoteValue

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from meshbook.launchers.starting import templates
 from meshbook.shell.shell import RankShell
+from meshbook.system.exits import has_pidfds
 from meshbook.system.os_errors import explain
-from meshbook.system.process_ends import has_pidfds
 from meshbook.system.processes import begin_as_host, set_title
 from meshbook.wire import messages as wire
 from meshbook.wire.template_messages import (

@@ -23,10 +23,19 @@ from typing import TYPE_CHECKING, TypeVar
 from meshbook.actor.listing import ActorState
 from meshbook.calls.rank_state import Completions, Reaction, StatusAnswer
 from meshbook.groups.progress import Collectives
-from meshbook.source.frames import MAX_THREADS, Frame, ThreadStack, cut_frames
-from meshbook.source.location import Activity, describe_frame, frame_activity, is_users_code, make_frame, users_place
-from meshbook.source.tasks import cell_frames, task_frames
-from meshbook.source.thread_frames import exception_of, frame_of, frames
+from meshbook.source.location import (
+    MAX_THREADS,
+    Activity,
+    Frame,
+    ThreadStack,
+    cut_frames,
+    describe_frame,
+    frame_activity,
+    is_users_code,
+    make_frame,
+    users_place,
+)
+from meshbook.source.thread_frames import cell_frames, exception_of, frame_of, frames, task_frames
 from meshbook.stacks.mesh_stacks import RankTold
 from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes

@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from meshbook.system.huge_pages import use_huge_pages
+from meshbook.system.memory_files import use_huge_pages
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import (
     die_with_parent,

@@ -33,8 +33,7 @@ from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps
-from meshbook.system.binding import bind
-from meshbook.system.gpu import GpuGauge
+from meshbook.system.devices import GpuGauge, bind
 from meshbook.system.processes import may_be_traced, set_title
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import RankShortcut

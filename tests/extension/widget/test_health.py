@@ -10,7 +10,7 @@ from fakes import failure
 import meshbook
 import meshbook_extension
 from meshbook.mesh.proc_states import RankStatus
-from meshbook.system.gpu import GpuUse
+from meshbook.system.devices import GpuUse
 from meshbook_extension.notebook.error_log import ErrorLog
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.display import as_html, rank_table

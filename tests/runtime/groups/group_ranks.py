@@ -40,8 +40,7 @@ from meshbook.errors import MeshError
 from meshbook.groups import factory, rank_groups
 from meshbook.groups.rank_groups import RankGroups, broadcast_value
 from meshbook.groups.store_client import LinkStore
-from meshbook.source.cells import add_cell
-from meshbook.source.location import describe_frame
+from meshbook.source.location import add_cell, describe_frame
 from meshbook.system.processes import thread_count
 from meshbook.wire.frames import FrameSocket
 from meshbook.wire.kv_store import StoreOp, StoreResult

@@ -20,8 +20,14 @@ from meshbook import ProcMesh, shutdown, start_hosts
 from meshbook.errors import CallFailed, MeshError, SpawnError
 from meshbook.groups.reach import Doorway, find_ways, knock, open_door
 from meshbook.groups.store_client import LinkStore
-from meshbook.system.interfaces import Interface, own_interfaces, use_address, wanted_interfaces
-from meshbook.system.processes import loopback_address, own_address
+from meshbook.system.interfaces import (
+    Interface,
+    loopback_address,
+    own_address,
+    own_interfaces,
+    use_address,
+    wanted_interfaces,
+)
 
 pytestmark = pytest.mark.cluster
 

@@ -13,8 +13,7 @@ from collector import Collector
 from meshbook.groups.progress import Operation
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.profiles import Profile, collect
-from meshbook.profiling.events import Event, RankEvents
-from meshbook.profiling.merged_trace import arrows, place_in_lanes, write_trace
+from meshbook.profiling.events import Event, RankEvents, arrows, place_in_lanes, write_trace
 
 SHIFT_US = -1e9
 

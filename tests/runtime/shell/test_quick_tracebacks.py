@@ -10,7 +10,7 @@ import sys
 from IPython.core.interactiveshell import InteractiveShell
 from meshbook.shell.failures import format_error
 from meshbook.shell.failures import quicken_tracebacks
-from meshbook.source.cells import add_cell
+from meshbook.source.location import add_cell
 
 shell = InteractiveShell.instance(colors="Linux")
 shell.InteractiveTB.long_header = False

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshbook.source.cells import add_cell
-from meshbook.source.location import Activity, describe_frame, frame_activity, name_call, name_place
+from meshbook.source.location import Activity, add_cell, describe_frame, frame_activity, name_call, name_place
 
 names_c_calls = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of instructions, Python 3.11")
 

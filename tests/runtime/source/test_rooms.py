@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshbook
-from meshbook.source.frames import RUNTIME
-from meshbook.source.location import drop_own_frames, is_runtimes_code, is_users_code, kind_of_file
+from meshbook.source.location import RUNTIME, drop_own_frames, is_runtimes_code, is_users_code, kind_of_file
 from meshbook.stacks import dump
 from meshbook.worker.worker import Worker
 

@@ -131,8 +131,7 @@ def test_idle_ranks_take_one_line(mesh4: ProcMesh) -> None:
 
 
 def test_many_stacks_fit_one_screen(mesh4: ProcMesh) -> None:
-    from meshbook.source.frames import ThreadStack
-    from meshbook.source.location import make_frame
+    from meshbook.source.location import ThreadStack, make_frame
     from meshbook.stacks.mesh_stacks import MeshStacks, RankStack
 
     def at(rank: int) -> RankStack:

@@ -13,7 +13,7 @@ CLOSES = """
 import itertools, os, socket, threading
 from meshbook.system.descriptors import FIRST, above_standard, fill, open_above
 from meshbook.system.memory_files import create_memory_file
-from meshbook.system.processes import connect_to, own_address
+from meshbook.system.interfaces import connect_to, own_address
 from meshbook.values.segments import SegmentPool, map_segment
 pool = SegmentPool()
 ref = pool.write([bytes(2 << 20)])

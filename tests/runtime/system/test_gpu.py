@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshbook.system import gpu
-from meshbook.system.gpu import GpuGauge, GpuUse, NvmlDevice
+from meshbook.system import devices
+from meshbook.system.devices import GpuGauge, GpuUse, NvmlDevice
 
 GB = 1 << 30
 
@@ -30,19 +30,19 @@ class FakeNvml:
         return 0 if uuid == b"GPU-1234" else 6
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, into: Any) -> int:
-        memory = ctypes.cast(into, ctypes.POINTER(gpu._Memory)).contents
+        memory = ctypes.cast(into, ctypes.POINTER(devices._Memory)).contents
         memory.total, memory.free, memory.used = 80 * GB, 60 * GB, 20 * GB
         return 0 if self._tells_memory else 3
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any, into: Any) -> int:
-        ctypes.cast(into, ctypes.POINTER(gpu._Utilization)).contents.gpu = 87
+        ctypes.cast(into, ctypes.POINTER(devices._Utilization)).contents.gpu = 87
         return 0 if self._tells_use else 3
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch in a process that uses a device of 80 GB."""
-    monkeypatch.setattr(gpu, "run_in_background", lambda job: job())
+    monkeypatch.setattr(devices, "run_in_background", lambda job: job())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
@@ -53,7 +53,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_drivers_library_tells_of_the_whole_device_and_torch_of_the_rank(
     cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "load_nvml", FakeNvml)
+    monkeypatch.setattr(devices, "load_nvml", FakeNvml)
     assert GpuGauge("cuda:0").last() == GpuUse(87, 20 * GB, 80 * GB, 3 * GB)
 
 
@@ -61,7 +61,7 @@ def test_without_the_library_torch_tells_what_it_knows(cuda: None, monkeypatch: 
     def missing() -> Any:
         raise OSError("libnvidia-ml.so.1")
 
-    monkeypatch.setattr(gpu, "load_nvml", missing)
+    monkeypatch.setattr(devices, "load_nvml", missing)
     assert GpuGauge("cuda:0").last() == GpuUse(-1, 10 * GB, 80 * GB, 3 * GB)
 
 

@@ -13,7 +13,7 @@ from patience import wait_until
 from template_processes import torch_templates_of
 
 from meshbook import LocalLauncher, start_hosts
-from meshbook.system.huge_pages import PIECE_BYTES, use_huge_pages
+from meshbook.system.memory_files import PIECE_BYTES, use_huge_pages
 
 SIZE_BYTES = 3 * PIECE_BYTES
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])

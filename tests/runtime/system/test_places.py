@@ -141,7 +141,7 @@ OLD_KERNEL = """
     from buffer_ranks import Owner
     from meshbook import errors, this_host
     from meshbook.system.memory_files import has_memfds
-    from meshbook.system.process_ends import end_process, has_pidfds
+    from meshbook.system.exits import end_process, has_pidfds
     from meshbook.system.processes import start_time
 
     print(has_pidfds(), has_memfds())
@@ -199,7 +199,7 @@ def test_meshes_live_on_kernels_without_pidfds_or_memory_files(refusal: str, cal
 
 ENDS = """
     import os, select, subprocess, sys, threading, time
-    from meshbook.system.process_ends import open_end
+    from meshbook.system.exits import open_end
     first, second = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
     fds = [open_end(process.pid) for process in (first, second)]
     print(select.select(fds, [], [], 0.2)[0])
@@ -287,7 +287,7 @@ ONLY_IPV6 = """
     import torch
     from buffer_ranks import Owner
     from meshbook import LocalLauncher, start_hosts
-    from meshbook.system.processes import loopback_address, own_address
+    from meshbook.system.interfaces import loopback_address, own_address
 
     print(loopback_address(), own_address())
     hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))

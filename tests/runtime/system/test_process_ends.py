@@ -11,7 +11,7 @@ import psutil
 import pytest
 from patience import wait_until
 
-from meshbook.system.process_ends import end_process
+from meshbook.system.exits import end_process
 from meshbook.system.processes import start_time
 
 STARTER = "trap '' TERM; setsid sh -c 'sleep 600 & sleep 600' & while :; do sleep 600 & wait $!; done"

@@ -18,9 +18,16 @@ import torch
 
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.system.memory_files import join_mapped
-from meshbook.values.copied_segments import KEPT_MAX, KeptMappings
 from meshbook.values.pickling import dumps, loads
-from meshbook.values.segments import COPY_MAX_BYTES, MAX_IDLE, PAGE_BYTES, SegmentPool, map_segment
+from meshbook.values.segments import (
+    COPY_MAX_BYTES,
+    KEPT_MAX,
+    MAX_IDLE,
+    PAGE_BYTES,
+    KeptMappings,
+    SegmentPool,
+    map_segment,
+)
 from meshbook.wire.messages import SegmentRef
 
 LARGE = COPY_MAX_BYTES + 1

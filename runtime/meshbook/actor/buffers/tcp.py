@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from meshbook.errors import MeshError
 from meshbook.system.descriptors import above_standard, open_above
-from meshbook.system.processes import connect_to, family_of, own_address
+from meshbook.system.interfaces import connect_to, family_of, own_address
 
 PIECE_BYTES = 1 << 20
 LOOK_S = 0.01

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from meshbook.launchers.local import release_child
-from meshbook.system.process_ends import end_process
+from meshbook.system.exits import end_process
 from meshbook.system.processes import is_same_process
 
 END_S = 5.0

@@ -16,7 +16,8 @@ from meshbook.launchers.engines.client import END_S, Client
 from meshbook.launchers.engines.commands import answer_of, describe_failure, program_of
 from meshbook.launchers.engines.slurm_log import StepLog
 from meshbook.launchers.starting.head_start import open_log
-from meshbook.system.processes import address_towards, own_address, start_time
+from meshbook.system.interfaces import address_towards, own_address
+from meshbook.system.processes import start_time
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 JOB_NAME = "meshbook"

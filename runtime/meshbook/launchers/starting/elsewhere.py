@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from meshbook.errors import UsageError
 from meshbook.launchers.starting.head_start import AGENT
-from meshbook.system.processes import family_of, own_address
+from meshbook.system.interfaces import family_of, own_address
 
 NO_PYTHON = "meshbook: no Python"
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from meshbook.launchers.starting.head_start import LASTING, open_log
-from meshbook.system.process_ends import open_end
+from meshbook.system.exits import open_end
 from meshbook.system.processes import begin_as_host, is_same_process, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol

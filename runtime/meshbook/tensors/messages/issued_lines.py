@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from meshbook.source.cells import name_line
-from meshbook.source.location import PACKAGE
+from meshbook.source.location import PACKAGE, name_line
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshbook.errors import UnknownAxisError, UsageError
-from meshbook.system.memory_copies import expect_huge_pages
+from meshbook.system.memory_files import expect_huge_pages
 from meshbook.tensors.messages.operations import Box
 
 ShardingSpec: TypeAlias = Sequence[str | tuple[str, ...] | None]

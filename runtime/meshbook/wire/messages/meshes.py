@@ -71,7 +71,7 @@ class Spawn(Header, frozen=True, tag="spawn"):
     command: StartCommand = StartCommand()
     """What differs in ``environment`` is in there already."""
     bindings: tuple[dict[str, str], ...] = ()
-    """Where on the machine workers run, by local rank (`meshbook.system.binding`)."""
+    """Where on the machine workers run, by local rank (`meshbook.system.devices`)."""
 
 
 class WorkerStarted(NamedTuple):

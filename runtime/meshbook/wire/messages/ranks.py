@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from meshbook.source.frames import ThreadStack
+from meshbook.source.location import ThreadStack
 from meshbook.wire.messages.calls import Header, Target
 
 PLACE, SHOWN_HERE = b"=", b"*"

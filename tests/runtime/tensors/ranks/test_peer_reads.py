@@ -24,7 +24,8 @@ import meshbook
 from meshbook import DeviceMeshError, ProcMesh, this_host
 from meshbook.distributed import Mesh
 from meshbook.groups.rank_groups import own_groups
-from meshbook.system.memory_copies import HUGE_PAGE_BYTES, SLICE_BYTES
+from meshbook.system.memory_copies import SLICE_BYTES
+from meshbook.system.memory_files import HUGE_PAGE_BYTES
 from meshbook.tensors.ranks import peer_reads
 from meshbook.tensors.ranks.peer_reads import LEAST_BYTES, _first_in_runs, _offsets
 
