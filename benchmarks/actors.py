@@ -33,7 +33,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         targets: Any = here.spawn("targets", TARGET)
         yield from _calling(here, targets, settings)
         yield from _pipelined(targets, settings)
-        yield from _between("one host", here.pick(gpus=[0]), targets.slice(gpus=1), settings)
+        yield from _between("one host", here.slice(gpus=[0]), targets.slice(gpus=1), settings)
         yield from _payloads(targets, settings)
         hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
         apart = stack.enter_context(hosts.spawn_procs({"gpus": 1}, name="apart", device="cpu"))

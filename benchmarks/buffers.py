@@ -12,6 +12,7 @@ from benchmarks.figures import Figure, Goal, Settings
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import LocalLauncher, ProcMesh, start_hosts
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.monarch import RDMABuffer
 
 QUESTION = (
@@ -35,7 +36,7 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 def _between(where: str, procs: ProcMesh, megabytes: int, rounds: int) -> Iterator[Figure]:
     size = megabytes * 1_000_000
-    owner, reader = (procs.arrange({"rank": 1}, [rank]) for rank in (0, 1))
+    owner, reader = (arrange_ranks(procs, {"rank": 1}, [rank]) for rank in (0, 1))
     buffer = owner.execute(make, size).get(TIMEOUT_S).values()[0]
     busy = owner.execute(time.sleep, 3.0)
     samples = reader.execute(copies, buffer, rounds).get(TIMEOUT_S).values()[0]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from benchmarks.subject import TIMEOUT_S
 from meshbook import ProcMesh
 from meshbook.calls.output import OutputDropped, OutputEvent, RankDone, StreamText
+from meshbook.mesh.rank_calls import start_cell
 
 
 class Seen(NamedTuple):
@@ -25,7 +26,7 @@ class WatchedCell:
         self._condition = threading.Condition()
         self._seen: list[Seen] = []
         self.started_s = time.monotonic()
-        self.run = procs.start_cell(code, cell_number=1, on_output=self._record)
+        self.run = start_cell(procs, code, cell_number=1, on_output=self._record)
 
     def _record(self, event: OutputEvent) -> None:
         with self._condition:

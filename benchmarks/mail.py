@@ -14,7 +14,9 @@ from meshbook.actor.router import current_router
 from meshbook.calls.answer import Outcome
 from meshbook.calls.mailboxes import LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.shape.members import Members
+from meshbook.shape.view import members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import OK, Call
 from meshbook.worker.mail import WorkerMail
@@ -41,7 +43,7 @@ def run(settings: Settings) -> Iterator[Figure]:
         body = dumps(((), {}), what="nothing")
 
         def mail() -> None:
-            request = CallRequest("", first.members, body, "mail", mailbox=MAILBOX)
+            request = CallRequest("", members_of(first), body, "mail", mailbox=MAILBOX)
             here._controller.call(here._mesh, request).get(TIMEOUT_S)
 
         samples = interleave(
@@ -55,7 +57,7 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 
 def _between(where: str, procs: ProcMesh, settings: Settings) -> Iterator[Figure]:
-    rank, callee = procs.arrange({"caller": 1}, [0]), procs.members.select([1])
+    rank, callee = arrange_ranks(procs, {"caller": 1}, [0]), members_of(procs).select([1])
     trips = rank.execute(round_trips, procs.id, callee, settings.count(1000)).get(TIMEOUT_S).values()[0]
     yield Figure("mail", "rank to rank", where, "mailbox", "us", summarise([s * 1e6 for s in trips]))
     for what, answered in (("pipelined", True), ("posted", False)):

@@ -11,6 +11,7 @@ from benchmarks.figures import Figure, Goal, Settings, timed
 from benchmarks.stats import summarise
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import ProcMesh, errors
+from meshbook.mesh import states
 
 QUESTION = (
     "A random rank raises under traffic (small and large all_reduce, DTensor, sub-groups, sends): time from the raise "
@@ -94,7 +95,7 @@ def _fail(procs: ProcMesh, traffic: str, victim: int, busy_s: float) -> tuple[fl
         texts = [failure.evalue for failure in error.failures if failure.rank == victim]
         return float(texts[0].removeprefix("raised at ")), ended_at
     except FutureTimeout:
-        raise AssertionError(f"ranks were never freed: {procs.where()}") from None
+        raise AssertionError(f"ranks were never freed: {states.where(procs)}") from None
     raise AssertionError("nobody raised")
 
 

@@ -20,6 +20,7 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import OutputTarget
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import ask, new_output_id
 
 RANKS = 4
 DEADLINE_S = 30.0
@@ -140,7 +141,7 @@ def run_beside(seed: int, count: int) -> Findings:
     size = f"{count:,} failing cells and calls beside actors and threads that train, seed {seed}"
     findings = Findings("beside", size)
     rng, began = random.Random(seed), time.monotonic()
-    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), lambda event: None))
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
     mesh = this_host().spawn_procs({"gpus": RANKS}, name="beside", device="cpu")
     try:
         trainers, learners = mesh.spawn("trainers", Trainer), mesh.spawn("learners", Learner)
@@ -195,7 +196,7 @@ def _expect_proof(mesh: ProcMesh, after: str, findings: Findings) -> None:
         if (values := mesh.run(PROOF).get(DEADLINE_S).values()) != [3 * RANKS] * RANKS:
             findings.wrong.append(f"after {after}: {values}")
     except errors.CallTimeout as error:
-        findings.hangs.append(f"after {after}: {error} {mesh.ask('collectives', timeout_s=5)}")
+        findings.hangs.append(f"after {after}: {error} {ask(mesh, object, 'collectives', timeout_s=5)}")
         mesh.interrupt()
     except errors.CallError as error:
         findings.wrong.append(f"after {after}: {error}")
@@ -223,7 +224,7 @@ def run_retries(seed: int, count: int) -> Findings:
     """``count`` failures, each with a call after it."""
     findings = Findings("retries", f"{count:,} calls after a failure, up to {MAX_PAUSE_S:g} s later, seed {seed}")
     rng, began = random.Random(seed), time.monotonic()
-    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), lambda event: None))
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
     mesh = this_host().spawn_procs({"gpus": RANKS}, name="retries", device="cpu")
     try:
         learners = mesh.spawn("learners", Learner)

@@ -13,6 +13,7 @@ from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Printed
 from meshbook import Future, ProcMesh, this_host
 from meshbook.calls.output import OutputDropped, OutputEvent
+from meshbook.mesh.rank_calls import start_cell
 
 DEADLINE_S = 30.0
 UNDER_WAY = 100
@@ -97,7 +98,7 @@ def run_flood(size_bytes: int, ranks: int = 2) -> Findings:
         listener = _Flooded()
         started = time.monotonic()
         code = f"line = '{LINE}'\nfor _ in range({lines}): print(line)"
-        future = mesh.start_cell(code, on_output=listener).future
+        future = start_cell(mesh, code, on_output=listener).future
         most_mb, deadline = 0.0, started + 10 + FLOOD_S_PER_GB * ranks * size_bytes / 1e9
         while not future.done() and time.monotonic() < deadline:
             asked = time.monotonic()

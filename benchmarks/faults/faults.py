@@ -13,6 +13,7 @@ from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Load, Printed, Watched
 from benchmarks.faults.plan import DEADLY, Fault
 from meshbook import ProcMesh, errors, this_host
+from meshbook.mesh import states
 
 DEADLINE_S = 15.0
 """What is not over by then counts as a hang."""
@@ -179,7 +180,7 @@ class Campaign:
 
     def _give_up(self, fault: Fault, error: Exception) -> None:
         kind = self.findings.hangs if isinstance(error, TimeoutError) else self.findings.wrong
-        places = ", ".join(f"rank {rank} {place}" for rank, place in self.mesh.where().items())
+        places = ", ".join(f"rank {rank} {place}" for rank, place in states.where(self.mesh).items())
         kind.append(f"{fault}: {type(error).__name__}: {error}; {places}")
         self._replace()
 

@@ -14,7 +14,10 @@ from benchmarks.faults import forking
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import OutputEvent, OutputTarget, RankDone, StreamText
+from meshbook.mesh import states
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import new_output_id
+from meshbook.mesh.rank_calls import start_cell
 
 RANKS = 2
 DEADLINE_S = 90.0
@@ -37,7 +40,7 @@ class ForkCampaign:
 
     def __init__(self, mesh: ProcMesh, findings: Findings, seed: int) -> None:
         self.mesh, self.findings, self.draw = mesh, findings, random.Random(seed)
-        set_output_source(lambda procs: OutputTarget(procs.new_output_id(), lambda event: None))
+        set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
         echo = mesh.slice(gpus=0).spawn("echo", forking.Echo)
         self.forkers: Any = mesh.spawn("forkers", forking.Forking, echo)
         mesh.push({"echo": echo}).get(DEADLINE_S)
@@ -69,7 +72,7 @@ class ForkCampaign:
             told = self.forkers.fork.call(in_actor, -number, hold_s, _data(-number))
             if "closes" in (in_cell, in_actor) and not {in_cell, in_actor} <= OPEN_NOTHING:
                 told.get(DEADLINE_S)  # their own file would get the number
-        cell = self.mesh.start_cell(CELL.format(kind=in_cell, number=number, hold_s=hold_s), on_output=events.append)
+        cell = start_cell(self.mesh, CELL.format(kind=in_cell, number=number, hold_s=hold_s), on_output=events.append)
         cell.future.get(DEADLINE_S)
         for rank, found in enumerate(self.mesh.pull("found").get(DEADLINE_S).values()):
             self.findings.wrong += [f"rank {rank}: {text}" for text in found]
@@ -89,7 +92,7 @@ class ForkCampaign:
         beside = self.forkers.slice(gpus=0).fork.call_one("process", -number, 0.0, _data(-number))
         threading.Event().wait(self.draw.uniform(0, LONGEST_HOLD_S))
         deadline = time.monotonic() + DEADLINE_S
-        while any("sleep" not in place for place in self.mesh.where().values()) and time.monotonic() < deadline:
+        while any("sleep" not in place for place in states.where(self.mesh).values()) and time.monotonic() < deadline:
             time.sleep(0.01)
         future.cancel()
         try:
@@ -140,7 +143,7 @@ def run_forks(seed: int, faults: int) -> Findings:
         try:
             ForkCampaign(mesh, findings, seed).run(faults)
         except TimeoutError as error:
-            findings.hangs.append(f"{error}; {os.linesep.join(mesh.where().values())}")
+            findings.hangs.append(f"{error}; {os.linesep.join(states.where(mesh).values())}")
         except errors.MeshError as error:
             findings.wrong.append(f"{type(error).__name__}: {error}")
         finally:

@@ -11,7 +11,9 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.mesh.driven import set_output_source, set_prompt_handler
+from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.prompt import DebugPrompt
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import resident_bytes
 from meshbook.wire.frames import MAX_FRAME_BYTES
 
@@ -46,7 +48,7 @@ class Loads:
         self.mesh = mesh
         self.loud = mesh.spawn("loud", Loud)
         self.heard: list[OutputEvent] = []
-        set_output_source(lambda procs: OutputTarget(procs.new_output_id(), self.heard.append))
+        set_output_source(lambda procs: OutputTarget(new_output_id(procs), self.heard.append))
         self.ways: tuple[Callable[[int], object], ...] = (
             self.value, self.result, self.argument, self.printed, self.printed_late, self.printed_by_an_actor,
             self.shown, self.error, self.error_of_an_actor, self.name_of_an_error, self.label, self.stored, self.prompt,
@@ -76,7 +78,7 @@ class Loads:
 
     def _told(self, size: int, code: str) -> None:
         events: list[OutputEvent] = []
-        self.mesh.start_cell(code, on_output=events.append).future.get(DEADLINE_S)
+        start_cell(self.mesh, code, on_output=events.append).future.get(DEADLINE_S)
         self._compare(size, events)
 
     def _compare(self, size: int, events: list[OutputEvent]) -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.faults import on_rank
 from meshbook import Future, ProcMesh, errors
 from meshbook.calls.output import OutputEvent, RankDone, StreamText
+from meshbook.mesh.rank_calls import start_cell
 
 PAYLOAD_ELEMENTS = 100_000
 """float32: 400 kB, which travels in shared memory."""
@@ -111,7 +112,7 @@ class Load:
         """Start a cell that lasts until something ends it."""
         number = next(numbers)
         printed = Printed()
-        cell = self.mesh.start_cell(code.format(number=number, **fields), on_output=printed)
+        cell = start_cell(self.mesh, code.format(number=number, **fields), on_output=printed)
         held = Watched(cell.future, number, "held cell", None)
         self.watched.append(held)
         return held, printed
@@ -132,7 +133,7 @@ class Load:
 
     def _start_cell(self, number: int) -> Future[Any]:
         printed = self._printed[number] = Printed()
-        return self.mesh.start_cell(on_rank.CELL.format(number=number), on_output=printed).future
+        return start_cell(self.mesh, on_rank.CELL.format(number=number), on_output=printed).future
 
     def _send_payload(self, number: int) -> Future[Any]:
         payload = torch.full((PAYLOAD_ELEMENTS,), float(number))

@@ -11,11 +11,14 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, this_host
 from meshbook.errors import MeshError
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import start_cell
 from meshbook_extension.cells.output import CellOutput
 from meshbook_extension.output.line_merging import grouping_for
 from meshbook_extension.output.publisher import Publisher
@@ -151,8 +154,9 @@ def run_order(seed: int, count: int) -> Findings:
 def _run(mesh: ProcMesh, publisher: Publisher, seed: random.Random, found: Findings, name: str) -> None:
     program, group, page = make(seed), seed.choice(["equal", "rank", "none"]), Page()
     grouping = grouping_for(group, mesh.ranks)
-    output = CellOutput(mesh.ranks, page, grouping, publisher, mesh.log_paths, mesh.await_printed, mesh.name)
-    run = mesh.start_cell(program.code, cell_number=1, on_output=output.receive)
+    come = partial(states.await_printed, mesh)
+    output = CellOutput(mesh.ranks, page, grouping, publisher, mesh.log_paths, come, mesh.name)
+    run = start_cell(mesh, program.code, cell_number=1, on_output=output.receive)
     try:
         run.future.get(DEADLINE_S)
     except TimeoutError:

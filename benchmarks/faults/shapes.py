@@ -16,6 +16,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.formatting import format_ranks
+from meshbook.mesh.proc_view import ask
 
 RANKS = 4
 DEADLINE_S = 30.0
@@ -131,7 +132,7 @@ class _Shapes:
             returned = self._start(code, in_actors).get(DEADLINE_S)
             self.findings.wrong.append(f"{what}: nothing was told, {returned}")
         except errors.CallTimeout:
-            self.findings.hangs.append(f"{what}: {self.procs.ask('collectives', timeout_s=5)}")
+            self.findings.hangs.append(f"{what}: {ask(self.procs, object, 'collectives', timeout_s=5)}")
             self.procs.interrupt()
         except errors.MeshError as error:
             expected = _expected(kind, odd, size)

@@ -12,6 +12,7 @@ from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.concurrency.future import Future
+from meshbook.mesh import states
 
 DEADLINE_S = 60.0
 LONGEST_S = 15.0
@@ -59,7 +60,7 @@ def _silence(mesh: ProcMesh, agent: int, seconds: float, numbers: list[int], fin
             calls.append((numbers[-1], mesh.execute(on_rank.note, numbers[-1])))
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))
-            if mesh.suspects:
+            if states.suspects(mesh):
                 findings.count("looks at suspects")
     finally:
         os.kill(agent, signal.SIGCONT)

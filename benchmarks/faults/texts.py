@@ -15,6 +15,8 @@ from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, Stream
 from meshbook.errors import CallFailed, MeshError
 from meshbook.formatting import utf8_text
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import ask, new_output_id
+from meshbook.mesh.rank_calls import start_cell
 
 DEADLINE_S = 30.0
 _VARIABLE = b"MESHBOOK_STRANGE"
@@ -44,7 +46,7 @@ class Borders:
         self.mesh = mesh
         self.echo = mesh.spawn("echo", Echo)
         self.heard: list[OutputEvent] = []
-        set_output_source(lambda procs: OutputTarget(procs.new_output_id(), self.heard.append))
+        set_output_source(lambda procs: OutputTarget(new_output_id(procs), self.heard.append))
         self.ways: tuple[Callable[[str], object], ...] = (
             self.value, self.label, self.error, self.printed, self.printed_late, self.shown, self.raw_bytes, self.file,
             self.actor, self.actor_name, self.actor_error, self.question, self.logs, self.environment,
@@ -116,7 +118,9 @@ class Borders:
             raise AssertionError("it has not failed")
 
     def question(self, text: str) -> None:
-        assert len(self.mesh.ask("complete", f"x = 1\n{text}", len(text), timeout_s=DEADLINE_S)) == len(self.mesh.ranks)
+        assert len(ask(self.mesh, object, "complete", f"x = 1\n{text}", len(text), timeout_s=DEADLINE_S)) == len(
+            self.mesh.ranks
+        )
 
     def logs(self, text: str) -> None:
         assert len(self.mesh.logs(containing=text)) == len(self.mesh.ranks)
@@ -133,7 +137,7 @@ class Borders:
 
     def _events(self, code: str) -> list[OutputEvent]:
         events: list[OutputEvent] = []
-        self.mesh.start_cell(code, on_output=events.append).future.get(DEADLINE_S)
+        start_cell(self.mesh, code, on_output=events.append).future.get(DEADLINE_S)
         return events
 
 

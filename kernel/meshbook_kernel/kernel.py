@@ -25,7 +25,7 @@ from ipykernel.ipkernel import IPythonKernel
 from IPython.core import release
 
 from meshbook import __version__
-from meshbook.mesh import driven
+from meshbook.mesh import driven, states
 from meshbook_kernel.jupyter_server import JupyterServer
 
 EXTENSION = "meshbook_extension"
@@ -158,7 +158,7 @@ class MeshbookKernel(IPythonKernel):
     def _import_torch(self) -> None:
         """On the main thread, as a cell would: others never see a torch that is half imported."""
         session = getattr(self.shell, "_meshbook_session", None)
-        if session is not None and any(mesh.alive and mesh.is_grouped for mesh in session.meshes.values()):
+        if session is not None and any(mesh.alive and states.is_grouped(mesh) for mesh in session.meshes.values()):
             with contextlib.suppress(Exception):  # the cell that wants it says what is wrong
                 importlib.import_module("torch")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from meshbook.mesh.proc_states import RankStatus
+from meshbook.mesh.states import RankStatus
 from meshbook.system.devices import GpuUse
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress

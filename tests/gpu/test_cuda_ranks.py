@@ -12,7 +12,9 @@ from collector import Collector
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, BufferKindError, endpoint
+from meshbook.mesh import states
 from meshbook.mesh.profiles import collect
+from meshbook.mesh.rank_calls import start_cell
 
 GB = 1 << 30
 KERNEL_OF_A_SECOND = "torch.cuda._sleep(2_000_000_000)"
@@ -26,7 +28,7 @@ def only(mesh: ProcMesh, code: str) -> Any:
 
 
 def test_a_rank_is_on_the_device_by_default_and_its_group_is_of_nccl(rank: ProcMesh) -> None:
-    assert rank.device == "cuda" and [status.device for status in rank.status()] == ["cuda:0"]
+    assert states.device_of(rank) == "cuda" and [status.device for status in rank.status()] == ["cuda:0"]
     assert only(rank, "torch.cuda.current_device(), torch.cuda.device_count()") == (0, 1)
     assert only(rank, "dist.get_backend()") == "cpu:gloo,cuda:nccl"
     assert only(rank, "mesh.device_type") == "cuda"
@@ -127,7 +129,7 @@ def test_kernels_are_in_the_profile(rank: ProcMesh) -> None:
     )
     rank.run(cell).get(60)
     begun_s = time.time()
-    run = rank.start_cell(cell, on_output=Collector(), profile="cell 7")
+    run = start_cell(rank, cell, on_output=Collector(), profile="cell 7")
     run.future.exception(60)
     profile = collect(rank, "cell 7", run.durations_s, begun_s)
     assert not profile.problems

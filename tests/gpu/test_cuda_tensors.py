@@ -9,6 +9,7 @@ from torch import nn
 import meshbook
 from meshbook import DeviceMeshError, ProcMesh
 from meshbook.distributed import Mesh, inspect
+from meshbook.shape.view import members_of
 
 
 @pytest.fixture(scope="module", params=["rank", "pair"])
@@ -105,10 +106,10 @@ def test_each_rank_has_its_own_in_the_local_view(mesh: Mesh, procs: ProcMesh) ->
     }
     total = x.reduce(axis, "sum")
     size = len(procs.ranks)
-    first = inspect(total, **procs.members.point(0))
+    first = inspect(total, **members_of(procs).point(0))
     assert first.tolist() == [float(2 * size + sum(range(size)))] * 4 and first.device.type == "cpu"
     moved = x.slice_mesh(**{axis: 0}).to_mesh(procs)
-    assert inspect(moved, **procs.members.point(size - 1)).tolist() == [2.0] * 4
+    assert inspect(moved, **members_of(procs).point(size - 1)).tolist() == [2.0] * 4
 
 
 def test_cells_and_the_notebook_share_tensors(mesh: Mesh, procs: ProcMesh) -> None:

@@ -20,6 +20,7 @@ from meshbook.calls.call_future import RequestFuture
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
 from meshbook.calls.request import CallRequest
 from meshbook.shape.members import Members
+from meshbook.shape.view import members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.worker.process import WorkerRouter
@@ -121,7 +122,7 @@ def open_desks(mesh: ProcMesh) -> There:
     """From the controller: a mailbox on each rank of ``mesh``."""
     mailbox = next(_numbers)
     mesh.execute(open_desk, mailbox).get(20)
-    return There(mesh.id, mesh.members, mailbox)
+    return There(mesh.id, members_of(mesh), mailbox)
 
 
 def close_desk(mailbox: int, why: str) -> None:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook.groups.stragglers import RankProgress, find_stragglers
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import RankTold, predicate
 from meshbook_extension.output.labels import format_seconds
 
@@ -260,11 +262,11 @@ class HangWatch:
         mesh = cell.procs.base()
         if mesh.lost or not mesh.alive:
             return
-        if mesh.suspects and not watched.told_suspects:
+        if states.suspects(mesh) and not watched.told_suspects:
             watched.told_suspects = True
-            hosts = "; ".join(f"host {name} is {why}" for name, why in mesh.suspects.items())
+            hosts = "; ".join(f"host {name} is {why}" for name, why in states.suspects(mesh).items())
             cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    stop: {watched.stop}")
-        told = mesh.ask_for(RankTold, "progress", timeout_s=ANSWER_S)
+        told = ask(mesh, RankTold, "progress", timeout_s=ANSWER_S)
         now = time.monotonic()
         running = set(cell.waiting)
         sign = watched.signs.look(now, told, running, watched.note_ended(now))

@@ -12,12 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
 from meshbook.formatting import name_ranks
+from meshbook.mesh import states
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
 from meshbook_extension.output.labels import (
     INTERRUPT,
@@ -479,4 +481,5 @@ def open_output(
     """
     sink, grouping = sink_for(session.shell), grouping_for(group, procs.ranks)
     done_by = procs.ranks if ranks is None else ranks
-    return CellOutput(done_by, sink, grouping, session.publisher, procs.log_paths, procs.await_printed, procs.name)
+    come = partial(states.await_printed, procs)
+    return CellOutput(done_by, sink, grouping, session.publisher, procs.log_paths, come, procs.name)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallInterrupted, MeshError, UsageError
 from meshbook.formatting import format_bytes, group_ranks, name_ranks
+from meshbook.mesh import states
+from meshbook.shape.view import members_of
 from meshbook.system.os_errors import explain
 from meshbook_extension.notebook.grammar import Option
 from meshbook_extension.output.labels import format_seconds
@@ -79,9 +81,11 @@ class CellProfile:
 
 def _labels(procs: ProcMesh) -> list[tuple[int, str]]:
     """``rank 3 (gpus=3) on node7``, by rank."""
-    hosts = {rank: part.name for part in procs.by_host() for rank in part.ranks}
+    hosts = {rank: part.name for part in states.by_host(procs) for rank in part.ranks}
     whole = procs.base()
-    points = {rank: ", ".join(f"{axis}={index}" for axis, index in whole.members.point(rank).items()) for rank in hosts}
+    points = {
+        rank: ", ".join(f"{axis}={index}" for axis, index in members_of(whole).point(rank).items()) for rank in hosts
+    }
     return [(rank, f"rank {rank} ({points[rank]}) on {hosts[rank]}") for rank in hosts]
 
 

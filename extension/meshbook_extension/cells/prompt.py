@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
 from meshbook.formatting import name_ranks
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.output import CellOutput, open_output
 from meshbook_extension.notebook.targets import choose
@@ -92,7 +94,7 @@ class CallOutput:
             if not (isinstance(event, DisplayData) and event.is_result):  # the call returns it
                 output.receive(event)
 
-        return _MeshOutput(OutputTarget(procs.new_output_id(), receive), output)
+        return _MeshOutput(OutputTarget(new_output_id(procs), receive), output)
 
 
 POLL_S = 0.05
@@ -181,7 +183,7 @@ class CellPrompt:
     def open(self) -> None:
         """Have the person type while ranks of the cell are stopped. Raises: KeyboardInterrupt, CellLeft."""
         if self._prompt.attend(self._cell.run.future.done):
-            stopped = self._cell.procs.stopped_ranks.of(self._cell.ranks)
+            stopped = states.stopped_ranks(self._cell.procs).of(self._cell.ranks)
             self._cell.output.stops_where = "; look: %mesh pdb"
             self._cell.output.note(
                 f"{name_ranks(stopped)} {'stays' if len(stopped) == 1 else 'stay'} stopped; {REOPEN}"

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError, WorkerLost
 from meshbook.formatting import name_ranks
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import start_cell
+from meshbook.shape.view import members_of
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.profile import TRACE, CellProfile
@@ -162,7 +165,8 @@ def start(
     """
     output = open_output(session, procs, group=group)
     try:
-        run: CellRun = procs.start_cell(
+        run: CellRun = start_cell(
+            procs,
             code,
             cell_number=cell_number,
             line_offset=line_offset,
@@ -222,7 +226,7 @@ def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | Non
     ranks = [rank for rank in procs.ranks if rank in partial]
     if not ranks:
         return None
-    return ValueMesh.lazy(procs.select(ranks).members, partial.__getitem__)
+    return ValueMesh.lazy(members_of(procs.select(ranks)), partial.__getitem__)
 
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
@@ -272,7 +276,7 @@ class _Deadline:
 
     def __init__(self, job: Job, timeout_s: float) -> None:
         self._job, self._timeout_s = job, timeout_s
-        self._clock = job.cell.procs.stopped_ranks.clock
+        self._clock = states.stopped_ranks(job.cell.procs).clock
         self._until = self._clock() + timeout_s
 
     def pump(self, now: float) -> float | None:

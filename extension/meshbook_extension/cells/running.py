@@ -26,6 +26,7 @@ from meshbook.errors import (
     next_steps,
 )
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh import states
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import DISAGREE, INTERRUPT, format_seconds, headline
 
@@ -91,7 +92,7 @@ class RunningCell:
     def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
-        holding: what holds interrupts back since the cell was sent, as in `ProcMesh.start_cell`; closed here, where
+        holding: what holds interrupts back since the cell was sent, as in `start_cell`; closed here, where
         an interrupt is dealt with.
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
         cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
@@ -101,7 +102,7 @@ class RunningCell:
         try:
             holding.close()
             self._tell_ahead_at = time.monotonic() + WAITS_S
-            clock = self.procs.stopped_ranks.clock
+            clock = states.stopped_ranks(self.procs).clock
             if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):
                 return self.outcome()
             error = self._stop_late(timeout_s or 0.0)
@@ -179,7 +180,7 @@ class RunningCell:
         return min(self._tell_ahead_at, self._tell_failed_at or math.inf) - time.monotonic()
 
     def _describe(self, waiting: tuple[int, ...]) -> str:
-        places = group_ranks(self.procs.select(waiting).where().items())
+        places = group_ranks(states.where(self.procs.select(waiting)).items())
         return "\n".join(
             f"{name_ranks(ranks)} still run{'s' if len(ranks) == 1 else ''}: {place}" for place, ranks in places.items()
         )

@@ -7,6 +7,7 @@ import time
 
 from meshbook.errors import CallInterrupted, MeshError
 from meshbook.formatting import name_ranks
+from meshbook.mesh import states
 from meshbook_extension.cells.profile import TRACE
 from meshbook_extension.cells.run import run_profiled
 from meshbook_extension.cells.running import Job, Jobs, interrupted, show_as
@@ -67,11 +68,11 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
     told = False
 
     def has_stops() -> bool:
-        return not told and bool(job.cell.procs.stopped_ranks.of(job.cell.ranks))
+        return not told and bool(states.stopped_ranks(job.cell.procs).of(job.cell.ranks))
 
     def tell_of_stops() -> float:
         nonlocal told
-        if not told and (stopped := job.cell.procs.stopped_ranks.of(job.cell.ranks)):
+        if not told and (stopped := states.stopped_ranks(job.cell.procs).of(job.cell.ranks)):
             told = True
             print(f"{name_ranks(stopped)} stopped at a prompt: interrupt this wait, then look: %mesh pdb")
         return math.inf

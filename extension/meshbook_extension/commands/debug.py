@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import UsageError
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh import states
 from meshbook.mesh.dap_client import prepare
 from meshbook.mesh.dap_listener import HOST, TOKEN
+from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.prompt import REOPEN, CallOutput, NotebookTerminal, why_no_prompt
 from meshbook_extension.commands import Command, on_ranks
@@ -47,7 +49,7 @@ def pdb(session: Session, arguments: Arguments) -> None:
     """Open the prompt, or cast one command."""
     procs = session.target(arguments.words, arguments.pairs)
     cast = arguments.text(CAST.name)
-    stopped = procs.stopped()
+    stopped = states.stopped(procs)
     if cast is not None:
         if not stopped:
             raise UsageError(f"{_none_of(procs)} stopped at a prompt. Stop them where they are: %mesh pdb rank=0")
@@ -55,7 +57,7 @@ def pdb(session: Session, arguments: Arguments) -> None:
             _prompt(session, procs).cast(cast)
         finally:
             # nobody stays with them: their next stop is news
-            procs.stopped_ranks.stepping.difference_update(procs.ranks)
+            states.stopped_ranks(procs).stepping.difference_update(procs.ranks)
         return
     _check_person(session)
     if not stopped and not arguments.words and not arguments.pairs:
@@ -65,41 +67,43 @@ def pdb(session: Session, arguments: Arguments) -> None:
         )
     if not stopped and not _break_in(procs):
         return
-    procs.stopped_ranks.left.difference_update(procs.ranks)
+    states.stopped_ranks(procs).left.difference_update(procs.ranks)
     _attend(session, procs)
 
 
 def _break_in(procs: ProcMesh) -> bool:
     """Have busy ranks stop at their next line; whether any did."""
-    busy = procs.busy
+    busy = states.busy(procs)
     if not busy:
         raise UsageError(f"{_none_of(procs)} running anything. A breakpoint() in a cell stops them there.")
     view = procs.select(busy)
-    view.ask("pdb_break_in")
-    procs.stopped_ranks.wait_for(
-        lambda: len(procs.stopped_ranks.of(busy)) == len(set(busy) & set(procs.busy)), BREAK_IN_S
+    ask(view, object, "pdb_break_in")
+    states.stopped_ranks(procs).wait_for(
+        lambda: len(states.stopped_ranks(procs).of(busy)) == len(set(busy) & set(states.busy(procs))), BREAK_IN_S
     )
-    late = [rank for rank in busy if rank not in procs.stopped_ranks.of(busy) and rank in procs.busy]
+    late = [rank for rank in busy if rank not in states.stopped_ranks(procs).of(busy) and rank in states.busy(procs)]
     if late:
-        places = group_ranks(procs.select(late).where().items())
+        places = group_ranks(states.where(procs.select(late)).items())
         lines = [f"{name_ranks(ranks)} came to no line of your code: {place}" for place, ranks in places.items()]
         again = "it stops" if len(late) == 1 else "they stop"
         print("\n".join([*lines, f"  {again} at the next one; the prompt then: %mesh pdb"]))
-    return bool(procs.stopped_ranks.of(busy))
+    return bool(states.stopped_ranks(procs).of(busy))
 
 
 def _attend(session: Session, procs: ProcMesh) -> None:
     try:
         detached = _prompt(session, procs).attend(lambda: False)
     except KeyboardInterrupt:
-        stopped = procs.select(list(procs.stopped_ranks.of(procs.ranks)) or list(procs.busy) or procs.ranks)
+        stopped = procs.select(
+            list(states.stopped_ranks(procs).of(procs.ranks)) or list(states.busy(procs)) or procs.ranks
+        )
         raise stopped.interrupt() from None
     if detached:
         _say_who_stays(procs)
 
 
 def _say_who_stays(procs: ProcMesh) -> None:
-    stay = procs.stopped_ranks.of(procs.ranks)
+    stay = states.stopped_ranks(procs).of(procs.ranks)
     print(f"{name_ranks(stay)} {'stays' if len(stay) == 1 else 'stay'} stopped; {REOPEN}")
 
 
@@ -138,7 +142,9 @@ def postmortem(session: Session, arguments: Arguments) -> None:
     chosen, ranks = _who_failed(procs, arguments.words)
     view = procs.select(ranks)
     future = view.postmortem()
-    view.stopped_ranks.wait_for(lambda: future.done() or len(view.stopped_ranks.of(ranks)) == len(ranks), OPEN_S)
+    states.stopped_ranks(view).wait_for(
+        lambda: future.done() or len(states.stopped_ranks(view).of(ranks)) == len(ranks), OPEN_S
+    )
     prompt = _prompt(session, view, post_mortem=True)
     try:
         if cast is not None:
@@ -154,8 +160,8 @@ def postmortem(session: Session, arguments: Arguments) -> None:
 
 def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]]:
     """The rank to look at first, and all that have an exception of the same call, itself included."""
-    errors = {rank: error for rank, error in procs.ask_for(LastError, "last_error").items() if error.has_frames}
-    busy = set(procs.busy)
+    errors = {rank: error for rank, error in ask(procs, LastError, "last_error").items() if error.has_frames}
+    busy = set(states.busy(procs))
     if words:
         chosen = one_rank(procs, words[0])
         if chosen not in errors:
@@ -167,7 +173,7 @@ def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]
         chosen = _first_cause(errors)
     if chosen in busy:
         raise UsageError(
-            f"rank {chosen} is busy: {procs.select([chosen]).where()[chosen]}.\n"
+            f"rank {chosen} is busy: {states.where(procs.select([chosen]))[chosen]}.\n"
             f"  look at that: %mesh pdb rank={chosen}    end it: %mesh interrupt rank={chosen}"
         )
     same = [rank for rank, error in errors.items() if error.call == errors[chosen].call and rank not in busy]

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from meshbook.errors import AttachError, UsageError
 from meshbook.formatting import did_you_mean, format_sizes, name_ranks
 from meshbook.launchers.engines.job_lists import job_lists
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import rename_mesh
+from meshbook.mesh.rank_calls import set_axes
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import Arguments, Option
@@ -37,8 +40,8 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
-        state = f"{count(len(procs), 'rank')}, {describe_age(procs.saved)}" if procs.alive else "stopped"
-        print(f"{mark} {name}: {format_sizes(procs.sizes)}, {procs.device}, {state}")
+        state = f"{count(len(procs), 'rank')}, {describe_age(states.saved_mesh(procs))}" if procs.alive else "stopped"
+        print(f"{mark} {name}: {format_sizes(procs.sizes)}, {states.device_of(procs)}, {state}")
         for slice_name, named in session.slices.items():
             if named.mesh == name:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
@@ -162,7 +165,7 @@ def attach(session: Session, arguments: Arguments) -> None:
     except KeyboardInterrupt:
         raise interrupted("nothing was attached") from None
     if name is not None:
-        attachment.meshes[0].be_called(name)
+        rename_mesh(attachment.meshes[0], name)
     if not is_own:
         attachment.controller.waits_again = frozenset(mesh.id for mesh in attachment.meshes), found.lease_s
     restore(session, attachment, again=False)
@@ -336,6 +339,6 @@ def flatten(session: Session, arguments: Arguments) -> None:
 
 def _arrange(session: Session, view: ProcMesh) -> None:
     """The mesh has the axes of ``view`` from now on."""
-    view.set_axes().get()
+    set_axes(view).get()
     session.meshes[view.name] = view
     print(f'mesh "{view.name}": {format_sizes(view.sizes)}')

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import MeshError
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import new_output_id
+from meshbook.mesh.rank_calls import execute_as
 from meshbook_extension.cells.prompt import CallOutput
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
@@ -95,7 +98,7 @@ def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[s
     from meshbook.workspace.synced_modules import take_modules
 
     try:
-        values = procs.execute_as("%mesh sync", take_modules, tuple(modules)).get()
+        values = execute_as(procs, "%mesh sync", take_modules, tuple(modules)).get()
     except KeyboardInterrupt:
         raise interrupted("some ranks may not have the modules; again: %mesh sync") from None
     return dict(zip(values.ranks, values.values(), strict=True))
@@ -187,14 +190,14 @@ def _run(session: Session, procs: ProcMesh, ranks: list[int], words: list[str]) 
 
     where, output = procs.select(ranks), session.part(CallOutput)
     if words[0] not in PROGRESSES:
-        runs = where.execute_as("%mesh pip", run_pip, words).get()
+        runs = execute_as(where, "%mesh pip", run_pip, words).get()
         output.output(procs).drain()  # what is said now is about what pip has said
         return runs
     names = {rank: _place(procs, rank) for rank in ranks}
-    progress = PipProgress(procs.new_output_id(), names, sink_for(session.shell), session.publisher)
+    progress = PipProgress(new_output_id(procs), names, sink_for(session.shell), session.publisher)
     try:
         with output.diverted(progress.target):
-            future = where.execute_as("%mesh pip", run_pip, words)
+            future = execute_as(where, "%mesh pip", run_pip, words)
         runs = future.get()
     finally:
         progress.finish()
@@ -208,4 +211,4 @@ def _run(session: Session, procs: ProcMesh, ranks: list[int], words: list[str]) 
 
 def _place(procs: ProcMesh, rank: int) -> str:
     """Return where an environment is that a rank has, for people."""
-    return f"host {procs.host_of(rank)}" if len(set(procs.hosts)) > 1 else name_ranks([rank])
+    return f"host {states.host_of(procs, rank)}" if len(set(procs.hosts)) > 1 else name_ranks([rank])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallError
 from meshbook.formatting import name_ranks
+from meshbook.mesh.resize import resize
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
@@ -106,7 +107,7 @@ def grow(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs)
     within_s = read_within(arguments)
-    change = _repair(lambda: procs.change(grow=more, note=_note, launcher=launcher, within_s=within_s))
+    change = _repair(lambda: resize(procs, grow=more, note=_note, launcher=launcher, within_s=within_s))
     _take_over(session, procs, change)
     send_again(session, change.procs, change.new)
     if arguments.flag("--replay"):
@@ -127,7 +128,7 @@ def shrink(session: Session, arguments: Arguments) -> None:
     """Take ranks from the current mesh."""
     fewer = _read(arguments)
     procs = session.mesh()
-    change = _repair(lambda: procs.change(shrink=fewer, note=_note))
+    change = _repair(lambda: resize(procs, shrink=fewer, note=_note))
     _take_over(session, procs, change)
 
 

@@ -26,6 +26,8 @@ from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
 from meshbook.launchers.registry import ENGINES, Asked
 from meshbook.launchers.registry import parse as parse_engine
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
@@ -99,7 +101,7 @@ def read_other_engine(arguments: Arguments, procs: ProcMesh) -> Launcher | None:
         if arguments.rest:
             raise arguments.grammar.refuse("what follows -- is for another engine: name it by --on.", "--on")
         return None
-    return read_engine(arguments, procs.device, lambda: len(procs) // len(procs.hosts))
+    return read_engine(arguments, states.device_of(procs), lambda: len(procs) // len(procs.hosts))
 
 
 if sys.version_info >= (3, 11):
@@ -284,7 +286,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     if out is not None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
-    if grouped and not launcher.shares_environment and (ways := procs.ways()):
+    if grouped and not launcher.shares_environment and (ways := states.addresses(procs)):
         print(f"  hosts reach each other at {_shortened([f'{host} {way}' for host, way in ways])}")
     for warning in told:
         print(f"  {warning.message}")
@@ -298,13 +300,13 @@ def _has_returned(
     procs = session.meshes.get(name)
     if name not in session.returned or procs is None or not procs.alive or procs.base().sizes != sizes or procs.lost:
         return False
-    if arguments.text("--device") not in (None, procs.device) or any(
+    if arguments.text("--device") not in (None, states.device_of(procs)) or any(
         job.mesh == name for job in session.part(Jobs).running()
     ):
         return False
     asked = launchers, _read_variables(arguments), arguments.text("--cwd") or ""
-    launched = tuple(saved.asked for saved in procs.base().launchers)
-    if asked != (launched, procs.env, procs.cwd):
+    launched = tuple(saved.asked for saved in states.launchers_of(procs.base()))
+    if asked != (launched, *states.asked_for(procs)):
         return False
     session.add(procs.base())
     limits, asked_limit = session.part(TimeLimits), _read_limit(arguments)
@@ -313,7 +315,8 @@ def _has_returned(
     if (out := arguments.text("--out")) is not None:
         session.bind(out, procs.base())
     print(
-        f'mesh "{name}": {format_sizes(sizes)}, {procs.device}; here from before the restart, with its state\n'
+        f'mesh "{name}": {format_sizes(sizes)}, {states.device_of(procs)}; '
+        "here from before the restart, with its state\n"
         f"  afresh: %mesh stop {name}, then spawn again"
     )
     return True
@@ -403,7 +406,7 @@ def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
     if found is not None:
         procs = session.meshes[found]
         print(f'on mesh "{found}" ({format_sizes(procs.sizes)})')
-        return procs if procs.sizes == sizes else procs.arrange(sizes, procs.ranks)
+        return procs if procs.sizes == sizes else arrange_ranks(procs, sizes, procs.ranks)
     names = itertools.chain([DEFAULT_NAME], (f"{DEFAULT_NAME}{number}" for number in itertools.count(2)))
     name = next(name for name in names if name not in session.meshes or not session.meshes[name].alive)
     before = session.current
@@ -419,14 +422,14 @@ def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
 
 def _has_ranks(session: Session, name: str | None, sizes: dict[str, int]) -> bool:
     procs = session.meshes.get(name or "")
-    if procs is None or not procs.alive or not procs.is_grouped:
+    if procs is None or not procs.alive or not states.is_grouped(procs):
         return False
     return procs.sizes == sizes or (name == session.current and len(procs) == math.prod(sizes.values()))
 
 
 def _describe_spawned(procs: ProcMesh, seconds: float, *, grouped: bool) -> str:
-    group = ("nccl" if procs.device == "cuda" else "gloo") if grouped else "no process group"
+    group = ("nccl" if states.device_of(procs) == "cuda" else "gloo") if grouped else "no process group"
     return (
-        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}, {group}; '
+        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {states.device_of(procs)}, {group}; '
         f"ready in {format_seconds(seconds)} ({count(len(procs), 'rank')} on {count(len(procs.hosts), 'host')})"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh.rank_calls import pull_together
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import Arguments, Option
@@ -108,7 +109,7 @@ def pull(session: Session, arguments: Arguments) -> None:
     if out is not None and len(names) > 1:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
-    for name, values in answer(procs.pull_together(names)).items():
+    for name, values in answer(pull_together(procs, names)).items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
         print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
+from meshbook.mesh.proc_view import ask_first
 from meshbook.shell.completer import top_level, user_names
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.running import Jobs
@@ -91,7 +92,7 @@ class LivingRanks:
         all_silent = all(self._is_silent(view, rank) for rank in ranks)
         timeout_s = TIMEOUT_WHEN_SILENT_S if all_silent else TIMEOUT_S
         try:
-            found = view.ask_one(kind, endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=timeout_s)
+            found = ask_first(view, kind, endpoint, *args, ranks=ranks, patience_s=PATIENCE_S, timeout_s=timeout_s)
         except MeshError:  # it is being stopped or renumbered
             return None
         silent = ranks if found is None else ranks[: ranks.index(found[0])]

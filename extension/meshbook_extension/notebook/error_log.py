@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh import states
 from meshbook.source.location import number_of_input
 from meshbook_extension.output.labels import INTERRUPT, LOST
 
@@ -100,7 +101,7 @@ class ErrorLog:
 
     def note_lost(self, meshes: Iterable[ProcMesh]) -> None:
         """Keep the ends of ranks that ran nothing then, so that no cell has told of them."""
-        deaths = {procs.name: procs.deaths for procs in meshes}
+        deaths = {procs.name: states.deaths(procs) for procs in meshes}
         self._dead &= {(mesh, death.rank) for mesh, each in deaths.items() for death in each}
         for mesh, each in deaths.items():
             self._note_deaths(mesh, "", [death for death in each if (mesh, death.rank) not in self._dead])

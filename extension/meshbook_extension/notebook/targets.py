@@ -87,7 +87,7 @@ def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
         if axis not in sizes and axis != RANK:
             raise UnknownTargetAxis(axis, sizes, pairs[axis])
     chosen = {axis: parse_selector(axis, text, sizes[axis]) for axis, text in pairs.items() if axis != RANK}
-    part = view.pick(**chosen) if chosen else view
+    part = view.slice(**chosen) if chosen else view
     if RANK in pairs:
         part = part.select(base_ranks(part.ranks, view.ranks, pairs[RANK]))
     return part

@@ -13,6 +13,7 @@ import msgspec
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshError
+from meshbook.mesh import states
 from meshbook_extension.output.labels import format_duration
 from meshbook_extension.output.publisher import CellSink, Publisher
 
@@ -78,7 +79,7 @@ class TimeLimit:
 
     def _left(self, now: float) -> tuple[float, str]:
         """So long it may go on, by which limit."""
-        self._used_at = max(self._used_at, self.procs.called_at)
+        self._used_at = max(self._used_at, states.called_at(self.procs))
         age_left = self.limit.began + self.limit.total_s - time.time() if self.limit.total_s else float("inf")
         idle_left = self._used_at + self.limit.idle_s - now if self.limit.idle_s else float("inf")
         if idle_left <= 0 and any(actor.doing for actor in self.procs.base().actors()):

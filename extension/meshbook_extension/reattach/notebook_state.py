@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshbook.formatting import utf8_text
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
@@ -44,7 +45,7 @@ class View(msgspec.Struct, frozen=True):
     def restore(self, mesh: ProcMesh) -> ProcMesh | None:
         """The view of ``mesh``; None if it has other ranks by now."""
         known = set(mesh.ranks)
-        return mesh.arrange(self.sizes, self.ranks) if known.issuperset(self.ranks) else None
+        return arrange_ranks(mesh, self.sizes, self.ranks) if known.issuperset(self.ranks) else None
 
 
 class SavedSlice(msgspec.Struct, frozen=True):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
 from meshbook.formatting import format_ranks, format_sizes, group_ranks, name_ranks
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
@@ -87,7 +89,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
 
 
 def _headline(procs: ProcMesh, *, again: bool) -> str:
-    return f'attached to mesh "{procs.name}"{" again" if again else ""}: {format_sizes(procs.sizes)}, {procs.device}'
+    device = states.device_of(procs)
+    return f'attached to mesh "{procs.name}"{" again" if again else ""}: {format_sizes(procs.sizes)}, {device}'
 
 
 def _arranged(mesh: ProcMesh, notebook_state: NotebookState) -> ProcMesh:
@@ -117,14 +120,14 @@ def _describe_lost(mesh: ProcMesh) -> list[str]:
 
 
 def _describe_stopped(mesh: ProcMesh) -> list[str]:
-    stopped = mesh.stopped_ranks.of(mesh.stopped())
+    stopped = states.stopped_ranks(mesh).of(states.stopped(mesh))
     places = group_ranks((rank, stop.words) for rank, stop in stopped.items())
     return [f"{name_ranks(ranks)} {words}; look: %mesh pdb" for words, ranks in places.items()]
 
 
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
     """A cell that has not listened yet to what the call prints."""
-    procs = mesh.arrange({"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
+    procs = arrange_ranks(mesh, {"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
     return RunningCell(procs, call, open_output(session, procs), call.what)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from meshbook.errors import DebugError, MeshError
 from meshbook.mesh.dap_client import DebugTunnel, Message, answer
+from meshbook.mesh.proc_view import ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -352,8 +353,8 @@ class RankPanel:
 
     async def _names(self) -> list[tuple[str, str, str]]:
         kind = list[tuple[str, str, str]]
-        ask = partial(self._rank.ask_for, kind, "debug_names", timeout_s=NAMES_TIMEOUT_S)
-        found = await self._loop.run_in_executor(self._sender, ask)
+        ask_names = partial(ask, self._rank, kind, "debug_names", timeout_s=NAMES_TIMEOUT_S)
+        found = await self._loop.run_in_executor(self._sender, ask_names)
         return [each for names in found.values() for each in names]
 
 

@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_bytes, format_ranks, format_sizes
+from meshbook.mesh import states
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import columns, count, format_seconds
@@ -18,7 +19,7 @@ from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.proc_states import RankStatus
+    from meshbook.mesh.states import RankStatus
     from meshbook_extension.notebook.session import Session
 
 ROWS = 64
@@ -38,7 +39,7 @@ def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus
 def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
     """``mesh "main": gpus=4, cpu; 4 ranks on 1 host; slices: left; 1 job runs``"""
     parts = [
-        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {procs.device}',
+        f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {states.device_of(procs)}',
         f"{count(len(procs), 'rank')} on {count(hosts, 'host')}",
     ]
     slices = [name for name, named in session.slices.items() if named.mesh == procs.name]

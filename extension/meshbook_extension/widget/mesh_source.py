@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import Failure, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
+from meshbook.mesh import states
+from meshbook.mesh.proc_view import ask
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.labels import INTERRUPT, LOST
@@ -19,7 +21,7 @@ from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.proc_states import RankStatus
+    from meshbook.mesh.states import RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
     from meshbook_extension.widget.snapshot import Snapshot
@@ -55,10 +57,10 @@ class MeshSource:
         ]
         return Snapshot(
             name=procs.name,
-            device=procs.device,
+            device=states.device_of(procs),
             sizes=procs.sizes,
             statuses=statuses,
-            interrupted=frozenset(procs.interrupted),
+            interrupted=frozenset(states.interrupted(procs)),
             cells=[_now(cell, busy) for cell in cells],
             errors=errors,
             at=time.time(),
@@ -111,8 +113,8 @@ class MeshSource:
 
     def _pdb(self, procs: ProcMesh, is_chosen: bool) -> ButtonAnswer:
         """A cell that waits for the ranks opens the prompt itself; else what to type is said, and can be copied."""
-        stopped = procs.stopped()
-        ranks = stopped or procs.busy
+        stopped = states.stopped(procs)
+        ranks = stopped or states.busy(procs)
         if not ranks:
             raise UsageError(f"nothing runs on {name_ranks(procs.ranks)}. A breakpoint() in a cell stops ranks there.")
         waiting = [
@@ -126,13 +128,13 @@ class MeshSource:
                 raise UsageError("choose the rank that is to stop first. A breakpoint() in a cell stops ranks there.")
             if not waiting:
                 return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code by\n\n    {typed}", typed)
-            procs.stopped_ranks.left.difference_update(ranks)
-            procs.select(ranks).ask("pdb_break_in")
+            states.stopped_ranks(procs).left.difference_update(ranks)
+            ask(procs.select(ranks), object, "pdb_break_in")
             where = f"; the prompt opens below {waiting[0].what}"
             return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code{where}")
         places = {place: None for one in procs.select(stopped).status() if (place := one.where)}
         told = f"{name_ranks(stopped)} stopped at {', '.join(places)}"
-        if waiting and procs.stopped_ranks.left.isdisjoint(stopped):
+        if waiting and states.stopped_ranks(procs).left.isdisjoint(stopped):
             return ButtonAnswer("pdb", f"{told}; the prompt is open below {waiting[0].what}")
         return ButtonAnswer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
 

@@ -17,7 +17,7 @@ from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress
 
 if TYPE_CHECKING:
-    from meshbook.mesh.proc_states import RankStatus
+    from meshbook.mesh.states import RankStatus
     from meshbook.system.devices import GpuUse
 
 ERRORS = 6

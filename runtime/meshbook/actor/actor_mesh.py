@@ -35,7 +35,7 @@ from meshbook.errors import (
 )
 from meshbook.formatting import format_sizes
 from meshbook.shape.members import Members
-from meshbook.shape.view import MeshView
+from meshbook.shape.view import MeshView, members_of
 from meshbook.source.location import sources_of
 from meshbook.values.pickling import dumps
 
@@ -270,7 +270,7 @@ def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
             if left:
                 watch(actors.select(left), owner)
 
-    to = group.find(actors.members, partly=True)
+    to = group.find(members_of(actors), partly=True)
     group.call(to, WATCH, dumps(((), {}), what="watch")).add_done_callback(on_end)
 
 
@@ -278,7 +278,7 @@ def procs_of(actors: ActorMesh[Any]) -> MeshView:
     """The processes in which they live, as this process knows them."""
     group = actors._group
     router = router_for(group.session)
-    return router.procs(group.session, group.mesh, group.mesh_name, actors.members, group.generation)
+    return router.procs(group.session, group.mesh, group.mesh_name, members_of(actors), group.generation)
 
 
 def _nothing(values: object) -> None:

@@ -23,6 +23,7 @@ from meshbook.errors import LayoutError, SerializationError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.shape.members import Region
 from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shape.view import members_of
 from meshbook.values.pickling import Pickled, dumps
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ActorEndpoint(Generic[P, R]):
     """An endpoint of a mesh of actors; see `meshbook.actor.Endpoint` for the adverbs."""
 
     def __init__(self, mesh: ActorMesh[object], group: ActorIdentity, info: EndpointInfo) -> None:
-        self._mesh, self._group, self._members, self._info = mesh, group, mesh.members, info
+        self._mesh, self._group, self._members, self._info = mesh, group, members_of(mesh), info
         self._what = f"{group.name}.{info.name}"
         self.__name__, self.__doc__ = info.name, info.doc or None
         self.__signature__ = info.signature or inspect.Signature()

@@ -1,7 +1,7 @@
 """The ranks of a mesh that are stopped at a prompt, as the controller knows them.
 
 Ranks tell of each prompt unasked (`meshbook.wire.messages.Prompted`); what they told to a former controller is asked
-for (`meshbook.mesh.proc_states.ProcStates.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
+for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
 `clock`, and on the ranks `meshbook.groups.group_state.GroupState.clock`.
 """
 

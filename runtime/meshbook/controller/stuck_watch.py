@@ -22,7 +22,7 @@ Calls to main threads (cells above all) and to mailboxes (actors) differ in who 
 
 Nothing is asked while nothing failed, but for calls that take long, less and less often: their ranks may be uneven
 though nobody failed (`meshbook.controller.progress_poll`), or disagree, from which they are freed. Calls that actors
-make, and messages that nobody waits for, are not seen here: there an interrupt, or `ProcMesh.abort_groups`, helps.
+make, and messages that nobody waits for, are not seen here: there an interrupt helps.
 
 *The next call* must not meet the failed one. Calls queue (`meshbook.controller.call_queue`)
 

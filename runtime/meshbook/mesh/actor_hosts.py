@@ -23,7 +23,7 @@ from meshbook.mesh.spawn_options import (
     checked_sizes,
 )
 from meshbook.shape.members import Members, Point, Region
-from meshbook.shape.view import MeshView
+from meshbook.shape.view import MeshView, members_of
 
 
 class SentHosts(NamedTuple):
@@ -78,7 +78,7 @@ class HostRef(MeshView):
 
     def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostRef:
         """The same host, where processes run another interpreter; it must have meshbook. Raises: UsageError."""
-        return HostRef(self.members, checked_python(python_executable), self._sent)
+        return HostRef(members_of(self), checked_python(python_executable), self._sent)
 
     def __eq__(self, other: object) -> bool:
         """Whether both mean the same hosts, with the same axes; however they came here."""

@@ -31,6 +31,7 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.errors import Failure, MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import output_target
 from meshbook.mesh.settings import get_runtime_config
 from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
@@ -51,6 +52,17 @@ class _Owned(NamedTuple):
     rank: int
     generation: int
     procs: ProcMesh
+
+
+class _UnbornProcs(NamedTuple):
+    """Processes that have not come, as the mesh of a `MeshFailure`."""
+
+    name: str
+    was_called: bool
+    """Whether a call, or a wait for them, has told somebody."""
+
+    def remember_fault(self, failure: MeshFailure) -> None:
+        """Do nothing: processes that have not come fail every call."""
 
 
 class ControllerRouter:
@@ -166,7 +178,7 @@ class ControllerRouter:
             return self.client.call(request)
         mesh = self._find(request.mesh, request.generation)
         shown = request.reply and (mesh.shown_by or self._controller.front_end.output_source)
-        output = ProcMesh(self._controller, mesh).output_target() if shown else None
+        output = output_target(ProcMesh(self._controller, mesh)) if shown else None
         return self._controller.call(mesh, request, output)
 
     def await_procs(self, mesh: int) -> None:
@@ -180,7 +192,8 @@ class ControllerRouter:
         failures = (failures_of(cause) if cause is not None else []) or [
             Failure(rank, mesh.host_of(rank).name, NOT_STARTED, error.why, (), "") for rank in procs.ranks
         ]
-        self._faults.take(MeshFailure(procs, procs.name, [each._replace(ename=NOT_STARTED) for each in failures]))
+        unborn = _UnbornProcs(procs.name, mesh.arrival is not None and mesh.arrival.is_asked)
+        self._faults.take(MeshFailure(unborn, procs.name, [each._replace(ename=NOT_STARTED) for each in failures]))
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         moves = () if mesh == CONTROLLER_MESH else self._find(mesh).moves

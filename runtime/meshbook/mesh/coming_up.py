@@ -18,6 +18,7 @@ from meshbook.errors import CallFailed, SpawnError, WorkerLost
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.host_versions import warn_of_differences
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.rank_calls import join_ranks
 from meshbook.mesh.start_progress import StartProgress
 
 
@@ -80,8 +81,7 @@ def _start(
     try:
         progress.await_workers(controller.recruit(mesh))
         warn_of_differences(controller, mesh)
-        groups = procs.rebuild_groups() if mesh.grouped else procs.prepare_group()
-        progress.await_call(groups, "forming process groups")
+        progress.await_call(join_ranks(procs), "forming process groups")
         if bootstrap is not None:
             _run_bootstrap(procs, bootstrap, progress)
     except (SpawnError, KeyboardInterrupt):

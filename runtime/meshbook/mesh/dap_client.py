@@ -16,6 +16,7 @@ from meshbook.debug.dap_session import PIECE_MAX_BYTES, START_TIMEOUT_S, WAIT_MA
 from meshbook.errors import DebugError, MeshError, PeerProtocolError
 from meshbook.errors.advice import advice
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import ask
 
 T = TypeVar("T")
 
@@ -187,7 +188,7 @@ class DebugTunnel:
         if held != self._held:
             self._held = held
             with contextlib.suppress(MeshError):
-                self._rank.base().ask("hold_deadlines", held, timeout_s=ANSWER_TIMEOUT_S)
+                ask(self._rank.base(), object, "hold_deadlines", held, timeout_s=ANSWER_TIMEOUT_S)
 
     @property
     def _number(self) -> int:
@@ -205,7 +206,7 @@ class DebugTunnel:
 def _ask(rank: ProcMesh, kind: type[T], endpoint: str, *args: object, timeout_s: float) -> T | None:
     """The answer of the one rank; None when it gives none."""
     try:
-        return rank.ask_for(kind, endpoint, *args, timeout_s=timeout_s).get(rank.ranks[0])
+        return ask(rank, kind, endpoint, *args, timeout_s=timeout_s).get(rank.ranks[0])
     except MeshError:  # stopped, or its ranks have other numbers now
         return None
 

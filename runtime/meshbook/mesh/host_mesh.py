@@ -18,8 +18,8 @@ from meshbook.errors import DeviceError, HostsEndedError, NotOwnerError, SpawnEr
 from meshbook.mesh.coming_up import bring_up, bring_up_aside
 from meshbook.mesh.host_agents import replace_hosts
 from meshbook.mesh.host_view import HostView
-from meshbook.mesh.log_streaming import hide_calls
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.rank_calls import hide_calls
 from meshbook.mesh.settings import shows_calls
 from meshbook.mesh.spawn_options import (
     BootstrapCommand,

@@ -46,7 +46,7 @@ def describe_clocks(clocks: Mapping[str, float], began: float, ended: float) -> 
     return "; ".join(parts)
 
 
-def ways_of(controller: Controller, mesh: MeshState) -> list[tuple[str, str]]:
+def addresses_of(controller: Controller, mesh: MeshState) -> list[tuple[str, str]]:
     """The address at which each host is known to the others, and its interface, where there are several hosts."""
     told = _ask(controller, mesh, "way", str) if len(mesh.hosts) > 1 else []
     return [(host, way) for host, way in told if way]

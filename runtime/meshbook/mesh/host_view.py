@@ -11,7 +11,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.formatting import format_sizes
 from meshbook.mesh.spawn_options import checked_python, checked_variables
 from meshbook.shape.members import Members, Region
-from meshbook.shape.view import MeshView
+from meshbook.shape.view import MeshView, members_of
 
 Self = TypeVar("Self", bound="HostView")
 
@@ -46,7 +46,7 @@ class HostView(MeshView):
     def _like(self: Self, members: Members | None = None, **changes: object) -> Self:
         """The same hosts, or some of them, with some of our fields changed."""
         hosts = type(self).__new__(type(self))
-        MeshView.__init__(hosts, self.members if members is None else members)
+        MeshView.__init__(hosts, members_of(self) if members is None else members)
         vars(hosts).update(vars(self), **changes)
         return hosts
 
@@ -110,7 +110,7 @@ class HostView(MeshView):
     def kept(self) -> tuple[str, tuple[str, ...], Members, Mapping[str, str], str]:
         """What finds the hosts again: the session, the ids of all its hosts, which of these, environment, Python."""
         ids = tuple(host.present().id for host in self._hosts)
-        return self._controller.folder.id, ids, self.members, self._env, self._python
+        return self._controller.folder.id, ids, members_of(self), self._env, self._python
 
     def _present(self) -> list[HostState]:
         """The hosts, or those that have taken the places of lost ones."""

@@ -1,4 +1,8 @@
-"""ProcView: some of the processes of a mesh, arranged by axes: which they are, and how they are asked and called."""
+"""Views of the processes of a mesh: which ranks they have, and how calls and questions reach these.
+
+Users hold a `meshbook.mesh.proc_mesh.ProcMesh`, which is such a view. The functions here, in `meshbook.mesh.states` and
+in `meshbook.mesh.rank_calls` take one: they serve the other rooms, and are no methods since no user calls them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import ask_rank
 from meshbook.lifecycle import MeshPhase
-from meshbook.mesh.log_streaming import LogStreaming
 from meshbook.shape.members import Extent, Members, Region, arrange
 from meshbook.shape.view import MeshView
 from meshbook.values.main_names import Sending
@@ -25,43 +28,31 @@ Self = TypeVar("Self", bound="ProcView")
 Methods: TypeAlias = "list[weakref.WeakMethod[Callable[[], object]]]"
 
 
-def _living(methods: Methods) -> Methods:
-    return [method for method in methods if method() is not None]
-
-
-def call_living(methods: Methods) -> list[object]:
-    """Call those whose objects are still there; returns what they return."""
-    return [method() for each in methods if (method := each()) is not None]
-
-
 class ProcView(MeshView):
-    """What everything that a `meshbook.mesh.proc_mesh.ProcMesh` can do begins with."""
+    """Some of the processes of a mesh, arranged by axes. Base of ProcMesh."""
 
     def __init__(
         self, controller: Controller, mesh: MeshState, members: Members | None = None, generation: int | None = None
     ) -> None:
-        """members: all by default. generation: in which they have their numbers; that of now by default."""
+        """members: all by default. generation: the one whose rank numbers ``members`` has; the current by default."""
         super().__init__(Region.of(mesh.extent) if members is None else members)
-        self._controller, self._mesh = controller, mesh
+        self._controller = controller
+        self._mesh = mesh
         self._generation = mesh.generation if generation is None else generation
 
     @property
     def name(self) -> str:
+        """The name of the mesh, and of the folder of its logs."""
         return self._mesh.name
-
-    def be_called(self, name: str) -> None:
-        """Give the mesh another name in this process, and with its session; what ranks have named stays."""
-        self._mesh.name = name
-        self._controller.folder.save_mesh(self._mesh.id, self._mesh.saved)
 
     @property
     def id(self) -> int:
-        """Names the mesh in its session, also for later controllers; views of a mesh have the same."""
+        """The number of the mesh in its session, also for later controllers; views of a mesh have the same."""
         return self._mesh.id
 
     @property
     def session(self) -> str:
-        """The session that it belongs to: what another process attaches."""
+        """The id of the mesh's session, by which another process attaches."""
         return self._controller.folder.id
 
     @property
@@ -69,31 +60,9 @@ class ProcView(MeshView):
         """Whether the mesh has not been stopped."""
         return self._mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED)
 
-    @property
-    def is_grouped(self) -> bool:
-        """Whether its ranks form process groups by themselves."""
-        return self._mesh.grouped
-
-    @property
-    def is_renumbered(self) -> bool:
-        """Whether ranks have other numbers now than in this view: the mesh has grown or shrunk since."""
-        return self._generation != self._mesh.generation
-
-    def check_numbers(self) -> None:
-        """Raises: LayoutError if ranks have other numbers than in this view."""
-        self._present()
-
     def base(self: Self) -> Self:
-        """The whole mesh that this is a view of."""
+        """Return the whole mesh that this is a view of."""
         return type(self)(self._controller, self._mesh)
-
-    def as_on_ranks(self: Self) -> Self:
-        """The whole mesh with the axes that `mesh` and `point` have on the ranks; see `set_axes`."""
-        return type(self)(self._controller, self._mesh, Region.of(self._mesh.axes))
-
-    def arrange(self: Self, sizes: Mapping[str, int], ranks: Sequence[int]) -> Self:
-        """A view of ``ranks`` (distinct base ranks, in C order) laid out along axes of these sizes."""
-        return self._part(arrange(Extent.of(sizes), ranks))
 
     def _part(self: Self, members: Members) -> Self:
         return type(self)(self._controller, self._mesh, members, self._generation)
@@ -101,32 +70,8 @@ class ProcView(MeshView):
     def _present(self: Self) -> Self:
         """Wait until the processes are there. Raises: LayoutError if ranks have other numbers than in this view."""
         self._mesh.await_arrival()
-        if self.is_renumbered:
-            raise stale_view(self._mesh)
+        check_numbers(self)
         return self
-
-    def ask(self, endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, object]:
-        """Put a question to the members' control threads, which answer also while the ranks are busy or stuck.
-
-        endpoint: one of `meshbook.worker.queries.QUERIES`. args and answers are plain data. Returns: what came in
-        time; members that answer None are left out.
-        """
-        return self.ask_for(object, endpoint, *args, timeout_s=timeout_s)
-
-    def ask_for(self, kind: type[T], endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, T]:
-        """The same, with answers as ``kind``."""
-        ranks = self._present().members.ranks()
-        return self._controller.questions.gather(self._mesh, ranks, ask_rank(endpoint, *args), kind, timeout_s)
-
-    def ask_one(
-        self, kind: type[T], endpoint: str, *args: object, ranks: Sequence[int], patience_s: float, timeout_s: float
-    ) -> tuple[int, T | None] | None:
-        """The same to the first of ``ranks`` that answers; see `meshbook.controller.queries.Questions.first`."""
-        self._present()
-        asked = ask_rank(endpoint, *args)
-        return self._controller.questions.first(
-            self._mesh, ranks, asked, kind, patience_s=patience_s, timeout_s=timeout_s
-        )
 
     def _call(
         self,
@@ -139,33 +84,103 @@ class ProcView(MeshView):
         sending: Sending | None = None,
         fail_fast: bool = True,
     ) -> CallFuture[Any]:
-        if self._generation != self._mesh.generation:  # `_present`, on the path of every call
+        if self._generation != self._mesh.generation:  # `check_numbers`, on the path of every call
             raise stale_view(self._mesh)
         if self._mesh.before_calls:
             call_living(self._mesh.before_calls)
         pickled = dumps((args, kwargs or {}), what=what, roots=roots, sending=sending)
         request = CallRequest(endpoint, self._members, pickled, what, fail_fast=fail_fast)
-        return self._controller.call(self._mesh, request, self.output_target())
+        return self._controller.call(self._mesh, request, output_target(self))
 
-    def new_output_id(self) -> int:
-        """A number for an `OutputTarget`."""
-        return self._controller.next_id()
 
-    def output_target(self) -> OutputTarget | None:
-        """Where what a call prints goes that is made now; None: to our stdout."""
-        shown_by, source = self._mesh.shown_by, self._controller.front_end.output_source
-        if shown_by is not None and (target := shown_by.target()) is not None:
-            return target
-        return source(self) if source else None
+# ---- views ------------------------------------------------------------------------------------------------------
 
-    def show_calls_by(self, streaming: LogStreaming) -> None:
-        """Have what calls to the mesh print, those of cells apart, shown so from now on."""
-        self._mesh.shown_by = streaming
 
-    def call_before_calls(self, method: Callable[[], object]) -> None:
-        """Call a method before each call to these processes is sent, as long as its object lives; see `base`."""
-        self._mesh.before_calls = [*_living(self._mesh.before_calls), weakref.WeakMethod(method)]
+def is_renumbered(procs: ProcView) -> bool:
+    """Whether ranks have other numbers now than in this view: the mesh has grown or shrunk since."""
+    return procs._generation != procs._mesh.generation
 
-    def call_after_repairs(self, method: Callable[[], object]) -> None:
-        """Call a method when ranks of these processes were started again, as long as its object lives."""
-        self._mesh.after_repairs = [*_living(self._mesh.after_repairs), weakref.WeakMethod(method)]
+
+def check_numbers(procs: ProcView) -> None:
+    """Raises: LayoutError if ranks have other numbers than in this view."""
+    if procs._generation != procs._mesh.generation:
+        raise stale_view(procs._mesh)
+
+
+def arrange_ranks(procs: Self, sizes: Mapping[str, int], ranks: Sequence[int]) -> Self:
+    """Return a view of ``ranks`` (distinct base ranks, in C order) laid out along axes of these sizes."""
+    return procs._part(arrange(Extent.of(sizes), ranks))
+
+
+def rename_mesh(procs: ProcView, name: str) -> None:
+    """Give the mesh another name in this process and in its session; names on the ranks stay as they are."""
+    procs._mesh.name = name
+    procs._controller.folder.save_mesh(procs._mesh.id, procs._mesh.saved)
+
+
+# ---- what goes before calls, and what follows repairs -------------------------------------------------------------
+
+
+def call_before_calls(procs: ProcView, method: Callable[[], object]) -> None:
+    """Call a method before each call to the mesh is sent, as long as the method's object lives."""
+    procs._mesh.before_calls = [*_living(procs._mesh.before_calls), weakref.WeakMethod(method)]
+
+
+def call_after_repairs(procs: ProcView, method: Callable[[], object]) -> None:
+    """Call a method whenever ranks of the mesh were started again, as long as the method's object lives."""
+    procs._mesh.after_repairs = [*_living(procs._mesh.after_repairs), weakref.WeakMethod(method)]
+
+
+def call_living(methods: Methods) -> list[object]:
+    """Call the methods whose objects still live; returns their results."""
+    return [method() for each in methods if (method := each()) is not None]
+
+
+def _living(methods: Methods) -> Methods:
+    return [method for method in methods if method() is not None]
+
+
+# ---- output of calls ----------------------------------------------------------------------------------------------
+
+
+def new_output_id(procs: ProcView) -> int:
+    """Return a number for an `OutputTarget`."""
+    return procs._controller.next_id()
+
+
+def output_target(procs: ProcView) -> OutputTarget | None:
+    """Return the target of the prints of a call that is made now; None for our stdout."""
+    shown_by, source = procs._mesh.shown_by, procs._controller.front_end.output_source
+    if shown_by is not None and (target := shown_by.target()) is not None:
+        return target
+    return source(procs) if source else None
+
+
+# ---- questions to control threads, which answer also while the ranks are busy or stuck ----------------------------
+
+
+def ask(procs: ProcView, kind: type[T], endpoint: str, *args: object, timeout_s: float = 0.5) -> dict[int, T]:
+    """Put a question to the members' control threads; returns the answers that came in time, by rank.
+
+    kind: the type of the answers; ``object`` leaves them as they are. Members that answer None are left out.
+    endpoint: one of `meshbook.worker.queries.QUERIES`. args: plain data.
+    """
+    ranks = procs._present()._members.ranks()
+    return procs._controller.questions.gather(procs._mesh, ranks, ask_rank(endpoint, *args), kind, timeout_s)
+
+
+def ask_first(
+    procs: ProcView,
+    kind: type[T],
+    endpoint: str,
+    *args: object,
+    ranks: Sequence[int],
+    patience_s: float,
+    timeout_s: float,
+) -> tuple[int, T | None] | None:
+    """Put a question to the first of ``ranks`` that answers; see `meshbook.controller.queries.Questions.first`."""
+    procs._present()
+    asked = ask_rank(endpoint, *args)
+    return procs._controller.questions.first(
+        procs._mesh, ranks, asked, kind, patience_s=patience_s, timeout_s=timeout_s
+    )

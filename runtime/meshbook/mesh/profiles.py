@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from meshbook.errors import CallError, CallInterrupted
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import ask
+from meshbook.mesh.states import by_host
 from meshbook.profiling.recorder import RankTrace, take
 
 MAX_EVENTS = 400_000
@@ -72,7 +74,7 @@ def collect(procs: ProcMesh, name: str, ended: Collection[int], begun_s: float) 
 def compare_clocks(procs: ProcMesh) -> dict[int, _Clock]:
     """How far each member's wall clock is ahead of ours, in seconds."""
     clocks: dict[int, _Clock] = {}
-    for part in procs.by_host():
+    for part in by_host(procs):
         clock = _Clock(0.0, 0.0) if part.is_here else _compare(procs, part.ranks[0])
         clocks.update(dict.fromkeys(part.ranks, clock))
     return clocks
@@ -83,7 +85,7 @@ def _compare(procs: ProcMesh, rank: int) -> _Clock:
     best = _Clock(0.0, float("inf"))
     for _ in range(ROUND_TRIPS):
         asked = time.time()
-        answer = one.ask_for(float, "clock")
+        answer = ask(one, float, "clock")
         now = time.time()
         if rank in answer and (now - asked) / 2 < best.error_s:
             best = _Clock(answer[rank] - (asked + now) / 2, (now - asked) / 2)

@@ -15,6 +15,8 @@ from meshbook.errors import MeshError, UsageError
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.states import busy as busy_ranks
+from meshbook.mesh.states import stopped_ranks, type_line, where
 
 _HELP = """\
 Beside pdb's own commands, this prompt knows:
@@ -68,7 +70,7 @@ class DebugPrompt:
         self.procs = procs
         self.current: int | None = None
         self._terminal, self._choose, self._post_mortem = terminal, choose, post_mortem
-        self._stopped_ranks = procs.stopped_ranks
+        self._stopped_ranks = stopped_ranks(procs)
         self._line_was_pdbs = False
         """Whether an empty line repeats something."""
 
@@ -227,7 +229,7 @@ class DebugPrompt:
         sent = {rank: stop.at.number for rank, stop in stopped_ranks.of(ranks).items()}
         (stopped_ranks.stepping.difference_update if _GOES_ON.match(line) else stopped_ranks.stepping.update)(sent)
         self._show(sent)  # what was written before belongs before
-        self.procs.type_line(line, sent)
+        type_line(self.procs, line, sent)
         while not stopped_ranks.wait_for(
             lambda: all(self._has_answered(rank, number) for rank, number in sent.items()), 0.25
         ):
@@ -244,7 +246,7 @@ class DebugPrompt:
         """Give ranks that went on the time to stop again; say where those are that do not."""
         deadline = time.monotonic() + STEP_S
         while True:
-            stopped, busy = self._stopped_ranks.of(ranks), set(self.procs.busy)
+            stopped, busy = self._stopped_ranks.of(ranks), set(busy_ranks(self.procs))
             moving = [rank for rank in ranks if rank not in stopped and rank in busy]
             if not moving:
                 return
@@ -252,7 +254,7 @@ class DebugPrompt:
                 self._terminal.say(
                     "\n".join(
                         f"{name_ranks(group)} run{'s' if len(group) == 1 else ''} on: {place}"
-                        for place, group in _by_value(self.procs.base().select(moving).where()).items()
+                        for place, group in _by_value(where(self.procs.base().select(moving))).items()
                     )
                 )
                 return

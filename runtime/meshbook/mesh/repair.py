@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshbook.calls.call_future import CallFuture
 from meshbook.controller.controller import Controller
@@ -35,8 +35,12 @@ from meshbook.errors.advice import advice
 from meshbook.groups.deadlock import is_in_use
 from meshbook.groups.progress import Collectives
 from meshbook.launchers.base import Launcher
+from meshbook.mesh import states
 from meshbook.mesh.host_agents import replace_hosts
+from meshbook.mesh.proc_view import call_living
+from meshbook.mesh.rank_calls import join_ranks, set_axes
 from meshbook.mesh.start_progress import StartProgress
+from meshbook.shape.members import Region
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -58,6 +62,40 @@ PATIENCE_S = 2.0
 """After so long a person is told what a repair waits for."""
 
 Note: TypeAlias = Callable[[str], None]
+
+
+def repair(
+    procs: ProcMesh,
+    ranks: Sequence[int],
+    setup: Sequence[str],
+    *,
+    force: bool,
+    note: Note | None,
+    launcher: Launcher | None = None,
+    within_s: float | None = None,
+) -> Repaired:
+    """Repair the whole mesh, as `ProcMesh.heal` and `ProcMesh.respawn` do. ranks: those to end before."""
+    controller, mesh = procs._controller, procs._mesh
+    progress = StartProgress(controller, within_s)
+    if isinstance(setup, str) or not isinstance(setup, Sequence) or not all(isinstance(each, str) for each in setup):
+        raise UsageError(f"setup is a list of cells, each of them a string; {setup!r} is none")
+    mesh.await_arrival()
+    mesh.check_usable()  # before its controller is asked, which may have closed
+    new: set[int] = set()
+    for left in reversed(range(ROUNDS)):
+        repaired = Repair(controller, mesh, procs.base(), progress, note, launcher).run(ranks, setup, force=force)
+        new.update(repaired.ranks)
+        repaired = mesh.last_repair = repaired._replace(ranks=tuple(sorted(new)))
+        try:
+            results = call_living(mesh.after_repairs)
+            notes = tuple(dict.fromkeys(each for each in results if isinstance(each, str) and each))
+            repaired = mesh.last_repair = repaired._replace(notes=notes)
+            break
+        except WorkerLost:
+            if not left or not mesh.lost:
+                raise
+            ranks, launcher = (), None  # another one has died meanwhile
+    return repaired
 
 
 class Repair:
@@ -84,7 +122,7 @@ class Repair:
     def run(self, kill: Sequence[int], setup: Sequence[str], *, force: bool) -> Repaired:
         """Do it, as `ProcMesh.heal` and `ProcMesh.respawn` say. kill: ranks to end before."""
         began = time.monotonic()
-        for host, why in () if force else self._procs.suspects.items():
+        for host, why in () if force else states.suspects(self._procs).items():
             self.note(
                 f"host {host} is {why}; its ranks keep their state and answer when it does, --force gives them up"
             )
@@ -200,8 +238,7 @@ class Repair:
         if self._are_in_use():
             return NOT_PROVED
         for formed_again in ("", FORMED_AGAIN):  # after a failure they are formed again by themselves
-            future = self._procs.prove_group()
-            assert isinstance(future, CallFuture)
+            future = self._procs._call("prove_group", (), what="the proof of the process groups")
             try:
                 future.get(PROVE_TIMEOUT_S)
                 return formed_again
@@ -221,12 +258,11 @@ class Repair:
     def join(self) -> None:
         """Have all ranks form the groups, or meet; they take up the axes that they had."""
         mesh, procs = self._mesh, self._procs
-        future = procs.rebuild_groups() if mesh.grouped else procs.prepare_group()
-        assert isinstance(future, CallFuture)
+        future = join_ranks(procs)
         try:
             self._wait_for_ranks(future)
             if mesh.axes != dict(mesh.extent):
-                procs.as_on_ranks().set_axes().get(AXES_TIMEOUT_S)
+                set_axes(procs._part(Region.of(mesh.axes))).get(AXES_TIMEOUT_S)
         except BaseException as error:
             future.end_on_ranks(1.0)  # those that wait for the dead come back
             if isinstance(error, CallFailed):
@@ -239,7 +275,7 @@ class Repair:
     def _note_joined(self) -> None:
         self._mesh.joined = not self._mesh.lost
 
-    def _wait_for_ranks(self, future: CallFuture[object]) -> None:
+    def _wait_for_ranks(self, future: CallFuture[Any]) -> None:
         try:
             future.get(PATIENCE_S)
             return

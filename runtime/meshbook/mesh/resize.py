@@ -65,6 +65,21 @@ class Change(NamedTuple):
         return f'mesh "{self.procs.name}": {format_sizes(self.procs.sizes)}; {", ".join([*parts, joined])}'
 
 
+def resize(
+    procs: ProcMesh,
+    *,
+    grow: Mapping[str, int] | None = None,
+    shrink: Mapping[str, int] | None = None,
+    note: Note | None = None,
+    launcher: Launcher | None = None,
+    within_s: float | None = None,
+) -> Change:
+    """Grow or shrink a mesh, as `ProcMesh.grow` and `ProcMesh.shrink` do; the result says which rank became which."""
+    progress = StartProgress(procs._controller, within_s)
+    elastic = Elastic(procs._controller, procs._mesh, procs._present(), progress, note)
+    return elastic.grow(grow, launcher) if grow is not None else elastic.shrink(shrink or {})
+
+
 class Elastic:
     """One change of one mesh, on a thread of the user."""
 

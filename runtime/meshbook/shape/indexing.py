@@ -30,8 +30,6 @@ def resolve(chosen: Index, label: str, size: int) -> int | range:
         if not indices:
             raise RankError(text, label, size)
         return indices
-    if isinstance(chosen, Iterable) and not isinstance(chosen, str):
-        raise UsageError(f"{label}={chosen!r} is a list; pick({label}={chosen!r}) takes lists")
     try:
         index = operator.index(chosen)
     except TypeError:

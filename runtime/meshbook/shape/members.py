@@ -115,11 +115,31 @@ class Members(ABC):
         self.extent.require_all(coordinates)
         return next(self.slice(**coordinates).ranks())
 
-    def slice(self, **axes: Index) -> Members:
-        """Return a part: an int drops its axis, a slice keeps it; negative numbers and steps are as in NumPy.
+    def slice(self, **axes: Choice) -> Members:
+        """Return a part: an int drops its axis, a slice or a list of indices keeps it, as in NumPy.
 
-        Raises: UnknownAxisError, RankError if nothing is selected, UsageError for what is no index.
+        Negative numbers count from the end. A list keeps its own order.
+        Raises: UnknownAxisError, RankError if nothing is selected, UsageError for a value that is no index,
+        LayoutError if a list names an index twice.
         """
+        lists = {
+            label: resolve_list(chosen, label, self.extent.size(label))
+            for label, chosen in axes.items()
+            if isinstance(chosen, Iterable) and not isinstance(chosen, str)
+        }
+        part = self._slice({label: chosen for label, chosen in axes.items() if label not in lists})
+        if not lists:
+            return part
+        indices = [lists.get(label, range(size)) for label, size in part.sizes.items()]
+        steps = [
+            [index * stride for index in along]
+            for along, stride in zip(indices, dense(part.extent.shape).strides, strict=True)
+        ]
+        ranks = list(part.ranks())
+        extent = Extent(part.labels, tuple(len(along) for along in indices))
+        return arrange(extent, [ranks[sum(moves)] for moves in product(*steps)])
+
+    def _slice(self, axes: Mapping[str, Any]) -> Members:
         for label in axes:
             self.extent.axis(label)
         places = self._places()
@@ -133,29 +153,6 @@ class Members(ABC):
                 offset += chosen.start * stride
                 kept.append((label, len(chosen), chosen.step * stride))
         return self._at(Region.build(offset, kept))
-
-    def pick(self, **axes: Choice) -> Members:
-        """Return a part, as `slice` does; a list of indices keeps its axis, in the order of the list.
-
-        Raises: as `slice`, and LayoutError if a list names an index twice.
-        """
-        lists = {
-            label: resolve_list(chosen, label, self.extent.size(label))
-            for label, chosen in axes.items()
-            if isinstance(chosen, Iterable) and not isinstance(chosen, str)
-        }
-        rest: dict[str, Any] = {label: chosen for label, chosen in axes.items() if label not in lists}
-        part = self.slice(**rest)
-        if not lists:
-            return part
-        indices = [lists.get(label, range(size)) for label, size in part.sizes.items()]
-        steps = [
-            [index * stride for index in along]
-            for along, stride in zip(indices, dense(part.extent.shape).strides, strict=True)
-        ]
-        ranks = list(part.ranks())
-        extent = Extent(part.labels, tuple(len(along) for along in indices))
-        return arrange(extent, [ranks[sum(moves)] for moves in product(*steps)])
 
     def select(self, ranks: Iterable[int]) -> Members:
         """Return the members with these base ranks, in this order, on one axis ``rank``.

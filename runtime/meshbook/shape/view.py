@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from meshbook.shape.extent import Extent
-from meshbook.shape.members import Choice, Index, Members
+from meshbook.shape.members import Choice, Members
 
 Self = TypeVar("Self", bound="MeshView")
 
@@ -21,11 +21,6 @@ class MeshView:
 
     def _part(self: Self, members: Members) -> Self:
         raise NotImplementedError
-
-    @property
-    def members(self) -> Members:
-        """The base ranks of this view, arranged by its axes."""
-        return self._members
 
     @property
     def extent(self) -> Extent:
@@ -53,13 +48,12 @@ class MeshView:
     def __len__(self) -> int:
         return len(self._members)
 
-    def slice(self: Self, **axes: Index) -> Self:
-        """A view as NumPy would cut it: an int drops its axis. Raises: UnknownAxisError, RankError."""
-        return self._part(self._members.slice(**axes))
+    def slice(self: Self, **axes: Choice) -> Self:
+        """Return a part as NumPy would cut it: an int drops its axis, a slice or a list of indices keeps it.
 
-    def pick(self: Self, **axes: Choice) -> Self:
-        """Like `slice`, also with lists of indices."""
-        return self._part(self._members.pick(**axes))
+        Raises: UnknownAxisError, RankError, LayoutError if a list names an index twice.
+        """
+        return self._part(self._members.slice(**axes))
 
     def select(self: Self, ranks: Iterable[int]) -> Self:
         """A view of chosen base ranks along one axis ``rank``. Raises: RankError."""
@@ -76,3 +70,8 @@ class MeshView:
     def rename(self: Self, **names: str) -> Self:
         """Give axes other names, all at once: ``rename(hosts="dp")``. Raises: UnknownAxisError, LayoutError."""
         return self._part(self._members.rename(**names))
+
+
+def members_of(view: MeshView) -> Members:
+    """Return the base ranks of a mesh or a view, arranged by its axes."""
+    return view._members

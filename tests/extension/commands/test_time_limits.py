@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshbook.mesh import states
 from meshbook_extension.notebook import time_limits
 from meshbook_extension.notebook.time_limits import Limit, TimeLimit, TimeLimits
 
@@ -73,16 +74,16 @@ def test_it_is_told_once_before_it_ends_and_again_after_it_was_used(notebook: An
     notebook.run("%mesh spawn gpus=1 --no-torch --out procs")
     procs, told = notebook["procs"], Told()
     limit = TimeLimit(procs, Limit(idle_s=3600.0), told)
-    now = procs.called_at
+    now = states.called_at(procs)
     assert limit.pump(now + 3000) == pytest.approx(now + 3000 + time_limits.LOOK_S)
     limit.pump(now + 3310)
     limit.pump(now + 3320)
     assert told.texts == ['mesh "main" stops in 5 min: idle for 1 h (--idle-stop); any cell for it keeps it\n']
     procs.execute(abs, -1).get()
-    limit.pump(procs.called_at + 10)
-    limit.pump(procs.called_at + 3400)
+    limit.pump(states.called_at(procs) + 10)
+    limit.pump(states.called_at(procs) + 3400)
     assert len(told.texts) == 2
-    limit.pump(procs.called_at + 3700)
+    limit.pump(states.called_at(procs) + 3700)
     assert told.texts[-1] == 'mesh "main" stops now: idle for 1 h (--idle-stop)\n'
     wait_for(lambda: not procs.alive)
     assert limit.pump(now) is None

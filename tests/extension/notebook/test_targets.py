@@ -29,8 +29,8 @@ class View:
     def ranks(self) -> tuple[int, ...]:
         return tuple(self.members.ranks())
 
-    def pick(self, **axes: Any) -> View:
-        return View(self.members.pick(**axes))
+    def slice(self, **axes: Any) -> View:
+        return View(self.members.slice(**axes))
 
     def select(self, ranks: Any) -> View:
         return View(self.members.select(ranks))

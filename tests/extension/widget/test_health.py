@@ -9,7 +9,7 @@ from fakes import failure
 
 import meshbook
 import meshbook_extension
-from meshbook.mesh.proc_states import RankStatus
+from meshbook.mesh.states import RankStatus
 from meshbook.system.devices import GpuUse
 from meshbook_extension.notebook.error_log import ErrorLog
 from meshbook_extension.output.line_reader import merge_bars

@@ -15,19 +15,20 @@ from meshbook.actor.listing import ActorState
 from meshbook.calls.output import Notice, OutputTarget
 from meshbook.errors import CallInterrupted
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import ask, new_output_id
 
 PROVE = "proof = torch.ones(1)\ndist.all_reduce(proof)\nint(proof)"
 
 
 def is_idle(learners: ActorMesh, procs: ProcMesh) -> bool:
-    states = procs.ask_for(list[ActorState], "actors", timeout_s=5)
+    states = ask(procs, list[ActorState], "actors", timeout_s=5)
     return all(not actor.doing for each in states.values() for actor in each)
 
 
 @pytest.mark.parametrize("cls", [Learner, AsyncLearner])
 def test_actors_that_wait_for_one_that_raised_are_freed(mesh4: ProcMesh, cls: type[Learner]) -> None:
     heard = Collector()
-    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard))
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard))
     try:
         learners = mesh4.spawn("learners", cls)
         assert learners.step.call().get(30).values() == [4] * 4

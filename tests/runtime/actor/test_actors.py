@@ -50,6 +50,7 @@ from meshbook.errors import (
     UsageError,
 )
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import new_output_id
 
 
 def press_interrupt(when: Callable[[], bool]) -> threading.Thread:
@@ -107,7 +108,7 @@ def test_an_actor_knows_its_place_in_the_mesh_that_was_called(mesh4: ProcMesh) -
         (1, {"tp": 1}, {"tp": 2}, "four.counters[3]"),
     ]
     assert counters.slice(dp=1, tp=1).spawned_at.call_one().get(20) == {"dp": 1, "tp": 1}
-    picked = counters.flatten("i").pick(i=[3, 0, 1]).place.call().get(20)
+    picked = counters.flatten("i").slice(i=[3, 0, 1]).place.call().get(20)
     assert [place[0] for place in picked.values()] == [0, 1, 2]
 
 
@@ -185,7 +186,7 @@ def test_an_endpoint_may_answer_later_by_its_port(mesh4: ProcMesh) -> None:
 
 def test_what_an_actor_prints_belongs_to_the_call_and_comes_before_its_answer(mesh4: ProcMesh) -> None:
     heard = Collector()
-    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard))
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard))
     try:
         one = mesh4.spawn("counters", Counter).slice(gpus=1)
         one.say.call_one("hello").get(20)

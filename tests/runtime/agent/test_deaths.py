@@ -20,6 +20,7 @@ from template_processes import children_of, torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.errors import RankDeath, describe_deaths
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.exits import End, OomWatch, describe_end, last_words
 from meshbook.system.processes import is_same_process, start_time
 
@@ -56,7 +57,7 @@ def test_each_cause_is_named_and_known_soon(loose4: ProcMesh) -> None:
             seen[event.rank] = time.monotonic()  # type: ignore[attr-defined]
         output(event)  # type: ignore[arg-type]
 
-    run = loose4.start_cell(DEATHS, on_output=listen)
+    run = start_cell(loose4, DEATHS, on_output=listen)
     with pytest.raises(errors.WorkerLost) as caught:
         run.future.get(10)
     causes = {death.rank: death.cause for death in caught.value.deaths}
@@ -74,7 +75,7 @@ def test_each_cause_is_named_and_known_soon(loose4: ProcMesh) -> None:
 def test_a_crash_in_native_code_says_where_python_was(loose4: ProcMesh) -> None:
     code = "def crash():\n    import ctypes\n    ctypes.string_at(0)\ncrash()"
     with pytest.raises(errors.WorkerLost) as caught:
-        loose4.pick(gpus=2).run(code).get(20)
+        loose4.slice(gpus=2).run(code).get(20)
     text = str(caught.value)
     assert re.search(r"rank 2 on \S+ ended: killed by SIGSEGV, a crash in native code", text)
     assert "Fatal Python error: Segmentation fault" in text
@@ -84,7 +85,7 @@ def test_a_crash_in_native_code_says_where_python_was(loose4: ProcMesh) -> None:
 
 def test_an_abort_says_so(loose4: ProcMesh) -> None:
     with pytest.raises(errors.WorkerLost, match=r"killed by SIGABRT, native code called abort\(\)"):
-        loose4.pick(gpus=0).run("import os; os.abort()").get(20)
+        loose4.slice(gpus=0).run("import os; os.abort()").get(20)
 
 
 def test_equal_deaths_are_one_error(loose4: ProcMesh) -> None:
@@ -102,10 +103,10 @@ def test_equal_deaths_are_one_error(loose4: ProcMesh) -> None:
 
 def test_an_error_that_tells_of_the_last_ranks_promises_nothing_of_others(loose4: ProcMesh) -> None:
     with pytest.raises(errors.WorkerLost) as some:
-        loose4.pick(gpus=[1, 2]).run("import os; os._exit(3)").get(20)
+        loose4.slice(gpus=[1, 2]).run("import os; os._exit(3)").get(20)
     assert "the other ranks keep their state" in str(some.value)
     with pytest.raises(errors.WorkerLost) as rest:
-        loose4.pick(gpus=[0, 3]).run("import os; os._exit(3)").get(20)
+        loose4.slice(gpus=[0, 3]).run("import os; os._exit(3)").get(20)
     for error in (rest.value, pickle.loads(pickle.dumps(rest.value))):
         assert "other ranks" not in str(error) and "  repair: mesh.heal()\n" in str(error)
 
@@ -113,9 +114,9 @@ def test_an_error_that_tells_of_the_last_ranks_promises_nothing_of_others(loose4
 def test_open_calls_fail_and_results_and_state_of_the_others_are_kept(loose4: ProcMesh) -> None:
     loose4.run("kept = rank * 10").get(30)
     running = loose4.run("import time\nif rank == 1: time.sleep(60)\nrank")
-    behind = [loose4.pick(gpus=1).run(str(n)) for n in range(3)]
+    behind = [loose4.slice(gpus=1).run(str(n)) for n in range(3)]
     output = Collector()
-    watched = loose4.start_cell("1", on_output=output)
+    watched = start_cell(loose4, "1", on_output=output)
     pid = loose4.status()[1].pid
     output.wait_for(lambda: len(output.done) == 3)
     killed = time.monotonic()
@@ -125,12 +126,12 @@ def test_open_calls_fail_and_results_and_state_of_the_others_are_kept(loose4: Pr
             future.get(10)
     assert time.monotonic() - killed < 2 * SOON_S
     assert dict(running.exception(0).partial) == {0: 0, 2: 2, 3: 3}  # type: ignore[union-attr]
-    assert loose4.pick(gpus=[0, 2, 3]).pull("kept").get(30).values() == [0, 20, 30]
+    assert loose4.slice(gpus=[0, 2, 3]).pull("kept").get(30).values() == [0, 20, 30]
     assert loose4.lost == (1,)
 
 
 def test_children_of_a_dead_rank_end_with_it(loose4: ProcMesh) -> None:
-    pid = int(loose4.pick(gpus=3).run("import subprocess; subprocess.Popen(['sleep', '100']).pid").get(30).values()[0])
+    pid = int(loose4.slice(gpus=3).run("import subprocess; subprocess.Popen(['sleep', '100']).pid").get(30).values()[0])
     started = start_time(pid)
     assert started is not None
     os.kill(loose4.status()[3].pid, signal.SIGKILL)
@@ -210,8 +211,8 @@ def test_the_oom_killer_is_named(loose4: ProcMesh, small_cgroup: Path) -> None:
     assert match and int(match[1]) > 100
     os.kill(loose4.status()[2].pid, signal.SIGKILL)  # the next one is somebody's kill -9
     with pytest.raises(errors.WorkerLost, match=r"rank 2 on .* killed by SIGKILL, as by kill -9"):
-        loose4.pick(gpus=2).run("import time; time.sleep(20)").get(30)
-    assert loose4.pick(gpus=[0, 3]).run("rank").get(30).values() == [0, 3]
+        loose4.slice(gpus=2).run("import time; time.sleep(20)").get(30)
+    assert loose4.slice(gpus=[0, 3]).run("rank").get(30).values() == [0, 3]
 
 
 def _kernel(root: Path, cgroup: str, vmstat: int, events: dict[str, int]) -> OomWatch:
@@ -318,7 +319,7 @@ def _with_start(pids: list[int]) -> list[tuple[int, int]]:
 def test_an_agent_that_dies_takes_everything_with_it_and_the_next_spawn_starts_another(number: signal.Signals) -> None:
     mesh = this_host().spawn_procs({"gpus": 2}, group=False)
     agent = _agent_of(mesh)
-    child = int(mesh.pick(gpus=1).run("import subprocess; subprocess.Popen(['sleep', '100']).pid").get(30).values()[0])
+    child = int(mesh.slice(gpus=1).run("import subprocess; subprocess.Popen(['sleep', '100']).pid").get(30).values()[0])
     family = _with_start([agent, child, _template_of(mesh).pid, *_pids(mesh)])
     assert len(family) == 5
     future = mesh.run("import time; time.sleep(60)")

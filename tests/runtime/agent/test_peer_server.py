@@ -17,6 +17,7 @@ from mail_ranks import There
 
 from meshbook import ProcMesh
 from meshbook.shape.members import Region
+from meshbook.shape.view import members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
@@ -35,7 +36,7 @@ class Port:
     def __init__(self, mesh: ProcMesh) -> None:
         self.mesh = mesh
         mesh.execute(mail_ranks.open_desk, 70).get(20)
-        self.there = There(mesh.id, mesh.members, 70)
+        self.there = There(mesh.id, members_of(mesh), 70)
         self.call()
         self.caller, self.host = mesh._mesh.hosts
         self._dispatcher = mesh._controller._dispatcher

@@ -11,7 +11,9 @@ from pathlib import Path
 from patience import wait_until
 
 from meshbook.calls.output import OutputEvent, StreamText
+from meshbook.mesh import states
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.rank_calls import start_cell
 
 CELL = """
 import pathlib, threading, time
@@ -46,8 +48,8 @@ def test_what_ranks_have_printed_comes_before_the_answer_though_agents_stood_sti
     answered = threading.Event()
     code = CELL.format(folder=str(tmp_path))
     code += "threading.Thread(target=print_at, args=('late', 'late')).start()"
-    mesh2x2.start_cell(code, cell_number=1, on_output=receive).future.get(30)
-    run = mesh2x2.start_cell("print_at('now', 'now')", cell_number=2, on_output=receive)
+    start_cell(mesh2x2, code, cell_number=1, on_output=receive).future.get(30)
+    run = start_cell(mesh2x2, "print_at('now', 'now')", cell_number=2, on_output=receive)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 8)
     agents = agents_of(mesh2x2)
     try:
@@ -56,7 +58,7 @@ def test_what_ranks_have_printed_comes_before_the_answer_though_agents_stood_sti
         (tmp_path / "now").touch()
         (tmp_path / "late").touch()
         wait_until(lambda: len(list(tmp_path.iterdir())) == 18)
-        mesh2x2.await_printed(come, 20.0)
+        states.await_printed(mesh2x2, come, 20.0)
         assert not answered.wait(0.2) and not texts
     finally:
         for agent in agents:
@@ -72,7 +74,7 @@ def test_a_host_that_does_not_answer_is_waited_for_as_long_as_was_said(mesh2: Pr
     os.kill(agent, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        mesh2.await_printed(come.set, 0.3)
+        states.await_printed(mesh2, come.set, 0.3)
         assert come.wait(20) and time.monotonic() - began >= 0.3
     finally:
         os.kill(agent, signal.SIGCONT)

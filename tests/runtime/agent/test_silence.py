@@ -32,6 +32,7 @@ from meshbook.controller.host_state import MAX_SILENCE_S
 from meshbook.controller.io_turns import SocketTurn
 from meshbook.errors import CallFailed, CallInterrupted, MeshError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
+from meshbook.mesh import states
 from meshbook.sessions.folder import read_state
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire.ticket import Ticket
@@ -96,7 +97,7 @@ def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: P
     with stalled(agent_of(beside, 1)):
         pending = beside.run("dist.all_reduce(t := torch.ones(1)); state + t.item()")
         asked = beside.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 2, timeout=60)
-        wait_until(lambda: beside.suspects)
+        wait_until(lambda: states.suspects(beside))
         (status,) = beside.slice(hosts=1).status()
         assert status.state == "silent"
         assert re.match(r"its host is silent for \d+ s: its agent is stopped or its machine is busy", status.where)
@@ -109,7 +110,7 @@ def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: P
         assert "nothing to heal; its process groups were not proved, since ranks are busy" in str(beside.heal())
     assert pending.get(60).values() == [43.0, 44.0]
     assert asked.get(60).values() == [{0: 2, 1: 2}]
-    wait_until(lambda: not beside.suspects)
+    wait_until(lambda: not states.suspects(beside))
     assert beside.execute(os.getpid).get(30).values() == pids
     assert beside.run("state").get(30).values() == [41, 42]
 
@@ -118,15 +119,15 @@ def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: P
 def test_an_agent_that_is_killed_while_it_is_suspect_is_lost_at_once(beside: ProcMesh) -> None:
     pid = agent_of(beside, 1)
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: beside.suspects)
+    wait_until(lambda: states.suspects(beside))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: beside.lost == (1,), timeout_s=5)
-    assert not beside.suspects
+    assert not states.suspects(beside)
 
 
 def test_a_mesh_with_a_suspect_host_of_its_own_can_be_stopped(beside: ProcMesh) -> None:
     with contextlib.suppress(ProcessLookupError), stalled(agent_of(beside, 1)):
-        wait_until(lambda: beside.suspects)
+        wait_until(lambda: states.suspects(beside))
         assert not beside.lost
         beside.stop(timeout_s=2)
     assert not beside.alive
@@ -136,7 +137,7 @@ def test_a_mesh_on_a_suspect_host_that_others_use_says_why_it_has_not_ended(clea
     hosts = start_hosts({"hosts": 1}, LocalLauncher())
     mesh = hosts.spawn_procs({"gpus": 1}, name="shared", device="cpu", group=False)
     with stalled(agent_of(mesh, 0)):
-        wait_until(lambda: mesh.suspects)
+        wait_until(lambda: states.suspects(mesh))
         with pytest.raises(MeshError, match=r"is silent for .* s: its agent is stopped .*; they end when it answers"):
             mesh.stop(timeout_s=0.5)
     mesh._mesh.stopped.get(30)
@@ -161,7 +162,7 @@ def test_what_waits_for_a_host_elsewhere_fills_its_connection_and_arrives_once(e
     with stalled(agent_of(elsewhere, 1)):
         pushed = elsewhere.push({"payload": payload})
         calls = [elsewhere.execute(_note, number) for number in range(2000)]
-        wait_until(lambda: elsewhere.suspects)
+        wait_until(lambda: states.suspects(elsewhere))
         silent_until = time.monotonic() + MAX_SILENCE_S + 4
         while time.monotonic() < silent_until:
             assert not elsewhere.lost
@@ -181,7 +182,7 @@ def _note(number: int) -> int:
 
 def test_the_end_of_an_agent_elsewhere_is_the_end_of_its_connection(elsewhere: ProcMesh) -> None:
     os.kill(agent_of(elsewhere, 1), signal.SIGKILL)
-    wait_until(lambda: "its connection has broken" in str(elsewhere.suspects))
+    wait_until(lambda: "its connection has broken" in str(states.suspects(elsewhere)))
     wait_until(lambda: elsewhere.lost == (1,))
     with pytest.raises(WorkerLost, match="no connection by which its machine answers"):
         elsewhere.run("1").get(30)
@@ -193,7 +194,7 @@ def test_a_suspect_host_is_given_up_on_request_and_ends_when_it_comes_back(elsew
     ]
     with stalled(former[0].pid):
         pending = elsewhere.run("rank")
-        wait_until(lambda: elsewhere.suspects)
+        wait_until(lambda: states.suspects(elsewhere))
         assert "nothing to heal" in str(elsewhere.heal())
         repaired = elsewhere.heal(force=True)
         assert repaired.ranks == (1,)
@@ -265,11 +266,11 @@ def test_a_machine_that_is_cut_off_is_lost_in_time(
         agent = agent_of(mesh, 1)
         if stopped_first:
             os.kill(agent, signal.SIGSTOP)
-            wait_until(lambda: mesh.suspects)
+            wait_until(lambda: states.suspects(mesh))
         cable.pull()
         asked = mesh.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 2, timeout=60)
         began = time.monotonic()
-        wait_until(lambda: "its connection has broken" in str(mesh.suspects))
+        wait_until(lambda: "its connection has broken" in str(states.suspects(mesh)))
         wait_until(lambda: mesh.lost == (1,), timeout_s=40)
         assert time.monotonic() - began > MAX_SILENCE_S - 4
         with pytest.raises(CallFailed, match="its host is lost"):

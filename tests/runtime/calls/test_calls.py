@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshbook import ProcMesh, ValueMesh, errors
+from meshbook.mesh.rank_calls import set_axes
 
 
 def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(mesh4: ProcMesh) -> None:
@@ -112,10 +113,10 @@ def test_names_on_the_ranks(mesh4: ProcMesh) -> None:
 
 def test_axes_follow_a_split(mesh4: ProcMesh) -> None:
     grid = mesh4.split(gpus=("dp", "tp"), tp=2)
-    grid.set_axes().get(30)
+    set_axes(grid).get(30)
     values = grid.run("(dict(point), mesh.mesh_dim_names, list(mesh.get_coordinate()))").get(30)
     assert values.item(dp=1, tp=0) == ({"dp": 1, "tp": 0}, ("dp", "tp"), [1, 0])
-    mesh4.set_axes().get(30)
+    set_axes(mesh4).get(30)
 
 
 def test_a_failing_rank_is_named_and_the_others_results_are_kept(mesh4: ProcMesh) -> None:

@@ -18,6 +18,8 @@ from collector import Collector
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.cell_run import CellRun
 from meshbook.calls.rank_state import find_silence
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import descendants, is_same_process, start_time
 
 PROMPT_S = 1.0
@@ -62,7 +64,7 @@ c.pthread_mutex_timedlock(lock, ctypes.byref(Timespec(int(time.time()) + {second
 
 def start(mesh: ProcMesh, code: str, number: int = 7) -> CellRun:
     """Start a cell and wait until all of its ranks are in it."""
-    run = mesh.start_cell(code, on_output=Collector(), cell_number=number)
+    run = start_cell(mesh, code, on_output=Collector(), cell_number=number)
     deadline = time.monotonic() + 20
     while any(status.state == "idle" for status in mesh.status()):
         assert time.monotonic() < deadline
@@ -209,7 +211,7 @@ def test_a_stopped_rank_is_named_and_continued_by_the_second_interrupt(mesh2: Pr
     first = interrupt(run)
     assert first.obeyed == (0,) and first.stuck == {1: "stopped by SIGSTOP"}
     assert "rank 1 did not stop: stopped by SIGSTOP" in str(first)
-    assert mesh2.where()[1] == "stopped by SIGSTOP"
+    assert states.where(mesh2)[1] == "stopped by SIGSTOP"
     assert [status.state for status in mesh2.status()] == ["idle", "stopped"]
     stop(run)
     assert mesh2.pull("x").get(30).values() == [0, 1]
@@ -299,7 +301,7 @@ def test_input_on_a_rank_is_an_error_that_says_what_to_do(mesh2: ProcMesh) -> No
 def test_a_call_behind_a_stuck_rank_is_dropped_where_it_waits(mesh2: ProcMesh) -> None:
     stuck = start(mesh2, "import time\nif rank == 0: time.sleep(60)\n" + HOLD_GIL.format(microseconds=4_000_000))
     assert interrupt(stuck).stuck == {1: "native code holds the GIL"}
-    queued = mesh2.start_cell("ran = True", on_output=Collector(), cell_number=8)
+    queued = start_cell(mesh2, "ran = True", on_output=Collector(), cell_number=8)
     assert queued.describe_wait() == "rank 1 is still in cell 7: native code holds the GIL"
     report = interrupt(queued)
     assert report.stuck == {1: "cell 7: native code holds the GIL"} and report.stage == 2
@@ -308,7 +310,7 @@ def test_a_call_behind_a_stuck_rank_is_dropped_where_it_waits(mesh2: ProcMesh) -
 
 def test_a_call_behind_a_long_one_leaves_that_alone(mesh2: ProcMesh) -> None:
     long = start(mesh2, "import time\ntime.sleep(4)")
-    queued = mesh2.start_cell("ran = True", on_output=Collector(), cell_number=8)
+    queued = start_cell(mesh2, "ran = True", on_output=Collector(), cell_number=8)
     report = interrupt(queued)
     assert str(report).splitlines() == [
         "interrupted: ranks 0,1 had not begun and skip it",

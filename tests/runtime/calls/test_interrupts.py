@@ -11,6 +11,8 @@ import pytest
 from collector import Collector
 
 from meshbook import ProcMesh, errors
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import start_cell
 
 SLEEP = "import time\nmark = 'before'\ntime.sleep(60)\nmark = 'after'"
 
@@ -44,11 +46,15 @@ def test_ctrl_c_while_waiting_reaches_the_ranks(mesh4: ProcMesh) -> None:
 
 
 def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -> None:
-    run = mesh2.start_cell(
-        "t = torch.ones(1)\nif rank == 0:\n    dist.all_reduce(t)", on_output=Collector(), cell_number=7, line_offset=1
+    run = start_cell(
+        mesh2,
+        "t = torch.ones(1)\nif rank == 0:\n    dist.all_reduce(t)",
+        on_output=Collector(),
+        cell_number=7,
+        line_offset=1,
     )
     deadline = time.monotonic() + 20
-    while run.waiting != (0,) or mesh2.where()[0] != "in all_reduce (cell 7, line 4)":
+    while run.waiting != (0,) or states.where(mesh2)[0] != "in all_reduce (cell 7, line 4)":
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert [one.in_collective for one in mesh2.status()] == [True, False]
@@ -155,7 +161,7 @@ began = time.sleep(0.01)
 for _ in range(100_000): display({"text/plain": "x" * 1000}, raw=True)  # formatters of IPython swallow errors
 """
     collector = Collector()
-    run = mesh2.start_cell(code, on_output=collector)
+    run = start_cell(mesh2, code, on_output=collector)
     collector.wait_for(lambda: len(collector.displays) > 100, 60)
     run.future.cancel()
     with pytest.raises(errors.CallFailed, match="TimeoutError: from the handler"):
@@ -179,7 +185,7 @@ def test_the_pickling_of_a_result_is_part_of_the_call_and_takes_interrupts(mesh2
     future = mesh2.evaluate("SlowValue()")
     with pytest.raises(errors.CallTimeout):
         future.get(1)
-    assert all("idle" not in place for place in mesh2.where().values()), mesh2.where()
+    assert all("idle" not in place for place in states.where(mesh2).values()), states.where(mesh2)
     mesh2.interrupt()
     with pytest.raises(errors.CallFailed, match="KeyboardInterrupt"):
         future.get(30)

@@ -10,11 +10,12 @@ from collector import Collector
 
 from meshbook import ProcMesh
 from meshbook.calls.output import DisplayData, StreamText
+from meshbook.mesh.rank_calls import start_cell
 
 
 def _run(mesh: ProcMesh, code: str) -> Collector:
     collector = Collector()
-    mesh.start_cell(code, on_output=collector).future.get(60)
+    start_cell(mesh, code, on_output=collector).future.get(60)
     return collector
 
 
@@ -56,7 +57,7 @@ def late():
 go = threading.Event()
 thread = threading.Thread(target=late); thread.start()
 """
-    run = mesh4.start_cell(code, on_output=first)
+    run = start_cell(mesh4, code, on_output=first)
     run.future.get(30)
     second = _run(mesh4, "print('second'); go.set(); thread.join(); print('still second')")
     first.wait_for(lambda: all("late" in first.text(r, output=run.id) for r in range(4)))
@@ -87,7 +88,7 @@ def test_a_flood_is_bounded_counted_and_kept_in_the_log(mesh4: ProcMesh) -> None
 
 def test_other_calls_are_answered_during_a_flood(mesh4: ProcMesh) -> None:
     collector = Collector()
-    run = mesh4.start_cell("while True: print('x' * 80)", on_output=collector)
+    run = start_cell(mesh4, "while True: print('x' * 80)", on_output=collector)
     collector.wait_for(lambda: len(collector.events) > 4)
     started = time.monotonic()
     assert all(status.state == "busy" for status in mesh4.status())
@@ -103,7 +104,7 @@ def test_logs_give_the_last_lines(mesh4: ProcMesh) -> None:
 
 
 def test_durations_are_told_per_rank(mesh4: ProcMesh) -> None:
-    run = mesh4.start_cell("import time; time.sleep(0.1 * rank)", on_output=Collector())
+    run = start_cell(mesh4, "import time; time.sleep(0.1 * rank)", on_output=Collector())
     run.future.get(30)
     assert sorted(run.durations_s) == [0, 1, 2, 3]
     assert run.durations_s[3] > run.durations_s[0]
@@ -120,8 +121,8 @@ for _ in range(2):
 
 
 def test_waits_of_collectives_are_counted_also_those_of_a_backward_pass(mesh4: ProcMesh) -> None:
-    run = mesh4.start_cell(
-        "import time; time.sleep(0.5 if rank == 1 else 0); dist.all_reduce(torch.ones(1))", on_output=Collector()
+    run = start_cell(
+        mesh4, "import time; time.sleep(0.5 if rank == 1 else 0); dist.all_reduce(torch.ones(1))", on_output=Collector()
     )
     run.future.get(30)
     assert run.waited_s[1] < 0.2 and min(run.waited_s[rank] for rank in (0, 2, 3)) > 0.3
@@ -130,7 +131,7 @@ def test_waits_of_collectives_are_counted_also_those_of_a_backward_pass(mesh4: P
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"
         "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)); ddp = DDP(model)",
     )
-    run = mesh4.start_cell(DDP, on_output=Collector())
+    run = start_cell(mesh4, DDP, on_output=Collector())
     run.future.get(60)
     assert run.waited_s[3] < 0.5 and min(run.waited_s[rank] for rank in (0, 1, 2)) > 0.7
 
@@ -138,7 +139,7 @@ def test_waits_of_collectives_are_counted_also_those_of_a_backward_pass(mesh4: P
 def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
     _run(mesh4, "for i in range(40_000): print(i, 'x' * 60)")
     next_cell = Collector()
-    run = mesh4.start_cell("import time\nprint('at once')\ntime.sleep(30)", on_output=next_cell)
+    run = start_cell(mesh4, "import time\nprint('at once')\ntime.sleep(30)", on_output=next_cell)
     next_cell.wait_for(lambda: all("at once" in next_cell.text(r) for r in range(4)), timeout_s=10)
     run.interrupt()
 
@@ -146,8 +147,8 @@ def test_a_flood_does_not_silence_the_next_cell(mesh4: ProcMesh) -> None:
 @pytest.mark.slow
 def test_a_job_keeps_its_listener_however_many_other_cells_are_run(mesh4: ProcMesh) -> None:
     got = Collector()
-    job = mesh4.slice(gpus=0).start_cell("import time\nwhile True: print('step'); time.sleep(0.05)", on_output=got)
-    others = [mesh4.slice(gpus=1).start_cell("pass", on_output=Collector()) for _ in range(1400)]
+    job = start_cell(mesh4.slice(gpus=0), "import time\nwhile True: print('step'); time.sleep(0.05)", on_output=got)
+    others = [start_cell(mesh4.slice(gpus=1), "pass", on_output=Collector()) for _ in range(1400)]
     for other in others:
         other.future.get(60)
     steps = got.text(0).count("step")

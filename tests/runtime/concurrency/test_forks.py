@@ -15,6 +15,7 @@ from patience import wait_until
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.errors import CallFailed
+from meshbook.mesh.rank_calls import start_cell
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,7 @@ def _exit_code(child: int) -> int:
 
 def _run(mesh: ProcMesh, code: str) -> tuple[Collector, Any]:
     collector = Collector()
-    run = mesh.start_cell(code, on_output=collector)
+    run = start_cell(mesh, code, on_output=collector)
     return collector, run.future.get(60)
 
 

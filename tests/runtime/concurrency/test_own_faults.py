@@ -15,6 +15,7 @@ from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LayoutError, LocalProtocolError, MeshError, SpawnError, UsageError
 from meshbook.mesh.driven import this_host
+from meshbook.shape.view import members_of
 from meshbook.system.event_loop import EventLoop
 from meshbook.values.pickling import Pickled
 from meshbook.wire.host_link import HostLink
@@ -40,7 +41,7 @@ def test_a_call_that_cannot_be_sent_fails_at_once(mesh4: ProcMesh, monkeypatch: 
             mesh4.run("1").get(10)
         with pytest.raises(LocalProtocolError, match="no such way"):
             mesh4._controller.call(
-                mesh4._mesh, CallRequest("invoke", mesh4.members, Pickled(b"", []), "mail", mailbox=999)
+                mesh4._mesh, CallRequest("invoke", members_of(mesh4), Pickled(b"", []), "mail", mailbox=999)
             ).get(10)
     assert mesh4.run("1").get(10).values() == [1] * 4
 
@@ -104,7 +105,7 @@ def test_a_mesh_without_a_name_gets_one() -> None:
 
 def test_what_an_agent_cannot_read_fails_its_call_and_costs_nothing_else(mesh4: ProcMesh, told: list[str]) -> None:
     with pytest.raises(LocalProtocolError, match="cannot read 'call'"):
-        mesh4._controller.call(mesh4._mesh, CallRequest(7, mesh4.members, Pickled(b"", []), "odd")).get(10)  # type: ignore[arg-type]
+        mesh4._controller.call(mesh4._mesh, CallRequest(7, members_of(mesh4), Pickled(b"", []), "odd")).get(10)  # type: ignore[arg-type]
     controller, host = mesh4._controller, mesh4._mesh.hosts[0]
     strange = (b"", b"\xc1", b"\xff" * 40, b"\x91\xa3hb?", b"\x93\xa5spawn\x01\xc0", b"\x91\x07")
     for header in strange:

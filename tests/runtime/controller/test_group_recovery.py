@@ -18,6 +18,8 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import Notice, RankDone
 from meshbook.controller.host_state import HostState
 from meshbook.controller.progress_poll import TELL_S
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import abort_groups, set_axes, start_cell
 from meshbook.wire import messages as wire
 
 BACK_S = 5.0
@@ -40,7 +42,7 @@ def whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def fail(mesh: ProcMesh, code: str, limit_s: float = BACK_S) -> errors.CallFailed:
     """Run a cell that must fail, and be over in time."""
-    run = mesh.start_cell(code, on_output=Collector(), cell_number=7, line_offset=1)
+    run = start_cell(mesh, code, on_output=Collector(), cell_number=7, line_offset=1)
     started = time.monotonic()
     with pytest.raises(errors.CallFailed) as caught:
         run.future.get(30)
@@ -55,7 +57,7 @@ def test_ranks_that_wait_for_a_rank_that_raised_are_freed_at_once(mesh4: ProcMes
     collector = Collector()
     code = "t = torch.ones(3)\nif rank == 1:\n    raise ValueError('bad shard')\ndist.all_reduce(t)"
     started = time.monotonic()
-    run = mesh4.start_cell(code, on_output=collector, cell_number=7, line_offset=1)
+    run = start_cell(mesh4, code, on_output=collector, cell_number=7, line_offset=1)
     with pytest.raises(errors.CallFailed) as caught:
         run.future.get(30)
     assert time.monotonic() - started < BACK_S
@@ -162,7 +164,7 @@ def test_all_handles_are_good_after_it(square: ProcMesh) -> None:
 
 
 def test_axes_that_were_chosen_later_stay(mesh2: ProcMesh) -> None:
-    mesh2.rename(gpus="dp").set_axes().get(30)
+    set_axes(mesh2.rename(gpus="dp")).get(30)
     mesh2.run("mine = mesh").get(30)
     fail(mesh2, "if rank:\n    1 / 0\ndist.barrier()")
     assert mesh2.run("mesh.mesh_dim_names, mine is mesh, dict(point)").get(30).values() == [
@@ -221,7 +223,7 @@ def notices(collector: Collector) -> list[str]:
 def test_ranks_that_wait_for_one_that_has_ended_are_named_and_freed_by_an_interrupt(mesh4: ProcMesh) -> None:
     collector = Collector()
     code = "if rank != 0:\n    dist.barrier()"
-    run = mesh4.start_cell(code, on_output=collector, cell_number=7, line_offset=1)
+    run = start_cell(mesh4, code, on_output=collector, cell_number=7, line_offset=1)
     started = time.monotonic()
     wait_until(lambda: notices(collector))
     assert 1.5 < time.monotonic() - started < 10
@@ -240,7 +242,7 @@ def test_ranks_that_wait_for_one_that_has_ended_are_named_and_freed_by_an_interr
 
 def test_a_collective_of_a_part_that_needs_all_is_explained(mesh4: ProcMesh) -> None:
     collector = Collector()
-    run = mesh4.slice(gpus=slice(0, 2)).start_cell("dist.barrier()", on_output=collector, cell_number=7, line_offset=1)
+    run = start_cell(mesh4.slice(gpus=slice(0, 2)), "dist.barrier()", on_output=collector, cell_number=7, line_offset=1)
     wait_until(lambda: notices(collector))
     assert notices(collector) == [
         "ranks 0,1 wait in barrier (cell 7, line 2), which ranks 2,3 never entered: they do not run cell 7\n"
@@ -353,7 +355,7 @@ def test_a_mesh_without_groups_has_none_after_a_failure() -> None:
 
 def test_a_death_frees_those_that_wait_and_says_what_helps(mesh2: ProcMesh) -> None:
     mesh2.run("kept = rank").get(30)
-    run = mesh2.start_cell(
+    run = start_cell(mesh2,
         "import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
         on_output=Collector(), cell_number=7, line_offset=1,
     )  # fmt: skip
@@ -409,9 +411,9 @@ def test_a_stop_during_a_rescue_ends_all(mesh2: ProcMesh) -> None:
 
 
 def test_groups_can_be_aborted_and_formed_by_hand(mesh4: ProcMesh) -> None:
-    run = mesh4.start_cell("if rank:\n    dist.barrier()", on_output=Collector(), cell_number=7, line_offset=1)
-    wait_until(lambda: run.waiting == (1, 2, 3) and "barrier" in mesh4.where()[3])
-    mesh4.abort_groups("asked for in a test")
+    run = start_cell(mesh4, "if rank:\n    dist.barrier()", on_output=Collector(), cell_number=7, line_offset=1)
+    wait_until(lambda: run.waiting == (1, 2, 3) and "barrier" in states.where(mesh4)[3])
+    abort_groups(mesh4, "asked for in a test")
     with pytest.raises(errors.CallFailed, match=r"ranks 1-3 raised GroupAborted: .* asked for in a test"):
         run.future.get(30)
     assert mesh4.run("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").get(30).values() == [4.0] * 4
@@ -451,7 +453,7 @@ def test_an_abort_that_comes_as_forming_begins_ends_it_and_the_next_succeeds(mes
     mesh2.run(ABORTED_AS_IT_BEGINS).get(30)
     future = mesh2.rebuild_groups()
     began = time.monotonic()
-    wait_until(lambda: set(mesh2.busy) == {1}, 60)
+    wait_until(lambda: set(states.busy(mesh2)) == {1}, 60)
     assert time.monotonic() - began < 15, "it waited for the other rank"
     with pytest.raises(errors.CallFailed, match="another rank ended"):
         future.get(60)

@@ -196,8 +196,8 @@ def test_calls_to_several_keep_their_order(procs: ProcMesh, clerks: Any) -> None
             sent[rank].append(number)
         more = LARGE if number % 37 == 5 else None
         futures = [
-            procs.pick(gpus=ranks).execute(note_unevenly, number, more),
-            clerks.pick(gpus=ranks).note.call(number, more),
+            procs.slice(gpus=ranks).execute(note_unevenly, number, more),
+            clerks.slice(gpus=ranks).note.call(number, more),
         ]
         if number % 5:
             for future in futures:
@@ -347,7 +347,7 @@ def test_an_answer_is_kept_until_it_was_heard(procs: ProcMesh, clerks: Any) -> N
     wait_until(lambda: procs.slice(gpus=0).execute(came_past).get(30).values()[0][0] > 0)  # that very call
     clerks.slice(gpus=0).note.call_one(1).get(30)
     time.sleep(0.1)  # nothing comes for a moment
-    wait_until(lambda: procs.pick(gpus=[0, 1]).execute(came_past).get(30).values()[0] == (0, 0))
+    wait_until(lambda: procs.slice(gpus=[0, 1]).execute(came_past).get(30).values()[0] == (0, 0))
 
 
 # ---- a rank's end, without a rank -----------------------------------------------------------------------------------

@@ -16,8 +16,11 @@ from meshbook import ProcMesh
 from meshbook.calls.cell_run import CellRun
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
+from meshbook.mesh import states
 from meshbook.mesh.driven import set_prompt_handler
+from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.wire.frames import MAX_FRAME_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
@@ -73,27 +76,27 @@ def person(mesh4: ProcMesh) -> Iterator[None]:
     set_prompt_handler(Person(Script()))
     yield
     set_prompt_handler(None)
-    while mesh4.busy:
+    while states.busy(mesh4):
         mesh4.interrupt()
 
 
 def start(mesh: ProcMesh, code: str) -> CellRun:
-    return mesh.start_cell(code, on_output=Collector(), cell_number=CELL, line_offset=1)
+    return start_cell(mesh, code, on_output=Collector(), cell_number=CELL, line_offset=1)
 
 
 def wait_stopped(mesh: ProcMesh, ranks: Iterable[int]) -> None:
     wanted = set(ranks)
-    assert mesh.stopped_ranks.wait_for(lambda: mesh.stopped_ranks.of(mesh.ranks).keys() == wanted, ENOUGH_S), (
-        mesh.status()
-    )
+    assert states.stopped_ranks(mesh).wait_for(
+        lambda: states.stopped_ranks(mesh).of(mesh.ranks).keys() == wanted, ENOUGH_S
+    ), mesh.status()
 
 
 def debug(mesh: ProcMesh, run: CellRun, *lines: str | Callable[[], str | None]) -> str:
     script = Script(*lines)
     prompt = DebugPrompt(mesh, script)
     while not run.future.done():
-        mesh.stopped_ranks.wait_for(lambda: run.future.done() or bool(mesh.stopped_ranks), 0.05)
-        if mesh.stopped_ranks and prompt.attend(run.future.done):
+        states.stopped_ranks(mesh).wait_for(lambda: run.future.done() or bool(states.stopped_ranks(mesh)), 0.05)
+        if states.stopped_ranks(mesh) and prompt.attend(run.future.done):
             break
     assert not script.lines, script.shown
     return script.shown
@@ -120,10 +123,10 @@ def test_a_line_that_no_message_carries_is_refused_at_the_prompt(mesh4: ProcMesh
 def test_a_line_is_for_one_prompt_only(mesh4: ProcMesh) -> None:
     run = start(mesh4, "count = 0\nif rank == 0:\n    breakpoint()")
     wait_stopped(mesh4, [0])
-    number = mesh4.stopped_ranks.number(0)
+    number = states.stopped_ranks(mesh4).number(0)
     for _ in range(3):
-        mesh4.type_line("count += 1", {0: number})
-    assert mesh4.stopped_ranks.wait_for(lambda: mesh4.stopped_ranks.number(0) > number, ENOUGH_S)
+        states.type_line(mesh4, "count += 1", {0: number})
+    assert states.stopped_ranks(mesh4).wait_for(lambda: states.stopped_ranks(mesh4).number(0) > number, ENOUGH_S)
     time.sleep(0.1)
     assert "[0] 1\n" in debug(mesh4, run, "p count", "c")
 
@@ -176,11 +179,11 @@ def test_q_ends_the_cell_on_one_rank_and_frees_the_others(mesh4: ProcMesh) -> No
 def test_interrupt_ends_a_prompt_also_in_the_midst_of_a_command(mesh4: ProcMesh) -> None:
     run = start(mesh4, "if rank < 2: breakpoint()\ndist.barrier()")
     wait_stopped(mesh4, [0, 1])
-    mesh4.type_line("p __import__('time').sleep(60)", {1: mesh4.stopped_ranks.number(1)})
+    states.type_line(mesh4, "p __import__('time').sleep(60)", {1: states.stopped_ranks(mesh4).number(1)})
     time.sleep(0.3)
     run.interrupt()
     assert isinstance(run.future.exception(ENOUGH_S), CallFailed)
-    assert mesh4.stopped_ranks.wait_for(lambda: not mesh4.stopped_ranks, ENOUGH_S)
+    assert states.stopped_ranks(mesh4).wait_for(lambda: not states.stopped_ranks(mesh4), ENOUGH_S)
     assert len(mesh4.run("dist.barrier()").get(ENOUGH_S)) == 4
 
 
@@ -228,7 +231,7 @@ def test_without_a_person_the_breakpoint_raises_at_its_line(mesh4: ProcMesh) -> 
     with pytest.raises(CallFailed, match=r"not available on ranks here: nobody is here") as caught:
         start(mesh4, "x = 1\nbreakpoint()").future.get(ENOUGH_S)
     assert caught.value.failures[0].where == f"cell {CELL}, line 3"
-    assert not mesh4.stopped_ranks
+    assert not states.stopped_ranks(mesh4)
 
 
 def stop_on_one(rank_that_stops: int, value: int) -> int:
@@ -252,8 +255,8 @@ def test_a_prompt_that_was_left_is_found_again(mesh4: ProcMesh) -> None:
     future = mesh4.execute(stop_on_one, 3, 5)
     with pytest.raises(LeftStopped, match="rank 3 stays stopped in stop_on_one"):
         future.get(ENOUGH_S)
-    assert mesh4.stopped() == (3,)
-    mesh4.stopped_ranks.left.clear()
+    assert states.stopped(mesh4) == (3,)
+    states.stopped_ranks(mesh4).left.clear()
     set_prompt_handler(Person(Script("c")))
     assert len(future.get(ENOUGH_S)) == 4
 
@@ -261,7 +264,7 @@ def test_a_prompt_that_was_left_is_found_again(mesh4: ProcMesh) -> None:
 def test_a_busy_rank_stops_at_its_next_line_when_asked(mesh4: ProcMesh) -> None:
     run = start(mesh4, "import time\nfor i in range(10**9):\n    time.sleep(0.01)\n    if i < 0: break")
     time.sleep(0.3)
-    assert "cell" in mesh4.select([2]).ask("pdb_break_in")[2]
+    assert "cell" in ask(mesh4.select([2]), object, "pdb_break_in")[2]
     wait_stopped(mesh4, [2])
     assert mesh4.select([2]).status()[0].where in (
         f"cell {CELL}, line 3",
@@ -277,13 +280,13 @@ def test_postmortem_has_the_frames_of_the_last_error(mesh4: ProcMesh) -> None:
         mesh4.run("def load(shard):\n    if rank == 1: raise ValueError('bad')\n    dist.barrier()\nload(3)").get(
             ENOUGH_S
         )
-    told = mesh4.ask_for(LastError, "last_error")
+    told = ask(mesh4, LastError, "last_error")
     assert (told[1].ename, told[1].freed) == ("ValueError", False)
     assert (told[0].ename, told[0].freed) == ("GroupAborted", True)
     view = mesh4.select([0, 1])
     future = view.postmortem()
     script = Script("p shard", "cast p shard", "u", "q")
-    view.stopped_ranks.wait_for(lambda: len(view.stopped_ranks.of([0, 1])) == 2, ENOUGH_S)
+    states.stopped_ranks(view).wait_for(lambda: len(states.stopped_ranks(view).of([0, 1])) == 2, ENOUGH_S)
     DebugPrompt(view, script, post_mortem=True).attend(future.done, first=1)
     future.get(ENOUGH_S)
     assert "[1] -> if rank == 1: raise ValueError('bad')\n[1] (Pdb) p shard\n[1] 3\n" in script.shown
@@ -297,7 +300,7 @@ def test_a_rank_killed_at_its_prompt_takes_no_line_along(mesh2: ProcMesh) -> Non
 
     def kill() -> str:
         os.kill(pid, signal.SIGKILL)
-        assert mesh2.stopped_ranks.wait_for(lambda: 0 not in mesh2.stopped_ranks.of([0]), ENOUGH_S)
+        assert states.stopped_ranks(mesh2).wait_for(lambda: 0 not in states.stopped_ranks(mesh2).of([0]), ENOUGH_S)
         return "c"
 
     shown = debug(mesh2, run, kill, "c")
@@ -319,7 +322,7 @@ def test_a_stopped_rank_that_is_replaced_is_not_stopped_any_more(mesh2: ProcMesh
     run = start(mesh2, "if rank == 1: breakpoint()")
     wait_stopped(mesh2, [1])
     mesh2.respawn(1)
-    assert not mesh2.stopped_ranks and mesh2.status()[1].state == "idle"
+    assert not states.stopped_ranks(mesh2) and mesh2.status()[1].state == "idle"
     with pytest.raises(WorkerLost):
         run.future.get(ENOUGH_S)
     run = start(mesh2, "breakpoint()")
@@ -345,4 +348,4 @@ def test_an_interrupt_at_the_prompt_of_a_call_reaches_its_ranks(mesh4: ProcMesh)
     set_prompt_handler(Person(Pressing()))
     with pytest.raises(CallInterrupted):
         mesh4.execute(stop_on_one, 1, 5).get(ENOUGH_S)
-    assert not mesh4.stopped_ranks
+    assert not states.stopped_ranks(mesh4)

@@ -16,6 +16,7 @@ from meshbook.groups.agreements import Agreements, Progress, Splits, Told, find_
 from meshbook.groups.operands import describe
 from meshbook.groups.progress import Collectives, Entered, GroupProgress, Parts
 from meshbook.groups.records import Record
+from meshbook.mesh.rank_calls import start_cell
 
 WORKS = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
 
@@ -31,7 +32,7 @@ def whole(request: pytest.FixtureRequest) -> Iterator[None]:
 def disagree(mesh: ProcMesh, code: str) -> tuple[str, errors.CallFailed, list[str]]:
     """Run a cell in which ranks disagree: what its error says first, the error, and what was said meanwhile."""
     output = Collector()
-    run = mesh.start_cell(code, on_output=output, cell_number=9, line_offset=1)
+    run = start_cell(mesh, code, on_output=output, cell_number=9, line_offset=1)
     with pytest.raises(errors.CallFailed) as caught:
         run.future.get(30)
     disagreeing = next(f for f in caught.value.failures if f.ename == "RanksDisagree").load()
@@ -206,7 +207,7 @@ def test_a_message_far_back_is_told_by_its_ranks(mesh4: ProcMesh) -> None:
 def disagree_in_a_message(mesh: ProcMesh, code: str, ranks: tuple[int, ...] = (0, 1)) -> str:
     """Run a cell in which ranks exchange a message they disagree in: what its error says."""
     with pytest.raises(errors.CallFailed) as caught:
-        mesh.start_cell(code, on_output=Collector(), cell_number=9, line_offset=1).future.get(30)
+        start_cell(mesh, code, on_output=Collector(), cell_number=9, line_offset=1).future.get(30)
     told = [failure.load() for failure in caught.value.failures if failure.ename == "RanksDisagree"]
     assert [error.ranks for error in told if isinstance(error, errors.RanksDisagree)] == [ranks] * len(ranks)
     assert len(set(map(str, told))) == 1

@@ -20,6 +20,7 @@ from meshbook import ProcMesh, shutdown, start_hosts
 from meshbook.errors import CallFailed, MeshError, SpawnError
 from meshbook.groups.reach import Doorway, find_ways, knock, open_door
 from meshbook.groups.store_client import LinkStore
+from meshbook.mesh import states
 from meshbook.system.interfaces import (
     Interface,
     loopback_address,
@@ -65,20 +66,23 @@ SUM = "t = torch.ones(1); dist.all_reduce(t); t.item()"
 def test_the_address_is_that_by_which_the_other_host_comes_in(far: Namespace) -> None:
     with spawned(far) as mesh:
         assert mesh.run(SUM).get(60).values() == [4.0] * 4
-        (_, here), (_, there) = mesh.ways()
+        (_, here), (_, there) = states.addresses(mesh)
         assert there.startswith(f"{far.their_address} (") and here.startswith(f"{far.address} (")
         where = "import os; (os.environ['MASTER_ADDR'], os.environ['NCCL_SOCKET_IFNAME'])"
         assert mesh.run(where).get(60).values()[3] == (far.address, f"={there.split('(')[1][:-1]}")
         os.kill(mesh.execute(os.getpid).get(30).values()[3], 9)
         wait_until(lambda: mesh.lost)
         mesh.heal()
-        assert mesh.run(SUM).get(60).values() == [4.0] * 4 and [way for _, way in mesh.ways()] == [here, there]
+        assert mesh.run(SUM).get(60).values() == [4.0] * 4 and [way for _, way in states.addresses(mesh)] == [
+            here,
+            there,
+        ]
 
 
 def test_a_network_that_is_asked_for_is_taken_and_one_that_is_not_there_is_told(far: Namespace) -> None:
     with spawned(far, MESHBOOK_INTERFACE="10.213.0.0/16") as mesh:
         assert mesh.run(SUM).get(60).values() == [4.0] * 4
-        assert [way.split()[0] for _, way in mesh.ways()] == [far.address, far.their_address]
+        assert [way.split()[0] for _, way in states.addresses(mesh)] == [far.address, far.their_address]
     with (
         pytest.raises(SpawnError, match=r"has no interface eth77, which was asked for; it has [\d.]+ \(\w+\)"),
         spawned(far, MESHBOOK_INTERFACE="eth77"),
@@ -164,7 +168,7 @@ def test_islands_work_without_collectives_and_with_them_once_there_is_a_road(
     hosts = start_hosts({"hosts": 2}, IslandsLauncher(*islands))
     with hosts.spawn_procs({"gpus": 1}, device="cpu", owns_hosts=True) as mesh:
         assert mesh.run(SUM).get(60).values() == [2.0] * 2
-        assert [way.split()[0] for _, way in mesh.ways()] == [f"{network}.1", f"{network}.2"]
+        assert [way.split()[0] for _, way in states.addresses(mesh)] == [f"{network}.1", f"{network}.2"]
 
 
 @pytest.mark.slow
@@ -177,7 +181,7 @@ def test_a_road_that_goes_under_a_collective_ends_it_and_another_one_is_taken(
     ends = [first.join(second, network) for network in networks]
     hosts = start_hosts({"hosts": 2}, IslandsLauncher(*islands))
     with hosts.spawn_procs({"gpus": 1}, device="cpu", owns_hosts=True) as mesh:
-        (_, way), _ = mesh.ways()
+        (_, way), _ = states.addresses(mesh)
         used = next(at for at, network in enumerate(networks) if way.startswith(network))
         mesh.run("kept = rank; " + SUM).get(60)
         pids = mesh.execute(os.getpid).get(60).values()
@@ -189,7 +193,10 @@ def test_a_road_that_goes_under_a_collective_ends_it_and_another_one_is_taken(
             mesh.run("dist.all_reduce(torch.ones(1000))").get(120)
         assert time.monotonic() - began < 60 and not mesh.lost
         assert mesh.run(SUM).get(60).values() == [2.0] * 2, "by the other one"
-        assert [way.split()[0] for _, way in mesh.ways()] == [f"{networks[1 - used]}.1", f"{networks[1 - used]}.2"]
+        assert [way.split()[0] for _, way in states.addresses(mesh)] == [
+            f"{networks[1 - used]}.1",
+            f"{networks[1 - used]}.2",
+        ]
         assert mesh.run("kept").get(60).values() == [0, 1] and mesh.execute(os.getpid).get(60).values() == pids
         first.ip("link", "set", ends[1 - used], "down")
         with pytest.raises(CallFailed, match="was acknowledged for"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshbook import ProcMesh, errors
+from meshbook.mesh.rank_calls import start_cell
 
 
 def fail(mesh: ProcMesh, code: str) -> errors.CallFailed:
@@ -102,7 +103,7 @@ except GroupAborted: small.fill_(7)
 
 def test_an_interrupted_operation_leaves_its_tensor_as_before(mesh4: ProcMesh) -> None:
     mesh4.run("x = torch.arange(4.0)").get(30)
-    run = mesh4.start_cell("if rank < 3: dist.all_reduce(x)", on_output=lambda event: None, cell_number=9)
+    run = start_cell(mesh4, "if rank < 3: dist.all_reduce(x)", on_output=lambda event: None, cell_number=9)
     with pytest.raises(errors.CallTimeout):
         run.future.get(0.5)
     run.interrupt()

@@ -14,6 +14,7 @@ from template_processes import torch_templates_of
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
+from meshbook.mesh.rank_calls import start_cell
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
@@ -76,9 +77,9 @@ def _spawn(count: int = 2) -> ProcMesh:
 def test_ranks_are_there_without_torch_and_serve_cells_values_and_actors(clean_end: None) -> None:
     with _spawn() as mesh:
         said = Collector()
-        mesh.start_cell("import numpy; x = numpy.ones(2) * rank; print(rank, device)", on_output=said).future.get(30)
+        start_cell(mesh, "import numpy; x = numpy.ones(2) * rank; print(rank, device)", on_output=said).future.get(30)
         assert [said.text(rank) for rank in range(2)] == ["0 cpu\n", "1 cpu\n"]
-        assert mesh.pick(procs=1).pull("x").get(30).values()[0].tolist() == [1.0, 1.0]
+        assert mesh.slice(procs=1).pull("x").get(30).values()[0].tolist() == [1.0, 1.0]
         counters = mesh.spawn("counters", Counter)
         assert counters.add.call(2).get(30).values() == [(2, False)] * 2
         assert mesh.run(HAS_TORCH).get(30).values() == [False] * 2
@@ -118,7 +119,7 @@ def test_code_may_import_torch_itself_and_tensors_then_travel(clean_end: None) -
 
 def test_a_rank_that_ended_comes_back_without_torch_and_the_mesh_grows_so(clean_end: None) -> None:
     with _spawn() as mesh:
-        mesh.pick(procs=1).run("import os; os._exit(3)").exception(30)
+        mesh.slice(procs=1).run("import os; os._exit(3)").exception(30)
         mesh.heal()
         grown = mesh.grow(procs=1)
         assert grown.run(HAS_TORCH).get(60).values() == [False] * 3

@@ -32,6 +32,8 @@ attach_module = importlib.import_module("meshbook.mesh.attach")  # whose name is
 
 Watch = Callable[[Iterable[psutil.Process]], None]
 
+START_CELL = "from meshbook.mesh.rank_calls import start_cell\n"
+
 SPAWN = """
 mesh = this_host().spawn_procs({"gpus": 2}, name="kept", device="cpu")
 mesh.run("n = 0; state = rank + 40").get(120)
@@ -103,7 +105,8 @@ say("texts", json.dumps("".join(texts)))
 """
 
 CALL = f"""
-run = mesh.start_cell({COUNT!r}, on_output=lambda event: say("running"))
+from meshbook.mesh.rank_calls import start_cell
+run = start_cell(mesh, {COUNT!r}, on_output=lambda event: say("running"))
 time.sleep(60)
 """
 
@@ -144,7 +147,8 @@ n
 
 def test_collectives_output_and_results_go_on_while_detached(zygote: Zygote, watch: Watch, tmp_path: Path) -> None:
     code = f"""
-run = mesh.start_cell({WORK.format(folder=str(tmp_path))!r}, on_output=lambda event: say("event", event))
+from meshbook.mesh.rank_calls import start_cell
+run = start_cell(mesh, {WORK.format(folder=str(tmp_path))!r}, on_output=lambda event: say("event", event))
 later = mesh.execute(lambda: 7)
 wait()
 detach(lease_s=90)
@@ -328,7 +332,9 @@ def test_ranks_and_hosts_that_ended_meanwhile_are_told(zygote: Zygote, watch: Wa
 def test_what_is_printed_unheard_is_bounded_and_counted(zygote: Zygote, watch: Watch) -> None:
     lines, size = 60_000, 50
     cell = f"for i in range({lines}): print(f'{{i:>{size - 1}}}')"
-    driver, _ = _start(zygote, watch, f"mesh.start_cell({cell!r}, on_output=lambda event: None); detach(60)")
+    driver, _ = _start(
+        zygote, watch, f"{START_CELL}start_cell(mesh, {cell!r}, on_output=lambda event: None); detach(60)"
+    )
     driver.wait()
     (call,) = meshbook.attach("kept").calls
     events: list[object] = []

@@ -20,6 +20,7 @@ from meshbook.mesh import dap_listener
 from meshbook.mesh.dap_client import DebugTunnel, pack
 from meshbook.mesh.dap_listener import TOKEN, DebugDoor
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.rank_calls import start_cell
 
 CELL = "%%mesh\nx = 1\nfor i in range(3):\n    x += i\nrank * 100 + x"
 CODE = CELL.partition("\n")[2]
@@ -53,7 +54,7 @@ def stop_at(client: DebugClient, line: int) -> None:
 
 
 def start(mesh: ProcMesh, code: str = CODE) -> Any:
-    return mesh.start_cell(code, on_output=lambda event: None, cell_number=7, line_offset=1, debug_name=NAME)
+    return start_cell(mesh, code, on_output=lambda event: None, cell_number=7, line_offset=1, debug_name=NAME)
 
 
 def test_an_editor_stops_in_a_rank_looks_steps_and_goes_on(mesh4: ProcMesh, attach) -> None:

@@ -61,7 +61,7 @@ def test_a_killed_rank_fails_its_calls_at_once_and_the_others_live_on() -> None:
         with pytest.raises(errors.WorkerLost, match=r"rank 1 on .* killed by SIGKILL"):
             future.get(10)
         assert time.monotonic() - started < 2
-        assert mesh.pick(gpus=[0, 2]).pull("kept").get(30).values() == [0, 2]
+        assert mesh.slice(gpus=[0, 2]).pull("kept").get(30).values() == [0, 2]
         with pytest.raises(errors.WorkerLost):
             mesh.run("1").get(10)
         assert [status.state for status in mesh.status()] == ["idle", "dead", "idle"]

@@ -48,7 +48,7 @@ def test_references_mean_the_same_actors_after_a_rank_has_left(mesh3: ProcMesh, 
     elsewhere = mesh2.slice(gpus=1).spawn("elsewhere", Asker, named, ports)
     for one in (asker, elsewhere):
         assert one.ask.call_one(2).get(30) == 2
-    reference = named.pick(gpus=[0, 2])
+    reference = named.slice(gpus=[0, 2])
     kill(mesh3, 1)
     smaller = mesh3.shrink()
     assert reference.place.call().get(30).values() == [(0, 0), (2, 1)]
@@ -91,7 +91,7 @@ def test_references_mean_the_same_actors_after_growth_on_two_axes(clean_end: Non
 
 def test_who_owns_actors_is_not_told_of_deaths_when_ranks_get_other_numbers(mesh3: ProcMesh) -> None:
     asker = mesh3.slice(gpus=2).spawn("owner", Asker, None, [])
-    assert asker.spawn.call_one(mesh3.pick(gpus=[0, 2])).get(30) == [0, 1]
+    assert asker.spawn.call_one(mesh3.slice(gpus=[0, 2])).get(30) == [0, 1]
     kill(mesh3, 1)
     smaller = mesh3.shrink()
     assert asker.told.call_one().get(30) == []

@@ -21,6 +21,7 @@ from template_processes import children_of, torch_templates_of
 from meshbook import DeviceMeshError, LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
 from meshbook.controller.startup import CrashLoops
 from meshbook.launchers.base import LaunchedHost
+from meshbook.mesh.rank_calls import set_axes
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire.ticket import Ticket
 
@@ -149,7 +150,7 @@ def test_a_setup_cell_cannot_wait_for_the_others(mesh4: ProcMesh) -> None:
 
 def test_split_axes_are_kept() -> None:
     with this_host().spawn_procs({"gpus": 4}, name="split") as mesh:
-        mesh.split(gpus=("dp", "tp"), tp=2).set_axes().get(30)
+        set_axes(mesh.split(gpus=("dp", "tp"), tp=2)).get(30)
         kill(mesh, 1)
         mesh.heal()
         assert mesh.run("(mesh.mesh_dim_names, dict(point))").get(30).values()[1] == (("dp", "tp"), {"dp": 0, "tp": 1})

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
+from meshbook.mesh import states
+from meshbook.mesh.rank_calls import set_axes
+from meshbook.mesh.resize import resize
 from meshbook.mesh.resize_plan import NewHost, counts_hosts, describe_moves, plan_growth, plan_shrinkage
 from meshbook.shape.members import Extent
 from meshbook.system.processes import is_same_process, start_time
@@ -60,7 +63,7 @@ def test_ranks_that_move_keep_their_state_logs_and_tracebacks() -> None:
     with this_host().spawn_procs({"gpus": 4}, name="moved") as mesh:
         mesh.run("x = rank * 10; print('first', rank)").get(30)
         kill(mesh, 1)
-        change = mesh.change(shrink={"gpus": 1})
+        change = resize(mesh, shrink={"gpus": 1})
         assert (change.moved, change.ended, change.new) == ({0: 0, 2: 1, 3: 2}, (1,), ())
         assert str(change).startswith(
             'mesh "moved": gpus=3; rank 1 ended, ranks 2,3 are ranks 1,2 now, all 3 joined in '
@@ -83,7 +86,12 @@ def test_a_view_from_before_says_what_to_do() -> None:
     with this_host().spawn_procs({"gpus": 2}, name="stale") as mesh:
         part = mesh.slice(gpus=1)
         mesh.grow(gpus=1)
-        for use in (lambda: part.run("1"), lambda: part.slice().status(), lambda: mesh.push({"a": 1}), part.where):
+        for use in (
+            lambda: part.run("1"),
+            lambda: part.slice().status(),
+            lambda: mesh.push({"a": 1}),
+            lambda: states.where(part),
+        ):
             with pytest.raises(errors.LayoutError, match=r'mesh "stale" grew to gpus=3 since this view .* base\(\)'):
                 use()
         assert part.base().run("rank").get(30).values() == [0, 1, 2]
@@ -93,8 +101,8 @@ def test_several_axes_and_split_ones() -> None:
     with this_host().spawn_procs({"gpus": 2}, name="split") as mesh:
         mesh.run("x = rank").get(30)
         halves = mesh.split(gpus=("dp", "tp"), tp=1)
-        halves.set_axes().get(30)
-        change = halves.change(grow={"dp": 1, "tp": 1})
+        set_axes(halves).get(30)
+        change = resize(halves, grow={"dp": 1, "tp": 1})
         assert change.procs.sizes == {"dp": 3, "tp": 2}
         assert (change.moved, change.new) == ({0: 0, 1: 2}, (1, 3, 4, 5))
         assert change.procs.run(SUM).get(60).values() == [6] * 6

@@ -13,6 +13,7 @@ from collector import Collector
 from meshbook.groups.progress import Operation
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.profiles import Profile, collect
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.profiling.events import Event, RankEvents, arrows, place_in_lanes, write_trace
 
 SHIFT_US = -1e9
@@ -81,7 +82,7 @@ dist.all_reduce(torch.ones(1))
 
 def _profiled(procs: ProcMesh, code: str) -> Profile:
     begun_s = time.time()
-    run = procs.start_cell(code, on_output=Collector(), profile="cell 7")
+    run = start_cell(procs, code, on_output=Collector(), profile="cell 7")
     run.future.exception(60)
     return collect(procs, "cell 7", run.durations_s, begun_s)
 

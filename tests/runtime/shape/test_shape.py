@@ -72,7 +72,7 @@ def views(draw: st.DrawFn) -> Members:
             lists = st.lists(st.integers(0, size - 1), unique=True, min_size=1)
             axes[label] = draw(st.just(slice(None)) | lists | indices(size))
         try:
-            members = members.pick(**axes)
+            members = members.slice(**axes)
         except RankError:
             continue
     return members
@@ -99,7 +99,7 @@ def test_slice_is_numpy_indexing(data: st.DataObject) -> None:
 @pytest.mark.slow
 @given(st.data())
 @quick
-def test_pick_is_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
+def test_lists_are_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
     members = data.draw(views())
     axes: dict[str, Any] = {}
     expected = ranks_array(members)
@@ -107,7 +107,7 @@ def test_pick_is_numpy_indexing_axis_by_axis(data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, unique_by=lambda i, n=size: i % n))
         axes[label] = chosen if data.draw(st.booleans()) else chosen[0]
         expected = np.take(expected, axes[label], axis=axis)
-    assert same(members.pick(**axes), expected)
+    assert same(members.slice(**axes), expected)
 
 
 @pytest.mark.slow
@@ -188,21 +188,21 @@ def test_encoding_of_ten_thousand_ranks_is_a_few_bytes() -> None:
         mesh.slice(gpus=slice(1, 5)).split(hosts=("a", "b"), b=5),
     ):
         assert len(msgspec.msgpack.encode(view.encoded)) < 40
-    assert len(mesh.pick(hosts=[*range(600), *range(700, 1250)], gpus=slice(0, 4)).encoded) == 2
-    assert len(mesh.pick(hosts=[7, 3, 1], gpus=slice(None)).encoded) == 2
+    assert len(mesh.slice(hosts=[*range(600), *range(700, 1250)], gpus=slice(0, 4)).encoded) == 2
+    assert len(mesh.slice(hosts=[7, 3, 1], gpus=slice(None)).encoded) == 2
 
 
 def test_slices_cross_the_wire_as_they_are() -> None:
-    parts = Region.of({"gpus": 8}).pick(gpus=[0, 1, 5]).encoded
+    parts = Region.of({"gpus": 8}).slice(gpus=[0, 1, 5]).encoded
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=tuple[Piece, ...]) == parts
 
 
-def test_an_affine_pick_is_a_region() -> None:
+def test_an_affine_list_is_a_region() -> None:
     mesh = Region.of({"hosts": 2, "gpus": 4})
-    assert mesh.pick(gpus=[0, 2]) == mesh.slice(gpus=slice(0, None, 2))
-    assert isinstance(mesh.pick(gpus=[3, 1]), Region)
-    assert isinstance(mesh.pick(gpus=[0, 1, 3]), Picked)
-    assert isinstance(mesh.pick(gpus=[0, 1, 3]).slice(gpus=slice(0, 2)), Region)
+    assert mesh.slice(gpus=[0, 2]) == mesh.slice(gpus=slice(0, None, 2))
+    assert isinstance(mesh.slice(gpus=[3, 1]), Region)
+    assert isinstance(mesh.slice(gpus=[0, 1, 3]), Picked)
+    assert isinstance(mesh.slice(gpus=[0, 1, 3]).slice(gpus=slice(0, 2)), Region)
 
 
 def test_axes_swap_names_at_once() -> None:
@@ -235,7 +235,7 @@ def test_a_mesh_without_axes_has_one_member() -> None:
 
 
 MESH = Region.of({"hosts": 2, "gpus": 4})
-ODD = MESH.pick(gpus=[0, 1, 3])
+ODD = MESH.slice(gpus=[0, 1, 3])
 
 
 @pytest.mark.parametrize("mesh", [MESH, ODD])
@@ -243,7 +243,6 @@ ODD = MESH.pick(gpus=[0, 1, 3])
     ("ask", "error", "text"),
     [
         (lambda m: m.slice(gpu=0), UnknownAxisError, 'unknown axis "gpu"; .* Did you mean "gpus"'),
-        (lambda m: m.pick(gpu=[0]), UnknownAxisError, "unknown axis"),
         (lambda m: m.split(gpu=("a", "b"), a=1), UnknownAxisError, "unknown axis"),
         (lambda m: m.rename(gpu="tp"), UnknownAxisError, "unknown axis"),
         (lambda m: m.size("tp"), UnknownAxisError, "hosts=2, gpus=[34]"),
@@ -259,13 +258,11 @@ ODD = MESH.pick(gpus=[0, 1, 3])
             RankError,
             "hosts=1:1 selects nothing",
         ),
-        (lambda m: m.pick(gpus=[0, 4]), RankError, "gpus=4 selects nothing"),
-        (lambda m: m.pick(gpus=[]), RankError, r"gpus=\[\] selects nothing"),
-        (lambda m: m.pick(gpus=[1, -1, 1]), LayoutError, "gpus 1 is chosen twice"),
-        (lambda m: m.pick(gpus=[slice(0, 1)]), UsageError, "holds a slice"),
-        (lambda m: m.slice(gpus=[0, 1]), UsageError, r"pick\(gpus=\[0, 1\]\)"),
+        (lambda m: m.slice(gpus=[0, 4]), RankError, "gpus=4 selects nothing"),
+        (lambda m: m.slice(gpus=[]), RankError, r"gpus=\[\] selects nothing"),
+        (lambda m: m.slice(gpus=[1, -1, 1]), LayoutError, "gpus 1 is chosen twice"),
+        (lambda m: m.slice(gpus=[slice(0, 1)]), UsageError, "holds a slice"),
         (lambda m: m.slice(gpus="0"), UsageError, "gpus='0' is no index"),
-        (lambda m: m.pick(gpus="0"), UsageError, "gpus='0' is no index"),
         (lambda m: m.slice(gpus=slice(0, 2, 0)), UsageError, "gpus=0:2:0 is no slice"),
         (lambda m: m.slice(gpus=slice("a", 2)), UsageError, "gpus=a:2 is no slice"),
         (lambda m: m.select([99]), RankError, "rank=99 selects nothing; the ranks here are 0"),

@@ -42,12 +42,12 @@ def test_it_iterates_as_points_and_values() -> None:
 def test_every_view_keeps_each_value_with_its_rank(data: st.DataObject) -> None:
     gpus = data.draw(st.lists(st.integers(0, 3), min_size=1, unique=True))
     view = data.draw(
-        st.sampled_from([squares(), squares().slice(hosts=slice(None, None, -1)), squares().pick(gpus=gpus)])
+        st.sampled_from([squares(), squares().slice(hosts=slice(None, None, -1)), squares().slice(gpus=gpus)])
     )
     for values in (
         view,
         view.slice(hosts=0),
-        view.pick(gpus=[0]),
+        view.slice(gpus=[0]),
         view.rename(hosts="gpus", gpus="hosts"),
         view.split(hosts=("a", "b"), a=2),
         view.flatten("rank"),
@@ -112,7 +112,7 @@ def test_equality_compares_ranks_axes_and_all_elements() -> None:
 
 
 def test_it_survives_pickling() -> None:
-    lazy = ValueMesh.lazy(MESH.pick(gpus=[0, 1, 3]), lambda rank: rank)
+    lazy = ValueMesh.lazy(MESH.slice(gpus=[0, 1, 3]), lambda rank: rank)
     assert pickle.loads(pickle.dumps(lazy)) == lazy
 
 

@@ -13,6 +13,7 @@ from collector import Collector
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint
+from meshbook.mesh.rank_calls import start_cell
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def one(clean_end: None) -> Iterator[ProcMesh]:
 def _run(mesh: ProcMesh, code: str) -> tuple[str, str]:
     """What the cell prints: stdout, stderr."""
     collector = Collector()
-    mesh.start_cell(code, on_output=collector).future.get(60)
+    start_cell(mesh, code, on_output=collector).future.get(60)
     return collector.text(0), collector.text(0, "stderr")
 
 

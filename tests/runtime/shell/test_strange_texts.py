@@ -14,6 +14,7 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import DisplayData, OutputEvent, StreamText
 from meshbook.errors import CallFailed, MeshError
+from meshbook.mesh.rank_calls import start_cell
 
 BAD = "caf\udce9 \ud83d"
 SHOWN = "caf\\udce9 \\ud83d"
@@ -68,7 +69,7 @@ def _raise_odd(body: str) -> None:
 
 def _events(mesh: ProcMesh, code: str) -> list[OutputEvent]:
     events: list[OutputEvent] = []
-    mesh.start_cell(code, on_output=events.append).future.get(10)
+    start_cell(mesh, code, on_output=events.append).future.get(10)
     return events
 
 
@@ -91,7 +92,7 @@ def test_a_rank_that_shows_garbage_costs_nobody_anything(mesh4: ProcMesh) -> Non
         "worker = current_router().worker\n"
         "worker.calls.send(wire.DisplayData(wire.OWN_RANK, worker.output.current, False, False), [b'\\xc1'])"
     )
-    mesh4.start_cell(code, on_output=events.append).future.get(10)
+    start_cell(mesh4, code, on_output=events.append).future.get(10)
     said = [event.text for event in events if isinstance(event, StreamText)]
     assert sorted(text.split(" has shown")[0] for text in said) == [f"rank {rank}" for rank in range(4)]
     assert mesh4.evaluate("rank").get(10).values() == [0, 1, 2, 3]

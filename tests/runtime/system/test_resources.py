@@ -19,6 +19,7 @@ from patience import wait_until
 from template_processes import torch_templates_of
 
 from meshbook import LocalLauncher, ProcMesh, errors, shutdown, start_hosts, this_host
+from meshbook.mesh.rank_calls import start_cell
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
@@ -63,14 +64,14 @@ CHATTER = "for i in range(3000): print(i, 'x' * 60)"
 
 def _check_chatter(mesh: ProcMesh, why: str) -> None:
     got = Collector()
-    mesh.start_cell(CHATTER, on_output=got).future.get(30)
+    start_cell(mesh, CHATTER, on_output=got).future.get(30)
     for rank in range(len(mesh)):
         assert got.text(rank) == "".join(f"{i} {'x' * 60}\n" for i in range(3000))
     said = [got.text(rank, "stderr") for rank in range(len(mesh))]
 
     def all_have_said() -> bool:
         more = Collector()
-        mesh.start_cell("print('more')", on_output=more).future.get(30)
+        start_cell(mesh, "print('more')", on_output=more).future.get(30)
         said[:] = [said[rank] + more.text(rank, "stderr") for rank in range(len(mesh))]
         return all(said)
 
@@ -108,7 +109,7 @@ def test_a_full_disk_under_the_logs_costs_the_logs_only(small_disk: Path, monkey
         why = "no space left on device (free some space)"
         _check_chatter(mesh, why)
         got = Collector()
-        mesh.start_cell("print('unlogged')", on_output=got).future.get(30)
+        start_cell(mesh, "print('unlogged')", on_output=got).future.get(30)
         assert {(cut.rank, cut.size_bytes, cut.lacks) for cut in got.cuts} == {(rank, 0, why) for rank in range(2)}
         filler.unlink()
         time.sleep(2.1)
@@ -202,11 +203,11 @@ def test_a_process_without_descriptors_cannot_begin_and_can_later(left: int) -> 
 def test_a_rank_without_descriptors_fails_its_call_and_lives(mesh2: ProcMesh) -> None:
     mesh2.run("import os, resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE); kept = rank").get(30)
     low = "resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))), limits[1]))"
-    mesh2.pick(gpus=1).run(low).get(30)
+    mesh2.slice(gpus=1).run(low).get(30)
     with pytest.raises(errors.CallFailed, match=r"rank 1 raised .*[Tt]oo many open files"):
         mesh2.evaluate("torch.ones(1 << 20)").get(30)
     assert [status.state for status in mesh2.status()] == ["idle", "idle"]
-    mesh2.pick(gpus=1).run("resource.setrlimit(resource.RLIMIT_NOFILE, limits)").get(30)
+    mesh2.slice(gpus=1).run("resource.setrlimit(resource.RLIMIT_NOFILE, limits)").get(30)
     assert mesh2.evaluate("kept, torch.ones(1 << 20).sum().item()").get(30).values() == [(0, 2**20), (1, 2**20)]
 
 

@@ -12,6 +12,8 @@ from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, RankLog, RankOutput
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MessageTooLarge
 from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.proc_view import new_output_id
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import resident_bytes
 from meshbook.wire.frames import MAX_BATCH_BYTES, MAX_FRAME_BYTES, Batch, Buffer, pack
 from meshbook.wire.link import Link
@@ -73,7 +75,7 @@ def test_late_text_waits_within_the_bounds_of_other_text(tmp_path) -> None:
 )
 def test_a_print_of_70_mb_is_cut_and_counted(mesh2: ProcMesh, code: str) -> None:
     events: list[OutputEvent] = []
-    mesh2.start_cell(code, on_output=events.append).future.get(60)
+    start_cell(mesh2, code, on_output=events.append).future.get(60)
     shown = sum(len(event.text) for event in events if isinstance(event, StreamText) and event.rank == 0)
     cut = max(event.size_bytes for event in events if isinstance(event, OutputDropped) and event.rank == 0)
     assert shown + cut == SIZE + 1 and 0 < shown <= SHOWN_MAX_CHARS
@@ -111,7 +113,7 @@ class Loud(Actor):
 
 def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
     heard: list[OutputEvent] = []
-    set_output_source(lambda procs: OutputTarget(procs.new_output_id(), heard.append))
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard.append))
     try:
         loud = mesh2.spawn("loud", Loud)
         loud.say.call(1).get(20)

@@ -16,6 +16,7 @@ from patience import wait_until
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
+from meshbook.mesh.rank_calls import start_cell
 from meshbook.worker.direct_lanes import ASK_AFTER, RankLanes
 
 pytestmark = pytest.mark.slow
@@ -237,7 +238,7 @@ def test_what_was_printed_comes_before_the_answer(procs: ProcMesh, clerks: Any) 
     before = first.execute(lanes_left).get(20).values()
     for number in range(20):
         told: list[object] = []
-        first.start_cell(f"clerk.say.call_one('line {number}').get()", on_output=told.append).future.get(20)
+        start_cell(first, f"clerk.say.call_one('line {number}').get()", on_output=told.append).future.get(20)
         assert f"line {number}" in str(told)
     assert first.execute(lanes_left).get(20).values() == before
 

@@ -15,6 +15,8 @@ from meshbook import ProcMesh
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.request import CallRequest
 from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
+from meshbook.mesh import states
+from meshbook.shape.view import members_of
 from meshbook.values.pickling import dumps
 
 _numbers = itertools.count(100)
@@ -31,13 +33,13 @@ class Desks:
     def call(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None, mailbox: int = 0) -> CallFuture[Any]:
         mesh = mesh or self.mesh
         body = dumps((args, {}), what=endpoint)
-        request = CallRequest(endpoint, mesh.members, body, endpoint, mailbox=mailbox or self.mailbox)
+        request = CallRequest(endpoint, members_of(mesh), body, endpoint, mailbox=mailbox or self.mailbox)
         return mesh._controller.call(mesh._mesh, request)
 
     def post(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None) -> None:
         mesh = mesh or self.mesh
         body = dumps((args, {}), what=endpoint)
-        request = CallRequest(endpoint, mesh.members, body, endpoint, mailbox=self.mailbox, reply=False)
+        request = CallRequest(endpoint, members_of(mesh), body, endpoint, mailbox=self.mailbox, reply=False)
         mesh._controller.call(mesh._mesh, request)
 
 
@@ -157,12 +159,12 @@ def test_a_timeout_of_mail_names_the_silent(desks: Desks) -> None:
 
 def test_an_interrupt_names_who_does_not_end_a_call_to_its_mailbox(desks: Desks) -> None:
     other = Desks(desks.mesh)
-    future = other.call("nap", 2.0, mesh=desks.mesh.pick(gpus=[1, 3]))
+    future = other.call("nap", 2.0, mesh=desks.mesh.slice(gpus=[1, 3]))
     time.sleep(0.3)
     interrupted = future.interrupt()
     assert set(interrupted.stuck) == {1, 3}
     assert "it was told to stop and has not ended the call yet" in str(interrupted)
-    assert desks.mesh.interrupted == ()
+    assert states.interrupted(desks.mesh) == ()
 
 
 def test_an_interrupt_of_mail_is_told_apart_from_cells(desks: Desks) -> None:

@@ -12,11 +12,12 @@ from controllers import Zygote, alone
 SPAWN = """
 import mail_ranks
 from mail_ranks import There
+from meshbook.shape.view import members_of
 from meshbook import LocalLauncher, start_hosts
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH
 mesh = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True)).spawn_procs({"gpus": 2}, name="kept", device="cpu")
 mesh.execute(mail_ranks.open_desk, 7).get(60)
-mesh.execute(mail_ranks.keep_talking, There(mesh.id, mesh.members, 7)).get(60)
+mesh.execute(mail_ranks.keep_talking, There(mesh.id, members_of(mesh), 7)).get(60)
 while min(rounds for rounds, _ in mesh.execute(mail_ranks.talked).get(30).values()) < 20:
     time.sleep(0.05)
 mesh._controller.mailboxes.open(9, lambda call, load_args, reply: say("called"))
@@ -36,7 +37,7 @@ say("after", json.dumps([rounds for rounds, _ in after]))
 say("errors", json.dumps([errors for _, errors in after]))
 mesh.respawn(3)
 mesh.slice(hosts=1, gpus=1).execute(mail_ranks.open_desk, 7).get(60)
-there = mail_ranks.There(mesh.id, mesh.members, 7)
+there = mail_ranks.There(mesh.id, members_of(mesh), 7)
 say("again", json.dumps(mesh.slice(hosts=0, gpus=0).execute(mail_ranks.ask, there, "echo", 5).get(60).values()))
 mesh.stop()
 """

@@ -27,6 +27,7 @@ from meshbook.concurrency.sigint import held_back
 from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import call_after_repairs
 from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import Placing, send_parts
@@ -257,7 +258,7 @@ class BatchStream(Generic[T]):
         self._bar = _bar(self._length) if progress else None
         self._feed = _Feed(_items_of(source), mesh, layouts, prefetch, line)
         self._end = weakref.finalize(self, self._feed.close)
-        mesh.procs.call_after_repairs(self._feed.send_again)
+        call_after_repairs(mesh.procs, self._feed.send_again)
 
     def __iter__(self) -> BatchStream[T]:
         return self

@@ -14,6 +14,7 @@ from meshbook.errors import LayoutError, UsageError
 from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, procs_of_sizes
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import call_after_repairs, is_renumbered
 from meshbook.shape import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
 from meshbook.tensors.handles.resharding import join, move
@@ -66,7 +67,7 @@ class Mesh:
         self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
         self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
         self._open()
-        procs.call_after_repairs(self._go_on)
+        call_after_repairs(procs, self._go_on)
         for key in [key for key, mesh in _made.items() if not mesh.procs.alive]:
             del _made[key]
         _made[(type(self), *_key_of(procs))] = self
@@ -80,7 +81,7 @@ class Mesh:
 
         Tensors of a mesh that has grown or shrunk since can only be taken away.
         """
-        if self.procs.is_renumbered:
+        if is_renumbered(self.procs):
             return ""
         self.stream.begin_repair()
         self._open()

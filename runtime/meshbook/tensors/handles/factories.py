@@ -17,6 +17,7 @@ from typing_extensions import Required, TypedDict, Unpack
 
 from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
+from meshbook.mesh import states
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, make, new_seed, place
@@ -172,7 +173,7 @@ def send_parts(tensors: Sequence[Placing], mesh: Mesh, line: CodeLine) -> list[F
 
     Returns: done when all ranks have come as far.
     """
-    procs, hosts = mesh.procs, mesh.procs.by_host()
+    procs, hosts = mesh.procs, states.by_host(mesh.procs)
     together = len(hosts) == 1 or all(host.is_here for host in hosts)
     groups = [(procs, procs.ranks)] if together else [(procs.select(host.ranks), host.ranks) for host in hosts]
     end = MeshEnd(mesh.stream.name, mesh.shape, procs.ranks)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from meshbook.errors import UsageError
 from meshbook.formatting import name_ranks
+from meshbook.mesh.proc_view import check_numbers, is_renumbered
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.metadata import new_template
 from meshbook.tensors.messages.layouts import MeshEnd, contiguous_strides, to_placements
@@ -58,7 +59,7 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
         if stream.recorder is not None:
             stream.recorder.note_tensors((tensor, made))
         return made
-    mesh.procs.check_numbers()
+    check_numbers(mesh.procs)
     for each in (source.stream, stream):
         each.settle()  # ranks that have halted do not have what others have: nothing is sent before they go on
     source.stream.check([handle.number])
@@ -70,14 +71,14 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
         )
     ends = [MeshEnd(each.stream.name, each.shape, _ranks_of(each)) for each in (source, mesh)]
     ranks = base.select(sorted({*ends[0].ranks, *ends[1].ranks}))
-    moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output, source.procs.is_renumbered)
+    moved = Resharding(ends[0], ends[1], handle.number, number, wanted, output, is_renumbered(source.procs))
     stream.follow("to_mesh", (number,), ranks.execute(take_part, moved), handle)
     return MeshTensor._of(mesh, output, number)
 
 
 def _ranks_of(mesh: Mesh) -> tuple[int, ...]:
     """As they are numbered now. Raises: UsageError where some have left."""
-    if not mesh.procs.is_renumbered:
+    if not is_renumbered(mesh.procs):
         return tuple(mesh.procs.ranks)
     answers = mesh.procs.base().execute(position_in, mesh.stream.name).get().values()
     found = {position: rank for rank, position in enumerate(answers) if position is not None}

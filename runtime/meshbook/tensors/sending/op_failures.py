@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from meshbook.errors import CallFailed, MeshError
-from meshbook.mesh.repeated_call import RepeatedCall
+from meshbook.mesh.rank_calls import RepeatedCall
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, name_code_line
 from meshbook.tensors.messages.operations import (
     HaltedAt,

@@ -19,7 +19,8 @@ from meshbook.concurrency.future import Future
 from meshbook.concurrency.sigint import held_back
 from meshbook.errors import LayoutError, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.repeated_call import RepeatedCall
+from meshbook.mesh.proc_view import call_before_calls, is_renumbered
+from meshbook.mesh.rank_calls import RepeatedCall, execute_as
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.tensors.messages import anomalies
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, as_named_line, for_ranks, line_of_caller
@@ -74,7 +75,7 @@ class OpStream(SentOperations):
         """What is not sent yet: the fields of a `Use` and of an `Issued` each, in one list, which nothing can tear."""
         self._are_ranks_new = False
         """Whether some were started again, and have not been told of the tensors."""
-        procs.call_before_calls(self._before_call)
+        call_before_calls(procs, self._before_call)
         anomalies.streams.add(self)
 
     def issue(
@@ -118,7 +119,7 @@ class OpStream(SentOperations):
         with self._lock:
             if self._sending or self._are_ranks_new or not (self._issued or self._freed):
                 return  # the first where sending a batch is a call that would send what was issued before it
-            if not self._issued and self.procs.is_renumbered:
+            if not self._issued and is_renumbered(self.procs):
                 self._unfreed = self._take_freed()
                 self._free_by_base()
                 return
@@ -296,8 +297,8 @@ class OpStream(SentOperations):
     def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
         line, place = asked_by or as_named_line(line_of_caller())
-        return self.procs.execute_as(
-            _name_call(line), known_meshes.ask_at, place, self.name, self.decided, method, *args
+        return execute_as(
+            self.procs, _name_call(line), known_meshes.ask_at, place, self.name, self.decided, method, *args
         )
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:

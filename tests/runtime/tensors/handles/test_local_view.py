@@ -15,6 +15,7 @@ from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.distributed import Mesh, TensorError, TensorLost, fetch_shard, inspect, remote
 from meshbook.errors import WorkerLost
+from meshbook.shape.view import members_of
 from meshbook.tensors.handles.local_view import local_mesh_of
 
 
@@ -34,7 +35,7 @@ def test_tensors_of_the_ranks_that_differ_in_shape_are_refused(square: ProcMesh)
 def each(tensor: torch.Tensor) -> list[object]:
     assert isinstance(tensor, meshbook.MeshTensor)
     procs = tensor.mesh.procs
-    return [inspect(tensor, **procs.members.point(rank)).tolist() for rank in procs.ranks]
+    return [inspect(tensor, **members_of(procs).point(rank)).tolist() for rank in procs.ranks]
 
 
 def rows(*firsts: float, count: int = 4) -> list[list[float]]:

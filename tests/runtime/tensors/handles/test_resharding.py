@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import meshbook
 from meshbook import DeviceMeshError, ProcMesh, errors, this_host
 from meshbook.distributed import Mesh, TensorError
+from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.tensors.messages.layouts import MeshEnd, pieces
 
 EVERY = {"grid": ["dp", "tp"], "flat": ["all"], "left": ["dp"], "right": ["dp"], "row": ["tp"], "turned": ["tp", "dp"]}
@@ -22,7 +23,7 @@ EVERY = {"grid": ["dp", "tp"], "flat": ["all"], "left": ["dp"], "right": ["dp"],
 @pytest.fixture(scope="module")
 def meshes(square: ProcMesh) -> dict[str, Mesh]:
     grid = Mesh(square)
-    turned = Mesh(square.arrange({"tp": 2, "dp": 2}, [3, 1, 0, 2]))
+    turned = Mesh(arrange_ranks(square, {"tp": 2, "dp": 2}, [3, 1, 0, 2]))
     parts = {"left": grid.slice(tp=0), "right": grid.slice(tp=1), "row": grid.slice(dp=1)}
     return {"grid": grid, "flat": Mesh(square.flatten("all")), **parts, "turned": turned}
 

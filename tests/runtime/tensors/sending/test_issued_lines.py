@@ -17,6 +17,7 @@ from patience import wait_until
 import meshbook
 from meshbook import ProcMesh, errors
 from meshbook.distributed import Mesh, TensorError
+from meshbook.mesh import states
 from meshbook.tensors.messages.issued_lines import each_line, for_ranks
 from meshbook.tensors.sending import op_settling
 
@@ -63,7 +64,7 @@ def beside(action: Callable[[], object]) -> Iterator[None]:
 
 
 def _waits(grid: Mesh) -> bool:
-    return "all_gather" in grid.procs.where()[0] or "all_reduce" in grid.procs.where()[0]
+    return "all_gather" in states.where(grid.procs)[0] or "all_reduce" in states.where(grid.procs)[0]
 
 
 def test_stacks_show_the_line_and_the_operation(grid: Mesh) -> None:
@@ -72,7 +73,7 @@ def test_stacks_show_the_line_and_the_operation(grid: Mesh) -> None:
 
     def look() -> None:
         wait_until(lambda: _waits(grid))
-        told.append((grid.procs.where()[0], str(grid.procs.stacks())))
+        told.append((states.where(grid.procs)[0], str(grid.procs.stacks())))
         go_on()
 
     with one_rank_stopped(grid) as go_on, beside(look):
@@ -113,7 +114,7 @@ def test_an_interrupt_before_a_rank_has_begun_is_told_with_the_line(mesh2: ProcM
     busy = mesh2.select([1]).execute(wait_until, lambda: (tmp_path / "go").exists(), timeout_s=60)
 
     def press() -> None:
-        wait_until(lambda: "test_issued_lines.py" in mesh2.where()[0])
+        wait_until(lambda: "test_issued_lines.py" in states.where(mesh2)[0])
         os.kill(os.getpid(), signal.SIGINT)
 
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
@@ -141,7 +142,7 @@ def test_a_recorded_step_shows_its_lines(grid: Mesh) -> None:
 
     def look() -> None:
         wait_until(lambda: _waits(grid))
-        told.append(grid.procs.where()[0])
+        told.append(states.where(grid.procs)[0])
         go_on()
 
     with one_rank_stopped(grid) as go_on, beside(look):
