@@ -15,7 +15,7 @@ JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo lab verify-gpu notebooks-save pictures coverage docs
+.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo changelog lab verify-gpu notebooks-save pictures coverage docs
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -69,11 +69,11 @@ test-ipykernels: $(READY)
 	$(BIN)/python tests/support/other_ipykernel.py 7.3.0 $(ARGS)
 	$(BIN)/python tests/support/other_ipykernel.py 6.29.5 $(ARGS)
 
-# A short suite under 3.10 to 3.13, those that this machine has (on the path, or pyenv's), with the oldest and newest
-# dependencies: see tests/support/other_pythons.py. ARGS="3.10 3.13" names some of them; with "--install-within 300" one
-# whose packages take longer to download is left out. Kept in .pythons.
+# A short suite under 3.10 to 3.13, those that this machine has, with the oldest and newest dependencies: see noxfile.py.
+# ARGS="-s python-3.10 python-3.13" names some of them; with INSTALL_WITHIN=300 one whose packages take longer to come is
+# left out; pytest's own arguments come last, behind "--".
 test-pythons: $(READY)
-	$(BIN)/python tests/support/other_pythons.py $(ARGS)
+	$(BIN)/python -m nox $(ARGS)
 
 # How much of the code the tests run, in all processes that end by themselves: agents, templates, ranks and kernels too.
 # What counts calls of Python is left out. The last line has the whole. Tests of debuggers fail under it.
@@ -117,6 +117,10 @@ docs: $(READY)
 # The screenshots of the README, of cells that really run; wants a chromium. ARGS="hang" makes some of them.
 pictures: $(READY)
 	$(BIN)/python tests/support/pictures.py $(ARGS)
+
+# Joins the fragments of changes/ into CHANGELOG.md for a release; ARGS=--draft only shows how that will look.
+changelog: $(READY)
+	$(BIN)/python -m towncrier build --yes $(ARGS)
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/quickstart.ipynb

@@ -28,8 +28,8 @@ import psutil
 import pytest
 import pytest_timeout
 
-from meshbook.launchers.starting.head_start import AGENT, LASTING
-from meshbook.launchers.starting.templates import start_lasting
+from meshbook.launchers.agent_start import AGENT, LASTING
+from meshbook.launchers.templates import start_lasting
 
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 """jsonschema asks for it as it is imported, and it builds a grammar for three seconds; no test checks addresses."""

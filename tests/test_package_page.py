@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import tomllib
-from other_pythons import ELSEWHERE
 
 ROOT = Path(__file__).parents[1]
+ELSEWHERE = ("Failed to fetch", "dns error", "error sending request", "Connection")
+"""The words of uv where the network is missing."""
 DEAD = re.compile(
     r"\]\((?!https?:)|^\s*\[[^\]]+\]:\s*(?!https?:)|(?:href|src|srcset)=(?![\"']?https?:)|<picture", re.MULTILINE
 )

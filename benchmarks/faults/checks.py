@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshbook.concurrency.background import IDLE_S
-from meshbook.launchers.starting.head_start import LASTING
+from meshbook.launchers.agent_start import LASTING
 from meshbook.system.processes import resident_bytes
 
 MARK = "MESHBOOK_FAULTS_RUN"

@@ -205,7 +205,7 @@ def this_host() -> HostMesh:
         from meshbook.mesh.actor_hosts import HostRef
 
         return cast("HostMesh", HostRef())
-    from meshbook.launchers.starting.head_start import head_start
+    from meshbook.launchers.agent_start import head_start
 
     with contextlib.nullcontext() if f"{__name__}.mesh.driven" in sys.modules else head_start():
         from meshbook.mesh import driven

@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 from getpass import getpass
+from pathlib import Path
 
 from meshbook.errors import MeshError, ProtocolError, UsageError
-from meshbook.launchers.invitations.agent_process import end_agent, start_agent, words_of
-from meshbook.launchers.invitations.invitation import (
+from meshbook.launchers.agent_start import AGENT, TEMPLATES
+from meshbook.launchers.invitation import (
     Admitted,
     Arrival,
     Departure,
@@ -28,13 +29,17 @@ from meshbook.launchers.invitations.invitation import (
     encode,
     read_invitation,
 )
+from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, python_version
+from meshbook.system.user_folders import log_base
 from meshbook.wire.messages import PROTOCOL_VERSION
-from meshbook.wire.ticket import Ticket
+from meshbook.wire.ticket import Ticket, encode_ticket
 from meshbook.wire.zmq_transport import ask_gate
 
 ANSWER_S = 10.0
-"""How long the gate may take to answer."""
+"""The time within which the gate has to answer."""
+END_S = 10.0
+"""The time that the agent has to end its ranks and itself."""
 
 EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 2, 77, 69
 
@@ -98,16 +103,49 @@ def _arrive(invitation: Invitation) -> Admitted:
 def _serve(invitation: Invitation, admitted: Admitted) -> int:
     """Run the agent, and tell the gate why it has ended."""
     signals = _hear_signals()
-    agent = start_agent(admitted.ticket)
+    agent = _start_agent(admitted.ticket)
     _say(f"{admitted.ticket.name} is a host of {admitted.home} until its mesh ends, or by Ctrl-C")
     if why := _wait(agent, signals):
         _depart(invitation, admitted.ticket, why)
-    code = end_agent(agent)
-    said = words_of(admitted.ticket)
+    code = _end_agent(agent)
+    said = _last_words(admitted.ticket)
     if not why:
         _depart(invitation, admitted.ticket, f"its agent ended ({describe_exit(code)}){said and f': {said}'}")
     _say("the mesh has ended" if code == 0 else why or f"the agent ended ({describe_exit(code)}): {said}")
     return code
+
+
+def _start_agent(ticket: Ticket) -> subprocess.Popen[bytes]:
+    """The agent ends when nobody reads its stdout any more, which is when we have ended. Raises: OSError."""
+    agent = subprocess.Popen(
+        [sys.executable, "-m", TEMPLATES, AGENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert agent.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        agent.stdin.write(encode_ticket(ticket) + b"\n")
+        agent.stdin.close()
+    return agent
+
+
+def _end_agent(agent: subprocess.Popen[bytes]) -> int:
+    """Wait for its end, and end it where it does not; how it has ended, as in `subprocess`."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if agent.poll() is None:
+            agent.terminate()
+        return agent.wait(END_S)
+    agent.kill()  # its ranks go with it
+    return agent.wait()
+
+
+def _last_words(ticket: Ticket) -> str:
+    """The last that an agent has said in its log."""
+    with contextlib.suppress(OSError, MeshError):
+        return " ".join(log_tail(Path(log_base()) / ticket.log_dir / "agent.log", 3).split())
+    return ""
 
 
 def _hear_signals() -> int:

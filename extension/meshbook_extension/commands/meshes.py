@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
 from meshbook.formatting import did_you_mean, format_sizes, name_ranks
-from meshbook.launchers.engines.job_lists import job_lists
+from meshbook.launchers.engines.commands import job_lists
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import rename_mesh
 from meshbook.mesh.rank_calls import set_axes

@@ -33,7 +33,7 @@ from meshbook.agent.spawns import Spawns
 from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError, SpawnError
 from meshbook.errors.advice import set_advice
-from meshbook.launchers.starting.templates import StartedTemplate
+from meshbook.launchers.templates import StartedTemplate
 from meshbook.sessions.listing import remove_if_last
 from meshbook.shape.generations import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices

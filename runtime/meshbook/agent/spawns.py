@@ -13,7 +13,7 @@ import msgspec
 
 from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.template import TemplateProcess
-from meshbook.launchers.starting.templates import WITH_TORCH, StartedTemplate
+from meshbook.launchers.templates import WITH_TORCH, StartedTemplate
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import count_moves, kill_strays

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from meshbook.launchers.starting.templates import StartedTemplate, exec_template
+from meshbook.launchers.templates import StartedTemplate, exec_template
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import last_words
 from meshbook.system.os_errors import explain

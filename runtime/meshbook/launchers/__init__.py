@@ -1,1 +1,1 @@
-"""Who starts host agents, behind one protocol."""
+"""The launchers, which start host agents behind one protocol."""

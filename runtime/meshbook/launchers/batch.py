@@ -18,22 +18,24 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.launchers.base import LaunchedHost, Launcher
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
 from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.system.processes import describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 LOOK_S = 0.05
-"""How often the end of an agent is looked for."""
+"""The pause between two looks for the end of an agent."""
 _SAID_LINES, _SAID_CHARS = 4, 400
 _ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _NO_FOLDER = "meshbook: no folder"
@@ -49,7 +51,7 @@ if test -r {script}; then exec sh {script} >>{log} 2>&1 </dev/null; fi
 echo "{no_folder} {folder} on $(uname -n)" >&2
 exit 66
 """
-"""What the scheduler runs."""
+"""The job that the scheduler runs."""
 
 _SCRIPT = """
 echo "{on}$(uname -n)"
@@ -59,44 +61,30 @@ echo "{ended}$?"
 """
 
 
-class BatchLauncher:
+class BatchLauncher(EngineLauncher["BatchHost"]):
     """An agent on each of some nodes, each by a job of its own."""
 
     name = "batch"
-    shares_environment = False
-    place_is_gone = False
-    fixed = ""
-    named_hosts = ()
 
-    def __init__(
-        self, scheduler: str, *, python: str | None = None, options: Sequence[str] = (), place: BatchHost | None = None
-    ) -> None:
+    def __init__(self, scheduler: str, *, python: str | None = None, options: Sequence[str] = ()) -> None:
         """scheduler: one of `SCHEDULERS`. options: ``--walltime 4:00:00``, ``--queue gpu``: of Parsl's provider for it.
 
         python: the interpreter there; by default the path of our own where there is one, else ``python3``.
-        place: the host that it has started, where the next controller is to find it. Raises: UsageError.
+        Raises: UsageError.
         """
         if scheduler not in SCHEDULERS:
             raise UsageError(f'unknown scheduler "{scheduler}"; there is: {", ".join(SCHEDULERS)}.')
-        self.scheduler, self.python, self.options = scheduler, python or "", tuple(map(str, options))
-        self._place, self._launched = place, list[BatchHost]()
+        super().__init__(python, options)
+        self.scheduler = scheduler
         read_options(self.options)
 
     @property
     def transport(self) -> str:
         return f"tcp://{in_endpoint(own_address())}"
 
-    def for_host(self, index: int) -> BatchLauncher:
-        place = self._launched[index] if self._launched else None
-        return BatchLauncher(self.scheduler, python=self.python, options=self.options, place=place)
-
-    def for_more(self, beside: Sequence[LaunchedHost]) -> BatchLauncher:
-        return self
-
     @property
-    def saved(self) -> SavedLauncher:
-        job = self._place.job if self._place else ""
-        return SavedLauncher(self.name, python=self.python, options=(self.scheduler, *self.options), job=job)
+    def named(self) -> tuple[str, ...]:
+        return (self.scheduler,)
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Submit a job for each; the agents come when they run. Raises: OSError, SpawnError, UsageError."""
@@ -125,12 +113,15 @@ class BatchHost:
         if job:
             queue.expect(job)
 
+    def save(self, saved: SavedLauncher) -> SavedLauncher:
+        return msgspec.structs.replace(saved, job=self.job)
+
     def failure(self) -> str | None:
         state = self._queue.state(self.job)  # first: when it has ended, the log is whole
         return self._files.why_ended() or (state.ended and self._files.with_words(state.ended)) or None
 
     def waits_for(self) -> str:
-        """Where the job is in the queue."""
+        """Return the state of the job in the queue; empty where it waits for nothing."""
         return "" if self._files.why_ended() else self._queue.state(self.job).waits
 
     def close(self, timeout_s: float) -> None:
@@ -144,7 +135,7 @@ class BatchHost:
         self._files.remove()
 
     def _is_queued_again(self) -> bool:
-        """Whether the agent was ended with its job, which the scheduler has put back into its queue."""
+        """Whether the scheduler has ended the job, and the agent with it, and has put it back into its queue."""
         if self._files.exit_code in ("", "0"):
             return self._queue.state(self.job).is_queued
         state = self._queue.look_at(self.job)
@@ -162,16 +153,15 @@ def parse(asked: Asked) -> BatchLauncher:
     return BatchLauncher(asked.named, python=asked.python, options=asked.options)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    for id, saved in hosts.items():
-        scheduler, *options = saved.launcher.options
-        host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
-        yield id, host, BatchLauncher(scheduler, python=saved.launcher.python, options=options, place=host)
+    scheduler, *options = saved.launcher.options
+    host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
+    return host, BatchLauncher(scheduler, python=saved.launcher.python, options=options).in_place_of(host)
 
 
 class BatchFiles:
-    """What a job reads and writes in the folder of logs, which is shared with the nodes."""
+    """The files of a job in the folder of logs, which is shared with the nodes."""
 
     def __init__(self, folder: Path, host_id: str) -> None:
         self.folder, self._id = folder, host_id
@@ -189,12 +179,12 @@ class BatchFiles:
         )
 
     def script(self, agent: str) -> str:
-        """What the job runs, where the folder is there. agent: a script that runs the agent."""
+        """Return the script that the job runs where the folder is there. agent: the script that runs the agent."""
         ticket = shlex.quote(str(self._ticket))
         return _SCRIPT.format(on=_ON, ended=_ENDED, again=_AGAIN, ticket=ticket, agent=agent)
 
     def write(self, ticket: Ticket, agent: str) -> None:
-        """The script and the ticket. Raises: OSError."""
+        """Write the script and the ticket. Raises: OSError."""
         for path, data in (
             (self._script, self.script(agent).encode()),
             (self._ticket, encode_ticket(elsewhere(ticket)) + b"\n"),
@@ -204,16 +194,16 @@ class BatchFiles:
 
     @property
     def node(self) -> str:
-        """Where the job runs, as its machine calls itself; empty until it has said so."""
+        """The name of the machine on which the job runs, by its own account; empty until it has said so."""
         return next((line.removeprefix(_ON) for line in self._lines() if line.startswith(_ON)), "")
 
     @property
     def exit_code(self) -> str:
-        """With which the agent has ended; empty while that is not said."""
+        """The exit code of the agent; empty while the job has not said it."""
         return next((line.removeprefix(_ENDED) for line in self._lines() if line.startswith(_ENDED)), "")
 
     def why_ended(self) -> str:
-        """How the agent has ended; empty while that is not said."""
+        """Return how the agent has ended; empty while the job has not said so."""
         if not (code := self.exit_code):
             return ""
         status = int(code)
@@ -221,20 +211,20 @@ class BatchFiles:
         return self.with_words(f"its agent on {self.node} ended ({how})")
 
     def with_words(self, what: str) -> str:
-        """And what the job has said last: in our log, or where the scheduler keeps what it says."""
+        """Add the last lines of the job, from our log or the scheduler's, and advice."""
         theirs = [line for path in self._theirs() if "err" in path.name for line in _read(path)]
         lines = [line for line in [*theirs, *self._lines()] if not line.startswith((_ON, _ENDED))]
         said = " ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
         return with_hint(f"{what}: {said}" if said else what, _HINTS)
 
     def remove(self) -> None:
-        """All but the log."""
+        """Remove all files but the log."""
         for path in (self._ticket, self._script, *self._theirs()):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _theirs(self) -> list[Path]:
-        """Scripts and output of the scheduler, under names that Parsl makes of the host's."""
+        """List the scheduler's scripts and output, under names that Parsl makes of the host's."""
         return sorted(path for path in self.folder.glob(f"*{self._id}.*") if not path.name.startswith("agent-"))
 
     def _lines(self) -> list[str]:
@@ -242,7 +232,7 @@ class BatchFiles:
 
 
 def _read(path: Path) -> list[str]:
-    """Its lines that say something; none where there is no such file yet."""
+    """Return the lines of a file that are not empty; none where there is no such file yet."""
     try:
         return [line.strip() for line in re.split(r"[\r\n]+", path.read_text(errors="replace")) if line.strip()]
     except OSError:

@@ -7,24 +7,23 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from meshbook.errors import UsageError
+from meshbook.launchers.agent_start import AGENT, LASTING, exec_agent, open_log
 from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.head_start import AGENT, LASTING, exec_agent, open_log
-from meshbook.launchers.starting.templates import UNSEEN, HostFork, HostTemplate
+from meshbook.launchers.templates import UNSEEN, HostFork, HostTemplate
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.exits import CRASH_REPORT_LINES, end_process, last_words, log_tail
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Agents as child processes on this machine, each in a session of its own so that Ctrl-C passes them by.
 
     separate_hosts: every agent acts as if it were alone on its machine: payloads go over the sockets, over TCP.
@@ -32,13 +31,12 @@ class LocalLauncher:
     """
 
     name = "local"
+    transport = "unix"
     shares_environment = True
-    place_is_gone = False
-    fixed = ""
-    named_hosts = ()
 
     def __init__(self, *, separate_hosts: bool = False, torch: bool = True) -> None:
-        self.transport = "tcp" if separate_hosts else "unix"
+        if separate_hosts:
+            self.transport = "tcp"
         self._shares_memory = not separate_hosts
         self._torch = torch
 
@@ -46,11 +44,8 @@ class LocalLauncher:
     def saved(self) -> SavedLauncher:
         return SavedLauncher(self.name, separate=not self._shares_memory)
 
-    def for_more(self, beside: Sequence[LaunchedHost]) -> LocalLauncher:
-        return self
-
     def for_host(self, index: int) -> LocalLauncher:
-        """Itself: its hosts are all alike."""
+        """Return itself: its hosts are all alike."""
         return self
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
@@ -72,7 +67,7 @@ _template: HostTemplate | None = None
 
 
 def _template_for(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
-    """What hosts are forked from; None where each is better started by itself."""
+    """Return the template to fork hosts from; None where each is better started by itself."""
     global _template
     try:
         if _template is not None and _template.fits and _template.has_torch >= torch:
@@ -126,10 +121,9 @@ def parse(asked: Asked) -> LocalLauncher:
     return LocalLauncher(torch=asked.torch)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    for id, saved in hosts.items():
-        yield id, FoundHost(saved.pid, saved.started), LocalLauncher(separate_hosts=saved.launcher.separate)
+    return FoundHost(saved.pid, saved.started), LocalLauncher(separate_hosts=saved.launcher.separate)
 
 
 class LocalHost:
@@ -142,7 +136,7 @@ class LocalHost:
         self.pid, self.started = process.pid, start_time(process.pid) or 0
 
     def failure(self) -> str | None:
-        """Exit status in words, with the end of the agent's own log; None while it runs."""
+        """Return the exit status in words, with the end of the agent's own log; None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
@@ -181,7 +175,7 @@ class FoundHost:
         self.pid, self.started = pid, started
 
     def failure(self) -> str | None:
-        """That it has ended; None while it runs, and where that cannot be seen."""
+        """Return that the agent has ended; None while it runs, and where that cannot be seen."""
         gone = self.pid and not is_same_process(self.pid, self.started)
         return f"the host agent (process {self.pid}) has ended" if gone else None
 
@@ -199,7 +193,7 @@ class FoundHost:
 
 
 _released: list[int] = []
-"""Children of ours that have been left to themselves."""
+"""The children of ours that were left to themselves, by pid."""
 
 
 def release_child(process: subprocess.Popen[bytes]) -> None:

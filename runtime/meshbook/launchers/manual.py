@@ -17,15 +17,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
+from meshbook.launchers.agent_start import open_log, own_ip, quoted_program
 from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.invitations.invitation import (
+from meshbook.launchers.invitation import (
     COMMAND,
     Admitted,
     Arrival,
@@ -39,28 +40,22 @@ from meshbook.launchers.invitations.invitation import (
 )
 from meshbook.launchers.local import FoundHost
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import own_ip, quoted_program
-from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.wire.ticket import Ticket, elsewhere
 from meshbook.wire.zmq_transport import Gate
 
 WITHIN_S = 1800.0
-"""How long hosts may take to come, by default."""
+"""The time within which hosts have to come, by default."""
 
 _UNKNOWN = "no mesh here has this ticket: it is another notebook's, or its mesh has ended. Spawn again for a new one"
 _NAME_CHARS, _WHY_CHARS = 64, 500
 
 
-class ManualLauncher:
+class ManualLauncher(Launcher):
     """Agents that people start, by a command that `launch` prints."""
 
     name = "manual"
-    shares_environment = False
-    place_is_gone = False
-    fixed = ""
-    named_hosts = ()
 
     def __init__(self, address: str = "", *, python: str | None = None, within_s: float = WITHIN_S) -> None:
         """address: of this machine, as the hosts reach it; by default that of its default route.
@@ -78,10 +73,7 @@ class ManualLauncher:
         return f"tcp://{in_endpoint(self._address or own_address())}"
 
     def for_host(self, index: int) -> ManualLauncher:
-        """Itself: whoever comes is welcome."""
-        return self
-
-    def for_more(self, beside: Sequence[LaunchedHost]) -> ManualLauncher:
+        """Return itself: any machine may take the place."""
         return self
 
     @property
@@ -100,16 +92,15 @@ def parse(asked: Asked) -> ManualLauncher:
     return ManualLauncher(asked.named, python=asked.python, within_s=asked.within_s or WITHIN_S)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`. An address of ours that has gone since is looked for again."""
-    for id, saved in hosts.items():
-        asked, within_s = saved.launcher.options
-        python = saved.launcher.python or None
-        try:
-            launcher = ManualLauncher(asked, python=python, within_s=float(within_s))
-        except UsageError:
-            launcher = ManualLauncher(python=python, within_s=float(within_s))
-        yield id, FoundHost(saved.pid, saved.started), launcher
+    asked, within_s = saved.launcher.options
+    python = saved.launcher.python
+    try:
+        launcher = ManualLauncher(asked, python=python, within_s=float(within_s))
+    except UsageError:
+        launcher = ManualLauncher(python=python, within_s=float(within_s))
+    return FoundHost(saved.pid, saved.started), launcher
 
 
 class ManualHost:
@@ -121,9 +112,9 @@ class ManualHost:
     def __init__(self, party: Party, ticket: Ticket) -> None:
         self._party, self.ticket = party, ticket
         self.name = ""
-        """Of the machine; empty until somebody has come."""
+        """The name of the machine; empty until one has come."""
         self.ended = ""
-        """Why its agent has ended, once that was said."""
+        """The reason for the end of its agent, once the machine has told it."""
         self.has_left = threading.Event()
         self.is_closed = False
 
@@ -134,31 +125,31 @@ class ManualHost:
         return self.ended or None
 
     def waits_for(self) -> str:
-        """How many are waited for; empty once it is taken."""
+        """Return how many hosts are waited for; empty once this place is taken."""
         return "" if self.name else self._party.describe()
 
     def close(self, timeout_s: float) -> None:
-        """Let nobody in any more; wait until who is here has left, at most ``timeout_s``."""
+        """Let no machine in any more; wait until the one that came has left, at most ``timeout_s``."""
         self.is_closed = True
         if self.name and not self.ended:
             self.has_left.wait(timeout_s)
         _door.leave(self)
 
     def release(self) -> None:
-        """Let it live on; who has not come yet comes too late."""
+        """Let the agent live on; a machine that has not come yet comes too late."""
         self.is_closed = True
         _door.leave(self)
 
 
 class Party:
-    """The hosts of one launch, whom one ticket is for. The door's lock guards it."""
+    """The hosts of one launch, for which there is one ticket. The door's lock guards it."""
 
     def __init__(self, tickets: Sequence[Ticket], within_s: float, invitation: Invitation) -> None:
         self.invitation, self.within_s = invitation, within_s
         self.hosts = [ManualHost(self, elsewhere(ticket)) for ticket in tickets]
         self.log = Path(tickets[0].log_dir) / "gate.log"
         self.turned_away = ""
-        """The last one, and why."""
+        """The last machine that was turned away, and the reason."""
         self._deadline = time.monotonic() + within_s
         ends = time.localtime(time.time() + within_s)
         self.until = time.strftime("%H:%M" if within_s < 43200 else "%b %d, %H:%M", ends)
@@ -178,7 +169,7 @@ class Party:
         return "; ".join(filter(None, (waits, self.came, self.turned_away)))
 
     def admit(self, arrival: Arrival, name: str, taken: Sequence[str]) -> GateAnswer:
-        """Let somebody in, if that can be. taken: names of other hosts."""
+        """Let a machine in, if there is a place. taken: the names of other hosts."""
         free = next((host for host in self.hosts if not host.name and not host.is_closed), None)
         if free is None and all(host.name for host in self.hosts):
             return TurnedAway(f"this ticket has been used as often as it may be: {self.came}")
@@ -201,7 +192,7 @@ class Party:
 
 
 class Door:
-    """The gate of this process, open while there is anybody to let in or to hear of."""
+    """The gate of this process, open while a place is free or a host that came by it lives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -229,7 +220,7 @@ class Door:
             gate.close()
 
     def _answer(self, question: bytes) -> bytes:
-        """On the gate's thread."""
+        """Answer a question, on the gate's thread."""
         try:
             asked = decode_question(question)
         except msgspec.MsgspecError:
@@ -257,7 +248,7 @@ class Door:
             log.write(f"{time.strftime('%H:%M:%S')} {name} {became}\n".encode())
 
     def forget(self) -> None:
-        """In a fork nobody listens."""
+        """Forget the gate in a fork, where it does not listen."""
         self._lock = threading.Lock()
         self._inherited, self._gate, self._parties = self._gate, None, []
 
@@ -283,5 +274,5 @@ def _is_equal(one: str, other: str) -> bool:
 
 
 def _printable(text: str, chars: int) -> str:
-    """What somebody else has sent, as people may see it."""
+    """Return text from another machine, safe to be shown."""
     return "".join(each if each.isprintable() else " " for each in text[:chars]).strip()

@@ -17,132 +17,113 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.engines.client import Client
-from meshbook.launchers.engines.mpi_log import ENDED, ON, MPILog
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
+from meshbook.launchers.engines.clients import Client, ClientLog
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import agent_script
-from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.exits import end_process
 from meshbook.system.interfaces import in_endpoint, own_address
-from meshbook.system.processes import start_time
+from meshbook.system.processes import describe_exit, describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0
-"""How long it may take to say its version."""
+"""The time within which mpirun has to say its version."""
 
+_ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _PROGRAMS = ("mpirun", "mpiexec")
 _HOSTS = ("-H", "-host", "--host", "-hosts", "--hosts")
 """Options with the names of hosts, in which a single one takes their place."""
 
 _NOT_FOR_US = re.compile(r"--?(n|np|c|N|ppn|npernode|pernode|map-by|rankfile|stdin|tag-output|prepend-rank|s)(=.*)?$")
 
+_LABEL = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std\w+>:| )(.*)")
+"""``[1,0]<stderr>:`` of Open MPI, ``[0] `` of MPICH."""
+_RULE = re.compile(r"[-=]{20,}$")
+_NOISE = re.compile(r"(=   |\* |\[mpiexec@|\[proxy:)|mpirun\S* noticed|.*Forwarding signal")
+_UNREACHED = re.compile(
+    r"ssh: |(ssh|kex)_exchange_identification|Host key verification failed|\S+: Permission denied \("
+)
+"""The words of ssh for a host that it does not reach, after which MPICH goes on waiting for it."""
+_SAID_LINES, _SAID_CHARS = 4, 400
 
-class MPILauncher:
-    """An agent on each of so many hosts that mpirun knows of."""
+_FEW = "more processes than the ppr"
+"""Part of the complaint of Open MPI where its options name fewer nodes than there are to be hosts."""
 
-    name = "mpi"
-    shares_environment = False
-    place_is_gone = False
-    fixed = "its hosts are those that mpirun was given"
-    named_hosts = ()
+_HINTS = (
+    *PYTHON_HINTS,
+    ("meshbook: no ticket", "MPICH gives stdin to one process: that folder must be shared with the hosts."),
+    ("run as root", "Say that it may: set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+)
 
-    def __init__(
-        self,
-        *,
-        program: str = "",
-        python: str | None = None,
-        options: Sequence[str] = (),
-        place: MPIHost | None = None,
-    ) -> None:
-        """program: a name or a path; by default mpirun, or mpiexec. options: of it, as ``--hostfile F``.
 
-        python: the interpreter there; by default the path of our own where there is one, else ``python3``.
-        place: a host in whose place, where it was, it starts another one. Raises: UsageError.
+@dataclass
+class MPILog(ClientLog):
+    """The log of mpirun and of the agents that it has started. nodes, ends: by task."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    said: list[tuple[int | None, str]] = field(default_factory=list)
+    """Lines, each with the task that wrote it; None: mpirun."""
+
+    def add(self, line: str) -> None:
+        labelled = _LABEL.match(line)
+        task, line = (int(labelled[1]), labelled[2].strip()) if labelled else (None, line)
+        if task is not None and line.startswith(_ON):
+            self.nodes[task] = line.removeprefix(_ON)
+        elif task is not None and line.startswith(_ENDED):
+            self.ends[task] = int(line.removeprefix(_ENDED))
+        elif line and not _NOISE.match(line) and not _RULE.match(line):
+            self.said.append((task, line))
+
+    def why_ended(self, task: int, status: int | None) -> str | None:
+        """Return why there is no agent any more, or will be none; None while there may be.
+
+        status: the exit status of mpirun, as in `subprocess`; None while it runs.
         """
-        self.program, self.python, self.options = program, python or "", tuple(map(str, options))
-        self._place, self._launched = place, list[MPIHost]()
-        for option in self.options:
-            if _NOT_FOR_US.match(option):
-                raise UsageError(f"mpirun cannot be given {option} here: hosts=N says how many, with an agent on each.")
+        node = self.nodes.get(task, "")
+        if node and node in [self.nodes.get(other) for other in range(task)]:
+            return f"mpirun has put two agents on {node}, and each host gets one: name as many hosts as hosts=N says"
+        if task in self.ends:
+            how = describe_shell_exit(self.ends[task])
+            return self._with_words(f"its agent{node and f' on {node}'} ended ({how})", task)
+        unreached = next((line for who, line in self.said if who is None and _UNREACHED.match(line)), "")
+        if unreached and not node:
+            return f"mpirun does not reach its hosts: {unreached.rstrip('.')}"
+        if status is not None and any(_FEW in line for _, line in self.said):
+            return "mpirun's options name fewer nodes than hosts=N asks for, and each host is a node of its own"
+        return None if status is None else self._with_words(f"mpirun ended ({describe_exit(status)})", None)
 
-    @property
-    def transport(self) -> str:
-        return f"tcp://{in_endpoint(own_address())}"
-
-    def for_host(self, index: int) -> MPILauncher:
-        place = self._launched[index] if self._launched else None
-        return MPILauncher(program=self.program, python=self.python, options=self.options, place=place)
-
-    def for_more(self, beside: Sequence[LaunchedHost]) -> MPILauncher:
-        return MPILauncher(program=self.program, python=self.python, options=self.options)
-
-    @property
-    def saved(self) -> SavedLauncher:
-        saved = SavedLauncher(self.name, python=self.python, options=(self.program, *self.options))
-        return saved if self._place is None else self._place.save(saved)
-
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Start mpirun; the agents come when it has started them. Raises: OSError, SpawnError."""
-        reap_released()
-        log = Path(tickets[0].log_dir) / f"agent-{tickets[0].host_id}.log"
-        program = _find(self.program)
-        by_stdin = _is_open_mpi(program)
-        options, hosts = self.options, len(tickets)
-        if self._place is not None:
-            if not self._place.node:
-                raise SpawnError("mpirun has never said where the host was; spawn the mesh again")
-            named = ("--host", self._place.node) if by_stdin else ("-hosts", self._place.node)
-            options = (*_without_hosts(options), *named)
-        count = ("-np", str(hosts))
-        ours = ("--stdin", "all", "--tag-output", "--map-by", "ppr:1:node", "--bind-to", "none")
-        command = [program, *options, *count, *(ours if by_stdin else ("-ppn", "1", "-prepend-rank"))]
-        data = encode_tickets([_own(ticket) for ticket in tickets]) + b"\n"
-        tickets_file = log.with_suffix(".tickets")
-        with open(os.open(tickets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        with open_log(log) as output:
-            process = subprocess.Popen(
-                [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        client = MPIClient(log, process.pid, start_time(process.pid) or 0, process)
-        if by_stdin:
-            client.write(data)
-        self._launched = [MPIHost(client, ticket.host_id, task) for task, ticket in enumerate(tickets)]
-        return list(self._launched)
+    def _with_words(self, what: str, task: int | None) -> str:
+        """Add the last lines of a task, or the first ones of mpirun, since it repeats itself, and advice."""
+        lines = [line for who, line in self.said if who == task]
+        told = lines[:_SAID_LINES] if task is None else lines[-_SAID_LINES:]
+        said = " ".join(told)[:_SAID_CHARS].rstrip(".")
+        return with_hint(f"{what}: {said}" if said else what, _HINTS)
 
 
 class MPIClient(Client[MPILog]):
-    """An mpirun. hosts: the ids of those that are there; with the last one it ends."""
+    """An mpirun."""
 
-    def __init__(self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None) -> None:
-        super().__init__(log, pid, started, process)
-        self.hosts: set[str] = set()
-
-    def _read(self, text: str) -> MPILog:
-        return MPILog.read(text)
+    log_type = MPILog
 
     def leave(self, host_id: str, timeout_s: float) -> None:
-        """A host has ended, or is to."""
-        self.hosts.discard(host_id)
+        """End a host, or note its end; mpirun ends with the last one."""
+        self.hosts.pop(host_id, None)
         if not self.hosts:
             self._remove_tickets()  # first: an agent that has not begun yet ends by itself
             self.end(timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        """As others, and all that it has started here: MPICH leaves that behind when it is told to end too soon."""
+        """End mpirun and all that it has started here, which MPICH leaves behind when it is told to end too soon."""
         self.close_stdin()
         end_process(self.pid, self.started, timeout_s, below=True)
         super().end(timeout_s)
@@ -164,34 +145,87 @@ class MPIHost:
     def __init__(self, client: MPIClient, host_id: str, task: int) -> None:
         self._client, self._id, self._task = client, host_id, task
         self.pid, self.started = client.pid, client.started
-        client.hosts.add(host_id)
+        client.hosts[host_id] = ""
 
     @property
     def node(self) -> str:
-        """Where it is, as its machine calls itself; empty until it has said so."""
+        """The name of the agent's machine, as that calls itself; empty until it has said so."""
         return self._client.said.nodes.get(self._task, "")
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        """``saved``, with what `find` needs."""
         log = self._client.log.name
-        return SavedLauncher(
-            saved.engine, python=saved.python, options=saved.options, job=log, step=log, task=self._task
-        )
+        return msgspec.structs.replace(saved, job=log, step=log, task=self._task)
 
     def failure(self) -> str | None:
         self._client.settle()
         status = self._client.poll()  # first: when it has ended, the log is whole
-        return self._client.said.why_ended(self._task, status, "mpirun")
+        return self._client.said.why_ended(self._task, status)
 
     def waits_for(self) -> str:
         return ""
 
     def close(self, timeout_s: float) -> None:
-        """Leave mpirun, which ends with its last host; the agent was told, if it hears."""
+        """Leave mpirun, which ends with its last host; the agent was told before, if it could be reached."""
         self._client.leave(self._id, timeout_s)
 
     def release(self) -> None:
         self._client.release()
+
+
+class MPILauncher(EngineLauncher[MPIHost]):
+    """An agent on each of so many hosts that mpirun knows of."""
+
+    name = "mpi"
+    fixed = "its hosts are those that mpirun was given"
+
+    def __init__(self, *, program: str = "", python: str | None = None, options: Sequence[str] = ()) -> None:
+        """program: a name or a path; by default mpirun, or mpiexec. options: of it, as ``--hostfile F``.
+
+        python: the interpreter there; by default the path of our own where there is one, else ``python3``.
+        Raises: UsageError.
+        """
+        super().__init__(python, options)
+        self.program = program
+        for option in self.options:
+            if _NOT_FOR_US.match(option):
+                raise UsageError(f"mpirun cannot be given {option} here: hosts=N says how many, with an agent on each.")
+
+    @property
+    def transport(self) -> str:
+        return f"tcp://{in_endpoint(own_address())}"
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (self.program,)
+
+    def for_more(self, beside: Sequence[LaunchedHost]) -> MPILauncher:
+        return self.in_place_of(None)
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        """Start mpirun; the agents come when it has started them. Raises: OSError, SpawnError."""
+        reap_released()
+        log = Path(tickets[0].log_dir) / f"agent-{tickets[0].host_id}.log"
+        program = _find(self.program)
+        by_stdin = _is_open_mpi(program)
+        options, hosts = self.options, len(tickets)
+        if self._place is not None:
+            if not self._place.node:
+                raise SpawnError("mpirun has never said where the host was; spawn the mesh again")
+            named = ("--host", self._place.node) if by_stdin else ("-hosts", self._place.node)
+            options = (*_without_hosts(options), *named)
+        count = ("-np", str(hosts))
+        ours = ("--stdin", "all", "--tag-output", "--map-by", "ppr:1:node", "--bind-to", "none")
+        command = [program, *options, *count, *(ours if by_stdin else ("-ppn", "1", "-prepend-rank"))]
+        own = [msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True) for ticket in tickets]
+        data = encode_tickets(own) + b"\n"
+        tickets_file = log.with_suffix(".tickets")
+        with open(os.open(tickets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        client = MPIClient.start(log, [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)])
+        if by_stdin:
+            client.write(data)
+        self._launched = [MPIHost(client, ticket.host_id, task) for task, ticket in enumerate(tickets)]
+        return list(self._launched)
 
 
 def parse(asked: Asked) -> MPILauncher:
@@ -199,30 +233,25 @@ def parse(asked: Asked) -> MPILauncher:
     return MPILauncher(program=asked.named, python=asked.python, options=asked.options)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    clients: dict[str, MPIClient] = {}
-    for id, saved in hosts.items():
-        launcher = saved.launcher
-        client = clients.get(launcher.step) or MPIClient(logs / launcher.step, saved.pid, saved.started)
-        host = MPIHost(clients.setdefault(launcher.step, client), id, launcher.task)
-        program, *options = launcher.options
-        yield id, host, MPILauncher(program=program, python=launcher.python, options=options, place=host)
+    launcher = saved.launcher
+    host = MPIHost(MPIClient.find(logs / launcher.step, saved.pid, saved.started), id, launcher.task)
+    program, *options = launcher.options
+    return host, MPILauncher(program=program, python=launcher.python, options=options).in_place_of(host)
 
 
 def _script(python: str, tickets: Path, by_stdin: bool) -> str:
-    """What sh runs on each host. tickets: the file with them. by_stdin: they come so where there is no such file."""
+    """Return the script for sh on each host.
+
+    tickets: the file with the tickets. by_stdin: whether they come by stdin where there is no such file.
+    """
     rank = "MESHBOOK_TASK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; export MESHBOOK_TASK"
-    on, agent = f'echo "{ON}$(uname -n)" >&2', f"({agent_script(python)})"
+    on, agent = f'echo "{_ON}$(uname -n)" >&2', f"({agent_script(python)})"
     path = shlex.quote(str(tickets))
     other = f"{on}; {agent}" if by_stdin else f"echo meshbook: no ticket at {path} >&2; (exit 66)"
     run = f"if t=$(cat {path} 2>&-); then {on}; printf '%s\\n' \"$t\" | {agent}; else {other}; fi"
-    return f'{rank}; {run}; echo "{ENDED}$?" >&2'
-
-
-def _own(ticket: Ticket) -> Ticket:
-    """It ends with mpirun, which reads what it says."""
-    return msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True)
+    return f'{rank}; {run}; echo "{_ENDED}$?" >&2'
 
 
 def _find(program: str) -> str:
@@ -237,7 +266,7 @@ def _find(program: str) -> str:
 
 
 def _is_open_mpi(program: str) -> bool:
-    """Whether it is Open MPI's, else MPICH's. Raises: SpawnError if it is neither."""
+    """Whether the program is Open MPI's, else MPICH's. Raises: SpawnError if it is neither."""
     try:
         done = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
@@ -253,7 +282,7 @@ def _is_open_mpi(program: str) -> bool:
 
 
 def _without_hosts(options: Sequence[str]) -> Iterator[str]:
-    """The options without the names of hosts."""
+    """Give the options without the names of hosts."""
     rest = iter(options)
     for option in rest:
         if option in _HOSTS:

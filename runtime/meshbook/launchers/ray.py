@@ -6,10 +6,10 @@
 
 The driver (`meshbook.launchers.engines.ray_driver`) is a process beside us, so that the notebook's own is no driver of
 Ray, which would change its signal handlers and its output. Like salloc it outlives the controller, as agents do, until
-its last agent has ended; its own end is the end of the placement group, the actors and the agents. What it says goes to
-a file (`meshbook.launchers.engines.ray_log`). A lost host comes back by another actor in its bundle, which Ray puts on
-another node where the first has gone: the driver is asked by its socket, by the next controller too. Where the driver
-has ended, and for hosts that come later, there is another one with a placement group of its own.
+its last agent has ended; its own end is the end of the placement group, the actors and the agents. A lost host comes
+back by another actor in its bundle, which Ray puts on another node where the first has gone: the driver is asked by its
+socket, by the next controller too. Where the driver has ended, and for hosts that come later, there is another one with
+a placement group of its own.
 """
 
 from __future__ import annotations
@@ -19,53 +19,64 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.engines.client import Client
-from meshbook.launchers.engines.ray_log import RayLog
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script
+from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
+from meshbook.launchers.engines.clients import DrivenHost, DriverClient, DriverLog
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import agent_script
-from meshbook.launchers.starting.head_start import open_log
-from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.sessions.folder import SavedHost
 from meshbook.system.interfaces import address_towards, in_endpoint, own_address
-from meshbook.system.processes import start_time
 from meshbook.wire.ticket import Ticket, elsewhere
 
 DRIVER = "meshbook.launchers.engines.ray_driver"
-ASK_S = 5.0
-"""How long the driver may take to hear what it is asked."""
-LOOK_S = 0.02
-"""How often its log is looked at by who waits for it."""
+
+_HINTS = (
+    *PYTHON_HINTS,
+    ("Version mismatch", "Install the cluster's versions of Ray and Python for the notebook."),
+    ("Could not find any running Ray instance", "Start one, or name it, as in ray:HOST:PORT"),
+    (
+        "Failed to connect to Ray cluster",
+        "A machine that is no node of it goes by Ray's client port: ray://HOST:10001",
+    ),
+    ("No module named 'grpc'", "Install what that needs: pip install 'meshbook[ray]'"),
+)
 
 
-class RayLauncher:
+@dataclass
+class RayLog(DriverLog):
+    """The log of a driver of Ray. job: Ray's number of the driver. node: the node on which an agent was started."""
+
+    engine = "Ray"
+    asked = "Ray is asked for nodes"
+    hints = _HINTS
+
+
+class RayClient(DriverClient[RayLog]):
+    """A driver, which has a placement group for us."""
+
+    log_type = RayLog
+
+
+class RayHost(DrivenHost[RayClient]):
+    """An agent that is started by the actor of a bundle, whose number is ``task``."""
+
+
+class RayLauncher(EngineLauncher[RayHost]):
     """An agent on each of some nodes of a Ray cluster."""
 
     name = "ray"
-    shares_environment = False
-    fixed = ""
-    named_hosts = ()
 
     def __init__(
-        self,
-        address: str = "",
-        *,
-        python: str | None = None,
-        options: Sequence[str] = (),
-        gpus: int = 0,
-        place: RayHost | None = None,
+        self, address: str = "", *, python: str | None = None, options: Sequence[str] = (), gpus: int = 0
     ) -> None:
         """address: ``HOST:PORT`` of the cluster, or ``ray://HOST:PORT``; by default that of this machine.
 
@@ -73,55 +84,54 @@ class RayLauncher:
         options: what each host asks for: ``--num-cpus N``, ``--num-gpus N``, ``--resources JSON``; with
         ``--wait-for-nodes`` more nodes than there are may come.
         gpus: asked for on each host where so many nodes have them, unless ``--num-gpus`` says otherwise.
-        place: a host in whose place it starts another one. Raises: UsageError.
+        Raises: UsageError.
         """
-        self.address, self.python, self.gpus, self._place = address, python or "", gpus, place
-        self.options = tuple(map(str, options))
+        super().__init__(python, options)
+        self.address, self.gpus = address, gpus
         self._wanted = _RayOptions().parse_args(list(self.options))
-        self._launched: list[RayHost] = []
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (self.address, str(self.gpus))
 
     @property
     def transport(self) -> str:
-        return f"tcp://{in_endpoint(_address_for_nodes(self.address))}"
-
-    def for_host(self, index: int) -> RayLauncher:
-        place = self._launched[index] if self._launched else None
-        return RayLauncher(self.address, python=self.python, options=self.options, gpus=self.gpus, place=place)
+        """TCP to the address of this machine that leads to the cluster."""
+        host = (self.address or os.environ.get("RAY_ADDRESS", "")).removeprefix("ray://").rpartition(":")[0]
+        towards = ""
+        with contextlib.suppress(OSError):
+            towards = address_towards(host.strip("[]")) if host else ""
+        is_far = towards and not towards.startswith("127.") and towards != "::1"
+        return f"tcp://{in_endpoint(towards if is_far else own_address())}"
 
     @property
     def place_is_gone(self) -> bool:
-        return self._place is not None and self._place.group.client.poll() is not None
+        return self._place is not None and self._place.driver.poll() is not None
 
     def for_more(self, beside: Sequence[LaunchedHost]) -> RayLauncher:
-        """By another placement group."""
-        return RayLauncher(self.address, python=self.python, options=self.options, gpus=self.gpus)
-
-    @property
-    def saved(self) -> SavedLauncher:
-        spec = (self.address, str(self.gpus), *self.options)
-        if self._place is None:
-            return SavedLauncher(self.name, python=self.python, options=spec)
-        place = self._place
-        return SavedLauncher(
-            self.name, python=self.python, options=spec, job=place.group.client.log.name, task=place.bundle
-        )
+        """Return one that has another placement group."""
+        return self.in_place_of(None)
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Ask for nodes and an agent on each; both come when Ray has them. Raises: OSError, SpawnError."""
         reap_released()
-        agents = [_for_driver(ticket) for ticket in tickets]
+        agents = [
+            msgspec.to_builtins(msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True))
+            for ticket in tickets
+        ]
         if self._place is not None:
-            group, first = self._place.group, self._place.bundle
-            group.ask({"start": agents[0], "bundle": first})
+            driver, first = self._place.driver, self._place.task
+            if not driver.ask({"start": agents[0], "bundle": first}):
+                why = driver.said.why_ended("", driver.poll()) or "the driver of Ray does not answer"
+                raise SpawnError(f"{why}; its placement group has ended")
         else:
-            group, first = self._start_driver(tickets[0], agents), 0
-        self._launched = [RayHost(group, ticket.host_id, bundle) for bundle, ticket in enumerate(tickets, first)]
+            driver, first = self._start_driver(tickets[0], agents), 0
+        self._launched = [RayHost(driver, ticket.host_id, task=bundle) for bundle, ticket in enumerate(tickets, first)]
         return list(self._launched)
 
-    def _start_driver(self, ticket: Ticket, agents: list[object]) -> PlacementGroup:
+    def _start_driver(self, ticket: Ticket, agents: list[object]) -> RayClient:
         if importlib.util.find_spec("ray") is None:
             raise SpawnError("Ray is not installed for the notebook's Python; install it: pip install 'meshbook[ray]'")
-        log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
         wanted = {
             **vars(self._wanted),
             "address": self.address,
@@ -130,83 +140,9 @@ class RayLauncher:
             "socket": f"{ticket.session}/{ticket.host_id}",
             "agents": agents,
         }
-        with open_log(log) as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", DRIVER],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        client = RayClient(log, process.pid, start_time(process.pid) or 0, process)
+        client = RayClient.start(Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", [sys.executable, "-m", DRIVER])
         client.write(json.dumps(wanted).encode() + b"\n")
-        return _group(client)
-
-
-class RayClient(Client[RayLog]):
-    """A driver."""
-
-    def _read(self, text: str) -> RayLog:
-        return RayLog.read(text)
-
-
-class PlacementGroup:
-    """Bundles of Ray, which a driver has for us."""
-
-    def __init__(self, client: RayClient) -> None:
-        self.client = client
-        self.hosts: set[str] = set()
-        """The ids of those that are there; with the last one it ends."""
-
-    def ask(self, what: dict[str, object]) -> None:
-        """Tell the driver something. Raises: SpawnError."""
-        try:
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(ASK_S)
-                sock.connect(self.client.said.socket)
-                sock.sendall(json.dumps(what).encode() + b"\n")
-        except OSError:
-            why = self.client.said.why_ended("", self.client.poll()) or "the driver of Ray does not answer"
-            raise SpawnError(f"{why}; its placement group has ended") from None
-
-    def leave(self, host_id: str, timeout_s: float) -> None:
-        """A host has ended, or is to; without hosts everything ends that was started here, within the time."""
-        self.hosts.discard(host_id)
-        if not self.hosts:
-            self.client.end(timeout_s)
-            return
-        deadline = time.monotonic() + timeout_s
-        while self.client.said.why_ended(host_id, self.client.poll()) is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
-        with contextlib.suppress(SpawnError):  # all of them have ended
-            self.ask({"end": host_id})
-
-
-class RayHost:
-    """An agent that is started by the actor of a bundle."""
-
-    def __init__(self, group: PlacementGroup, host_id: str, bundle: int) -> None:
-        self.group, self.bundle, self._id = group, bundle, host_id
-        self.pid, self.started = group.client.pid, group.client.started
-        group.hosts.add(host_id)
-
-    def failure(self) -> str | None:
-        status = self.group.client.poll()  # first: when it has ended, the log is whole
-        return self.group.client.said.why_ended(self._id, status)
-
-    @property
-    def job(self) -> str:
-        return self.group.client.said.job
-
-    def waits_for(self) -> str:
-        return "" if self.failure() else self.group.client.said.waits_for(self._id)
-
-    def close(self, timeout_s: float) -> None:
-        """Leave the placement group, which ends with its last host; the agent was told, if it hears."""
-        self.group.leave(self._id, timeout_s)
-
-    def release(self) -> None:
-        self.group.client.release()
+        return client
 
 
 def parse(asked: Asked) -> RayLauncher:
@@ -218,43 +154,16 @@ def parse(asked: Asked) -> RayLauncher:
     return RayLauncher(asked.named, python=asked.python, options=options, gpus=gpus)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    for id, saved in hosts.items():
-        launcher = saved.launcher
-        host = RayHost(_group(RayClient(logs / launcher.job, saved.pid, saved.started)), id, launcher.task)
-        address, gpus, *options = launcher.options
-        yield id, host, RayLauncher(address, python=launcher.python, options=options, gpus=int(gpus), place=host)
-
-
-_groups: weakref.WeakValueDictionary[Path, PlacementGroup] = weakref.WeakValueDictionary()
-
-
-def _group(client: RayClient) -> PlacementGroup:
-    """That whose driver has this log."""
-    found = _groups.get(client.log)
-    if found is None:
-        found = _groups[client.log] = PlacementGroup(client)
-    return found
-
-
-def _for_driver(ticket: Ticket) -> object:
-    """What the driver needs of a ticket."""
-    return msgspec.to_builtins(msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True))
-
-
-def _address_for_nodes(address: str) -> str:
-    """The address of this machine that leads to the nodes."""
-    host = (address or os.environ.get("RAY_ADDRESS", "")).removeprefix("ray://").rpartition(":")[0]
-    with contextlib.suppress(OSError):
-        towards = address_towards(host.strip("[]")) if host else ""
-        if towards and not towards.startswith("127.") and towards != "::1":
-            return towards
-    return own_address()
+    launcher = saved.launcher
+    host = RayHost(RayClient.find(logs / launcher.job, saved.pid, saved.started), id, task=launcher.task)
+    address, gpus, *options = launcher.options
+    return host, RayLauncher(address, python=launcher.python, options=options, gpus=int(gpus)).in_place_of(host)
 
 
 class _RayOptions(argparse.ArgumentParser):
-    """What a host of Ray may ask for, named as by ``ray start``."""
+    """The resources that a host may ask for, named as by ``ray start``."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)

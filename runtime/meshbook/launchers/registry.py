@@ -2,8 +2,8 @@
 
 An engine is a module beside this one that has two functions, and a line in `ENGINES`:
 
-    parse(asked)         -> its Launcher, of what stands behind ``--on``. Raises: UsageError
-    find(hosts, logs)    -> (id, LaunchedHost, Launcher) of each host that a former controller has started
+    parse(asked)          -> its Launcher, from the text behind ``--on``. Raises: UsageError
+    find(id, saved, logs) -> the LaunchedHost of a former controller, and the Launcher of another one in its place
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meshbook.sessions.folder import SavedHost
 
 
 class Engine(NamedTuple):
-    """What a person may say of an engine."""
+    """An engine, as a person may ask for it."""
 
     usage: str
-    """How ``--on`` names it; what follows a colon is the engine's own."""
+    """Its name behind ``--on``; the text after a colon is the engine's own."""
     counted: str = ""
-    """What its hosts are called, where it is told how many there are to be."""
+    """The word for its hosts, where it is told how many there are to be."""
     has_options: bool = True
-    """Whether it takes what follows ``--``."""
+    """Whether it takes options, behind ``--``."""
 
 
 ENGINES = {
@@ -41,34 +41,34 @@ ENGINES = {
 
 
 class Asked(NamedTuple):
-    """What a person asks of an engine."""
+    """A person's request to an engine."""
 
     named: str = ""
-    """What follows its name and a colon."""
+    """The text after its name and a colon."""
     python: str | None = None
     """The interpreter on its hosts."""
     options: tuple[str, ...] = ()
-    """What follows ``--``."""
+    """The arguments behind ``--``."""
     within_s: float | None = None
     device: str | None = None
-    """That of the ranks, if it was said."""
+    """The device of the ranks, if it was said."""
     count_ranks: Callable[[], int] = lambda: 1
-    """Says how many ranks each host is to have. Raises: UsageError."""
+    """Returns how many ranks each host is to have. Raises: UsageError."""
     torch: bool = True
-    """Whether ranks have it."""
+    """Whether ranks have torch."""
 
 
 def parse(engine: str, asked: Asked) -> Launcher:
-    """Return what starts the hosts. Raises: UsageError."""
+    """Return the launcher that starts the hosts. Raises: UsageError."""
     launcher: Launcher = importlib.import_module(f"meshbook.launchers.{engine}").parse(asked)
     return launcher
 
 
 def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
-    """Find the hosts of a session's former controller, each with what starts another one in its place.
+    """Find the hosts of a session's former controller, each with the launcher of another one in its place.
 
     hosts: by id. logs: the folder of the session's logs.
     """
-    for engine in {saved.launcher.engine for saved in hosts.values()}:
-        of_engine = {id: saved for id, saved in hosts.items() if saved.launcher.engine == engine}
-        yield from importlib.import_module(f"meshbook.launchers.{engine}").find(of_engine, logs)
+    for id, saved in hosts.items():
+        engine = importlib.import_module(f"meshbook.launchers.{saved.launcher.engine}")
+        yield id, *engine.find(id, saved, logs)

@@ -9,19 +9,22 @@ as the controller or another step is there, so that a lost host comes back on it
 (``srun --jobid --overlap``). In an allocation that is there already, as the environment says, srun runs by itself.
 Where the allocation or the node has gone another allocation takes its place, and hosts that come later have their own.
 
-All of them outlive the controller, as agents do. What they say goes to a file, of which all that is known here is read
-(`meshbook.launchers.engines.slurm_log`), by the next controller too.
+All of them outlive the controller, as agents do. What they say goes to a file, from which this controller and the next
+one read all that they know of them (`meshbook.launchers.engines.slurm_jobs`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.engines.slurm_allocation import (
+from meshbook.launchers.agent_start import agent_script
+from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
+from meshbook.launchers.engines.slurm_jobs import (
     JOB_NAME,
     PIPE_BYTES,
     Allocation,
@@ -32,7 +35,6 @@ from meshbook.launchers.engines.slurm_allocation import (
 )
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import agent_script
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.interfaces import in_endpoint
 from meshbook.wire.ticket import Ticket, encode_tickets
@@ -41,7 +43,7 @@ _SRUN = (
     "srun", "--label", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--cpu-bind=none",
     "--ntasks-per-node=1",
 )  # fmt: skip
-"""One that ends has the others live on, and several steps share a node."""
+"""Its options: a task that ends lets the others live on, and several steps share a node."""
 
 _HOLD = """
 kill "$MESHBOOK_GUARD"
@@ -51,36 +53,24 @@ echo "meshbook: srun ended $?" >&2
 cat >/dev/null
 while [ -n "$(squeue -h -s -j "$SLURM_JOB_ID" -o %i)" ]; do sleep 2; done
 """
-"""What salloc runs; ``cat`` returns when there is no controller any more."""
+"""The command of salloc; ``cat`` returns when there is no controller any more."""
 
 _NOT_FOR_US = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node")
 
 
-class SlurmLauncher:
-    """An agent on each node of an allocation: that which this process runs in, else one of its own."""
+class SlurmLauncher(EngineLauncher["SlurmHost"]):
+    """An agent on each node of an allocation: of the one that this process runs in, else of its own."""
 
     name = "slurm"
-    shares_environment = False
-    fixed = ""
-    named_hosts = ()
 
-    def __init__(
-        self,
-        *,
-        python: str | None = None,
-        options: Sequence[str] = (),
-        place: SlurmHost | None = None,
-        apart: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *, python: str | None = None, options: Sequence[str] = ()) -> None:
         """options: of salloc; of srun where there is an allocation already.
 
         python: the interpreter there; by default the path of our own where there is one, else ``python3``.
-        place: a host on whose node, and in whose allocation, it starts another one. apart: nodes that it leaves to
-        others. Raises: UsageError.
+        Raises: UsageError.
         """
-        self.python, self.options, self._place = python or "", tuple(map(str, options)), place
-        self._apart = (f"--exclude={','.join(apart)}",) if apart else ()
-        self._launched: list[SlurmHost] = []
+        super().__init__(python, options)
+        self._apart: tuple[str, ...] = ()
         self._address = ""
         for option in self.options:
             if option.partition("=")[0] in _NOT_FOR_US:
@@ -92,10 +82,6 @@ class SlurmLauncher:
         self._address = known or f"tcp://{in_endpoint(address_for_nodes())}"
         return self._address
 
-    def for_host(self, index: int) -> SlurmLauncher:
-        place = self._launched[index] if self._launched else None
-        return SlurmLauncher(python=self.python, options=self.options, place=place)
-
     @property
     def place_is_gone(self) -> bool:
         """Whether Slurm has taken the node, or the allocation, which was ours."""
@@ -103,14 +89,11 @@ class SlurmLauncher:
         return place is not None and place.allocation.is_ours and place.node not in place.allocation.nodes()
 
     def for_more(self, beside: Sequence[LaunchedHost]) -> SlurmLauncher:
-        """By another allocation; in the notebook's own, on nodes that have no host of these yet."""
+        """Return one with another allocation; in the notebook's own it leaves out nodes that have hosts of these."""
         nodes = sorted({host.node for host in beside if isinstance(host, SlurmHost)} - {""})
-        return SlurmLauncher(python=self.python, options=self.options, apart=nodes)
-
-    @property
-    def saved(self) -> SavedLauncher:
-        saved = SavedLauncher(self.name, python=self.python, options=self.options)
-        return saved if self._place is None else self._place.save(saved)
+        more = self.in_place_of(None)
+        more._apart = (f"--exclude={','.join(nodes)}",) if nodes else ()
+        return more
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Ask for nodes and an agent on each; both come when Slurm has them. Raises: OSError, SpawnError."""
@@ -152,15 +135,13 @@ class SlurmHost:
 
     @property
     def node(self) -> str:
-        """Empty until it is known."""
+        """The node of the agent; empty until it is known."""
         return self._node or self._client.said.nodes.get(self._task, "")
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        """``saved``, with what `find` needs."""
-        return SavedLauncher(
-            saved.engine, False, self._node, saved.python, saved.options,
-            self.allocation.log.name, self._client.log.name, self._task,
-        )  # fmt: skip
+        return msgspec.structs.replace(
+            saved, host=self._node, job=self.allocation.log.name, step=self._client.log.name, task=self._task
+        )
 
     def failure(self) -> str | None:
         status = self._client.poll()  # first: when it has ended, the log is whole
@@ -172,11 +153,11 @@ class SlurmHost:
         return self.allocation.job
 
     def waits_for(self) -> str:
-        """What Slurm says of the queue."""
+        """Return what Slurm says of the queue."""
         return "" if self.failure() else self.allocation.look_at_queue()
 
     def close(self, timeout_s: float) -> None:
-        """Leave the allocation, which ends with its last host; the agent was told, if it hears."""
+        """Leave the allocation, which ends with its last host; the agent was told before, if it could be reached."""
         self.allocation.leave(self._id, self._client, timeout_s)
 
     def release(self) -> None:
@@ -188,11 +169,10 @@ def parse(asked: Asked) -> SlurmLauncher:
     return SlurmLauncher(python=asked.python, options=asked.options)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    for id, saved in hosts.items():
-        launcher = saved.launcher
-        allocation = allocation_of(logs / launcher.job)
-        client = allocation.find(logs / launcher.step, saved.pid, saved.started)
-        host = SlurmHost(allocation, client, id, launcher.task, launcher.host)
-        yield id, host, SlurmLauncher(python=launcher.python, options=launcher.options, place=host)
+    launcher = saved.launcher
+    allocation = allocation_of(logs / launcher.job)
+    client = allocation.find(logs / launcher.step, saved.pid, saved.started)
+    host = SlurmHost(allocation, client, id, launcher.task, launcher.host)
+    return host, SlurmLauncher(python=launcher.python, options=launcher.options).in_place_of(host)

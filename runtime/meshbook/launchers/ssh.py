@@ -21,33 +21,32 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, open_log, with_hint
 from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.local import FoundHost, reap_released, release_child
 from meshbook.launchers.registry import Asked
-from meshbook.launchers.starting.elsewhere import PYTHON_HINTS, agent_script, with_hint
-from meshbook.launchers.starting.head_start import open_log
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.exits import log_tail
 from meshbook.system.processes import describe_exit, describe_shell_exit, start_time
 from meshbook.wire.ticket import TUNNEL_ENDS, Ticket, elsewhere, encode_ticket
 
 CONNECT_S = 10
-"""How long ssh may take to reach a host, by default."""
+"""The time that ssh has to reach a host, by default."""
 
 _OURS = ("-T", "-o", "BatchMode=yes", "-o", "LogLevel=INFO")
-"""They come before the user's options: of two, ssh takes the first."""
+"""Options before the user's: of two, ssh takes the first."""
 
 _DEFAULTS = (
     "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
     "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no", "-o", "ControlPath=none",
 )  # fmt: skip
-"""They come after: whoever wants it otherwise says so. A connection of our own ends with the host."""
+"""Options after the user's, who may say otherwise. A connection of our own ends with the host."""
 
 _LETTERS = "1246AaB:b:Cc:D:E:e:F:fGgI:i:J:KkL:l:Mm:NnO:o:P:p:Q:qR:S:sTtVvW:w:XxYy"
 _NOT_FOR_US = {
@@ -76,13 +75,11 @@ _HINTS = (
 )
 
 
-class SSHLauncher:
+class SSHLauncher(Launcher):
     """An agent on each of some hosts, which are named as for ssh."""
 
     name = "ssh"
     transport = "tcp"
-    shares_environment = False
-    place_is_gone = False
     fixed = "its hosts were named when it was spawned"
 
     def __init__(self, hosts: Sequence[str], *, python: str | None = None, options: Sequence[str] = ()) -> None:
@@ -95,9 +92,6 @@ class SSHLauncher:
 
     def for_host(self, index: int) -> SSHLauncher:
         return SSHLauncher(self.hosts[index : index + 1], python=self.python, options=self.options)
-
-    def for_more(self, beside: Sequence[LaunchedHost]) -> SSHLauncher:
-        return self
 
     @property
     def named_hosts(self) -> tuple[str, ...]:
@@ -158,7 +152,7 @@ class SSHHost:
             self._process.stdin.flush()
 
     def failure(self) -> str | None:
-        """How ssh has ended, in its own words; None while it runs."""
+        """Return how ssh has ended, in its own words; None while it runs."""
         status = self._process.poll()
         return None if status is None else _describe_end(self._host, status, log_tail(self._log, _KEPT_LINES))
 
@@ -174,7 +168,7 @@ class SSHHost:
             self.kill()
 
     def kill(self) -> None:
-        """End the connection now, and with it what runs over there."""
+        """End the connection now, and with it the agent over there."""
         self._process.kill()
         self._process.wait()
         self._close_stdin()
@@ -191,7 +185,7 @@ class SSHHost:
 
 
 class FoundSSHHost(FoundHost):
-    """A host at the other end of an ssh client that another controller has started. log: what that says."""
+    """A host at the other end of an ssh client of a former controller. log: the file that ssh writes."""
 
     def __init__(self, host: str, pid: int, started: int, log: Path) -> None:
         super().__init__(pid, started)
@@ -205,13 +199,13 @@ class FoundSSHHost(FoundHost):
 
 
 def _command(python: str, tunnel: str) -> str:
-    """What the user's shell over there, whichever that is, is to run; the socket of the tunnel goes in any case."""
+    """Return the command for the user's shell over there, of any kind; it removes the tunnel's socket in any case."""
     script = f"trap 'rm -f {tunnel}' EXIT; {agent_script(python)}"
     return f"exec sh -c {shlex.quote(script)}"
 
 
 def _describe_end(host: str, status: int, log: str) -> str:
-    """How ssh has ended. status: as in `subprocess`."""
+    """Describe how ssh has ended. status: as in `subprocess`."""
     said = _explain(host, log)
     if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
         how = "" if status == 255 and said else f" ({describe_exit(status)})"
@@ -221,7 +215,7 @@ def _describe_end(host: str, status: int, log: str) -> str:
 
 
 def _explain(host: str, log: str) -> str:
-    """What ssh, or who it has started, said last, and what to do about it."""
+    """Return the last lines of ssh, or of the program that it has started, with advice."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
     usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
     told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
@@ -236,12 +230,11 @@ def parse(asked: Asked) -> SSHLauncher:
     return SSHLauncher(asked.named.split(","), python=asked.python, options=asked.options)
 
 
-def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:
+def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
-    for id, saved in hosts.items():
-        launcher = saved.launcher
-        host = FoundSSHHost(launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
-        yield id, host, SSHLauncher((launcher.host,), python=launcher.python or None, options=launcher.options)
+    launcher = saved.launcher
+    host = FoundSSHHost(launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+    return host, SSHLauncher((launcher.host,), python=launcher.python, options=launcher.options)
 
 
 def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:

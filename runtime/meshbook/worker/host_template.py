@@ -5,7 +5,7 @@
 
 Like a template of workers it stays single-threaded, never runs user code, and never touches CUDA. An agent begins as a
 copy of it and forks its own template at once, before it knows or opens anything: the ticket, with its secrets, comes by
-the agent's own stdin. `meshbook.launchers.starting.templates` speaks to us over a SEQPACKET socket. Where that socket
+the agent's own stdin. `meshbook.launchers.templates` speaks to us over a SEQPACKET socket. Where that socket
 listens, we serve every launcher that connects, until the process that started us ends.
 """
 
@@ -22,7 +22,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from meshbook.launchers.starting import templates
+from meshbook.launchers import templates
 from meshbook.shell.shell import RankShell
 from meshbook.system.exits import has_pidfds
 from meshbook.system.os_errors import explain

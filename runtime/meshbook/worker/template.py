@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
 
 STANDARD_PRELOAD = ("meshbook.worker.process",)
-"""Of the first template, from which that with torch is forked (`meshbook.launchers.starting.templates.WITH_TORCH`)."""
+"""Of the first template, from which that with torch is forked (`meshbook.launchers.templates.WITH_TORCH`)."""
 
 LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma_buffer")
 """Of the first template as well, but ranks without torch that are waited for do not wait for them."""

@@ -108,31 +108,6 @@ def test_the_same_spawn_again_is_refused_by_its_name(cluster, there: SshHosts) -
     assert '"far"' in said
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("gpus=2 --on shh:nodeA", 'unknown engine "shh". Did you mean "ssh"?'),
-        (
-            "gpus=2 --on pbs",
-            'unknown engine "pbs". There is: local, ssh:HOST,.., slurm, k8s, ray[:ADDRESS]',
-        ),
-        ("gpus=2 --on ssh", "ssh needs the names of hosts"),
-        ("gpus=2 --on ssh:", "ssh needs the names of hosts"),
-        ("gpus=2 --on ssh:a,,b", "a host is named as for ssh"),
-        ("gpus=2 --on ssh:a,a", "host a is named more than once"),
-        ("hosts=3 gpus=2 --on ssh:a,b", "hosts=3, but --on names 2"),
-        ("gpus=2 --on local:a", "the engine local has no hosts to name"),
-        ("gpus=2 -- -p 22", 'the engine local has no options, but got "-p 22"'),
-        ("gpus=2 --python python3", "--python is for hosts elsewhere"),
-        ("gpus=2 --env A", '--env takes NAME=VALUE, with commas between several; not "A"'),
-        ("gpus=2 --cwd here", "cwd is a folder from / or ~"),
-        ("gpus=2 --on ssh:a -- -N", "ssh cannot be given -N here"),
-    ],
-)
-def test_lines_that_make_no_sense(empty_notebook, line: str, said: str) -> None:
-    assert said in empty_notebook.fail(f"%mesh spawn --name none {line}")
-
-
 def test_a_host_that_is_not_there_is_told_in_the_words_of_ssh(empty_notebook, there: SshHosts) -> None:
     said = empty_notebook.fail(f"%mesh spawn gpus=1 --on ssh:nodeA,closed --name none -- -F {there.config}")
     assert "host closed did not start: ssh: connect to host 127.0.1.9 port 1: Connection refused" in said

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshbook.launchers.starting.head_start import AGENT
+from meshbook.launchers.agent_start import AGENT
 from meshbook.wire.ticket import Ticket, encode_ticket
 from meshbook.wire.transport import new_keys
 
@@ -30,7 +30,7 @@ def agent(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
         name="nodeA", arrive_s=ARRIVE_S,
     )  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshbook.launchers.starting.templates", AGENT],
+        [sys.executable, "-m", "meshbook.launchers.templates", AGENT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

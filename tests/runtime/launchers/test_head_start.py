@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshbook.launchers.starting.head_start import exec_agent, head_start
+from meshbook.launchers.agent_start import exec_agent, head_start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("no_lasting_template")]
 
@@ -53,6 +53,6 @@ def test_one_that_nobody_takes_is_ended_and_leaves_nothing(logs: Path, tmp_path:
 
 
 def test_where_no_log_can_be_written_there_is_no_head_start(monkeypatch: pytest.MonkeyPatch, started: Started) -> None:
-    monkeypatch.setattr("meshbook.launchers.starting.head_start.log_base", lambda: Path("/proc/nowhere"))
+    monkeypatch.setattr("meshbook.launchers.agent_start.log_base", lambda: Path("/proc/nowhere"))
     with head_start():
         assert started() == []

@@ -14,7 +14,7 @@ import pytest
 
 from meshbook import HostMesh, LocalLauncher, ProcMesh, attach, errors, shutdown, start_hosts
 from meshbook.launchers import local
-from meshbook.launchers.starting.templates import HostTemplate
+from meshbook.launchers.templates import HostTemplate
 from meshbook.system.processes import process_state
 from meshbook.wire.ticket import Ticket
 from tests.support.controllers import Zygote, alone

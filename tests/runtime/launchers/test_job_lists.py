@@ -13,7 +13,7 @@ from slurm_cluster import slurm_cluster
 
 from meshbook import start_hosts
 from meshbook.errors import SpawnError
-from meshbook.launchers.engines.job_lists import job_lists
+from meshbook.launchers.engines.commands import job_lists
 from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.system.processes import describe_shell_exit
 

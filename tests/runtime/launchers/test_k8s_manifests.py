@@ -12,10 +12,9 @@ import pytest
 
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.engines import k8s_pods
-from meshbook.launchers.engines.k8s_log import K8sLog
+from meshbook.launchers.engines.k8s_cluster import EndKind, Pod
 from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job, make_secret, owned_by, read_template
-from meshbook.launchers.k8s import KubernetesLauncher
+from meshbook.launchers.k8s import K8sLog, KubernetesLauncher
 
 VERSIONS = ("1.25", "1.28", "1.31", "1.37")
 
@@ -135,9 +134,9 @@ def test_without_the_client_of_kubernetes() -> None:
 # ---- what pods say --------------------------------------------------------------------------------------------------
 
 
-def pod(status: dict[str, Any], node: str = "n1", **metadata: str) -> dict[str, Any]:
+def pod(status: dict[str, Any], node: str = "n1", **metadata: str) -> Pod:
     spec = {"containers": [{"name": "host", "resources": {"limits": {"memory": "1Gi"}}}], "nodeName": node}
-    return {"metadata": {"name": "p", **metadata}, "spec": spec, "status": status}
+    return Pod({"metadata": {"name": "p", **metadata}, "spec": spec, "status": status})
 
 
 def state(**of: Any) -> dict[str, Any]:
@@ -165,10 +164,10 @@ PREEMPTED = {"type": "DisruptionTarget", "status": "True", "reason": "Preemption
     ],
 )  # fmt: skip
 def test_what_a_pod_waits_for(status: dict[str, Any], waits: str | None, stuck: str) -> None:
-    assert k8s_pods.cannot_start(pod(status)) == stuck and not k8s_pods.runs(pod(status))
-    assert k8s_pods.why_ended(pod(status)) == ""
+    assert pod(status).cannot_start() == stuck and not pod(status).runs
+    assert pod(status).end_kind() is None
     if waits is not None:
-        assert k8s_pods.waits_for(pod(status)) == waits
+        assert pod(status).waits_for() == waits
 
 
 @pytest.mark.parametrize(
@@ -210,13 +209,15 @@ def test_what_a_pod_waits_for(status: dict[str, Any], waits: str | None, stuck: 
         (pod(state(running={}), deletionTimestamp="now"), "pod p on node n1 was deleted"),
     ],
 )
-def test_why_a_pod_has_ended(found: dict[str, Any], said: str) -> None:
-    assert k8s_pods.why_ended(found).endswith(said) and bool(k8s_pods.why_ended(found)) == bool(said)
+def test_why_a_pod_has_ended(found: Pod, said: str) -> None:
+    kind = found.end_kind()
+    why = found.describe_end(kind) if kind is not None else ""
+    assert why.endswith(said) and bool(why) == bool(said)
 
 
 def test_what_the_log_of_a_container_adds() -> None:
     ended = pod(state(terminated={"exitCode": 1, "reason": "Error"}))
-    why = k8s_pods.why_ended(ended, "Traceback\n\nModuleNotFoundError: No module named 'meshbook'\n")
+    why = ended.describe_end(EndKind.AGENT, "Traceback\n\nModuleNotFoundError: No module named 'meshbook'\n")
     log = K8sLog.read("meshbook: " + json.dumps({"ended": why, "host": "k8s-1"}))
     said = log.why_ended("k8s-1", None)
     assert said is not None and said.endswith(

@@ -20,7 +20,7 @@ from ssh_hosts import ssh_hosts
 import meshbook
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError, WorkerLost
-from meshbook.launchers.invitations.invitation import Invitation, read_invitation
+from meshbook.launchers.invitation import Invitation, read_invitation
 from meshbook.launchers.manual import ManualLauncher
 from meshbook.mesh.driven import own_sessions
 from meshbook.wire.zmq_transport import Gate

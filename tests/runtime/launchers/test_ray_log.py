@@ -11,8 +11,7 @@ import pytest
 import meshbook
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.engines.ray_log import RayLog
-from meshbook.launchers.ray import RayLauncher
+from meshbook.launchers.ray import RayLauncher, RayLog
 
 pytestmark = pytest.mark.cluster
 

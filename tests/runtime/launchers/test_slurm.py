@@ -291,7 +291,7 @@ def test_an_interpreter_that_is_not_there(nodes: SlurmNodes) -> None:
 def test_versions_that_differ(nodes: SlurmNodes, tmp_path: Path) -> None:
     path = tmp_path / "other"
     patch = "import meshbook.wire.messages as m; m.PROTOCOL_VERSION = 1"
-    code = f"{patch}; from meshbook.launchers.starting.templates import be_host; be_host('meshbook.agent.host_agent')"
+    code = f"{patch}; from meshbook.launchers.templates import be_host; be_host('meshbook.agent.host_agent')"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
     path.chmod(0o700)
     assert "it speaks protocol 1, this side" in refusal(nodes, 1, python=str(path))

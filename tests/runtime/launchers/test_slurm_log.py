@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook.launchers.engines.slurm_log import StepLog
+from meshbook.launchers.engines.slurm_jobs import StepLog
 
 STARTED = """salloc: Granted job allocation 12
 meshbook: job 12

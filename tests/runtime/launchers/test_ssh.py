@@ -369,7 +369,7 @@ def torch_version() -> str:
 def python_of_another_time(folder: Path, patch: str) -> str:
     """An interpreter whose meshbook is patched."""
     path = folder / "other"
-    code = f"{patch}; from meshbook.launchers.starting.templates import be_host; be_host('meshbook.agent.host_agent')"
+    code = f"{patch}; from meshbook.launchers.templates import be_host; be_host('meshbook.agent.host_agent')"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}"\n')
     path.chmod(0o700)
     return str(path)

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import gc, json, os, sys, threading
-from meshbook.launchers.starting.templates import WITH_TORCH, _ENVIRONMENT
+from meshbook.launchers.templates import WITH_TORCH, _ENVIRONMENT
 from meshbook.worker import template
 os.environ.update(_ENVIRONMENT)
 shell = template.preload(template.STANDARD_PRELOAD)

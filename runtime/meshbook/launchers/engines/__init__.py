@@ -1,1 +1,1 @@
-"""How engines are spoken to: their queues and allocations, drivers beside us, what they log, and whom they serve."""
+"""The conversation with engines: their commands and queues, drivers of ours beside us, and their logs."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, get_type_hints
 from meshbook.errors import SpawnError, UsageError
 
 ANSWER_S = 15
-"""How long commands of a scheduler may take."""
+"""The time that commands of a scheduler may take."""
 LOOK_S = 3.0
-"""How often the scheduler is asked how its jobs are."""
+"""The pause between two questions to the scheduler about its jobs."""
 FIRST_LOOK_S = 0.5
 
 
@@ -72,7 +72,7 @@ class BatchQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, command: str, folder: Path, name: str) -> str:
-        """The number of the job. folder: for the files of the scheduler. Raises: SpawnError, with its words."""
+        """Submit a job; returns its number. folder: for the scheduler's files. Raises: SpawnError, with its words."""
         if shutil.which(self.scheduler.program) is None:
             title, program = self.scheduler.title, self.scheduler.program
             raise SpawnError(f"there is no {program} on this machine; {title} is used from a login node")
@@ -88,7 +88,7 @@ class BatchQueue:
         return str(job)
 
     def expect(self, job: str) -> None:
-        """Look how it is from now on; it may be of another controller."""
+        """Ask for the state of a job from now on; it may be a former controller's."""
         from parsl.jobs.states import JobState as State
         from parsl.jobs.states import JobStatus
 
@@ -103,20 +103,20 @@ class BatchQueue:
                 self._thread.start()
 
     def state(self, job: str) -> QueueState:
-        """As it was when the scheduler was last asked."""
+        """Return the state of a job when the scheduler was last asked."""
         return self._states.get(job, QueueState())
 
     def look_at(self, job: str) -> QueueState:
-        """As it is now."""
+        """Ask the scheduler for the state of a job."""
         return self._ask([job]).get(job, QueueState())
 
     def cancel(self, job: str) -> None:
-        """Have the scheduler end it. Raises nothing: what it does not hear ends with its lease and its time limit."""
+        """Have the scheduler end a job. Raises nothing: a job that stays ends with its lease and its time limit."""
         with self._lock, _said(), contextlib.suppress(Exception):
             self._provider.cancel([job])
 
     def forget(self, job: str) -> None:
-        """Look no more how it is; the thread ends with the last one."""
+        """Ask no more for the state of a job; the thread ends with the last one."""
         with self._looks:
             self._states.pop(job, None)
             self._have_run.discard(job)
@@ -140,7 +140,7 @@ class BatchQueue:
                 self._states.update(dict.fromkeys(suspects & self._states.keys(), QueueState()))
 
     def _ask(self, jobs: list[str]) -> dict[str, QueueState]:
-        """How they are; nothing where the scheduler does not answer."""
+        """Ask for the states of jobs; that of a scheduler which does not answer says so."""
         with self._lock, _said():
             try:
                 statuses = self._provider.status(jobs) if jobs else []
@@ -164,7 +164,7 @@ class BatchQueue:
 
 
 def _words_of(error: Exception) -> str:
-    """The scheduler's own, where Parsl passes them on."""
+    """Return the scheduler's own words, where Parsl passes them on."""
     _, _, said = str(error).partition("stderr=")
     return "; ".join(line.strip() for line in (said or str(error)).splitlines() if line.strip())
 
@@ -173,7 +173,7 @@ _queues: dict[tuple[str, tuple[str, ...]], BatchQueue] = {}
 
 
 def queue_of(scheduler: str, options: Sequence[str]) -> BatchQueue:
-    """That of this process. Raises: SpawnError, UsageError."""
+    """Return this process's queue of the scheduler with these options. Raises: SpawnError, UsageError."""
     key = (scheduler, tuple(options))
     if key not in _queues:
         _queues[key] = BatchQueue(*key)
@@ -181,7 +181,7 @@ def queue_of(scheduler: str, options: Sequence[str]) -> BatchQueue:
 
 
 def read_options(options: Sequence[str]) -> dict[str, str]:
-    """``--name value`` and ``--name=value``, by the names of parameters. Raises: UsageError."""
+    """Return ``--name value`` and ``--name=value`` by the names of parameters. Raises: UsageError."""
     found: dict[str, str] = {}
     words = iter(options)
     for word in words:
@@ -197,7 +197,7 @@ def read_options(options: Sequence[str]) -> dict[str, str]:
 
 
 def _provider(scheduler: str, given: dict[str, str]) -> Any:
-    """Parsl's, for jobs of one process each. Raises: SpawnError, UsageError."""
+    """Return Parsl's provider for jobs of one process each. Raises: SpawnError, UsageError."""
     title, provider, _, limits = SCHEDULERS[scheduler]
     if importlib.util.find_spec("parsl") is None:
         raise SpawnError("Parsl is not installed for the notebook's Python; install it: pip install 'meshbook[batch]'")
@@ -242,7 +242,7 @@ def _converted(name: str, text: str, type_name: str) -> object:
 
 @contextlib.contextmanager
 def _said() -> Iterator[list[str]]:
-    """What Parsl logs as an error meanwhile: the words of the scheduler, which reach nobody else."""
+    """Collect the errors that Parsl logs meanwhile: the words of the scheduler, which are nowhere else."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,17 +1,30 @@
-"""Commands of engines that are asked, answer and end."""
+"""Commands of engines that answer and end, and the lists of a person's jobs that they give."""
 
 from __future__ import annotations
 
+import getpass
+import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshbook.errors import SpawnError
 from meshbook.system.processes import kill_session
 
+LISTED_S = 6.0
+"""The time that a command which lists jobs may take; all are run at once."""
+
+_OURS = re.compile(r"meshbook|parsl|\bbatch-\d")
+"""Names of jobs of ours; Parsl names those of batch schedulers."""
+_NOBODY_TO_ASK = "Could not establish a configuration source"
+"""Commands of Slurm say so where they belong to no cluster."""
+
 
 def program_of(engine: str, name: str) -> str:
-    """Where a command is. Raises: SpawnError."""
+    """Return the path of a command. Raises: SpawnError."""
     if (path := shutil.which(name)) is None:
         raise SpawnError(
             f"there is no {name} on this machine; {engine} is used from a login node of the cluster or a node"
@@ -20,9 +33,9 @@ def program_of(engine: str, name: str) -> str:
 
 
 def answer_of(engine: str, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """What a command has said, whatever its exit code; what is no text stands as question marks.
+    """Run a command; returns its output, whatever its exit code. Bytes that are no text become question marks.
 
-    Raises: SpawnError where it is not there, or does not end; then it is killed, with what it has started.
+    Raises: SpawnError where it is not there, or does not end; then it is killed, with all that it has started.
     """
     program = program_of(engine, command[0])
     try:
@@ -50,6 +63,38 @@ def answer_of(engine: str, *command: str, timeout_s: float) -> subprocess.Comple
 
 
 def describe_failure(answer: subprocess.CompletedProcess[str]) -> str:
-    """``qstat failed: cannot connect to server``: what a command says of it, or its exit code."""
+    """Return ``qstat failed: cannot connect to server``: the command's own complaint, or its exit code."""
     lines = [line.strip() for line in (answer.stderr or answer.stdout).splitlines() if line.strip()]
     return f"{answer.args[0]} failed: {'; '.join(lines)[:300] or f'exit code {answer.returncode}'}"
+
+
+def job_lists(deadline_s: float = LISTED_S) -> Iterator[str]:
+    """Give the head and our lines of each engine's list; an engine that does not answer is named."""
+    user = getpass.getuser()
+    commands = {
+        "Slurm": ("squeue", "-u", user),
+        "PBS, Torque or Grid Engine": ("qstat", "-u", user),
+        "LSF": ("bjobs", "-w"),
+        "HTCondor": ("condor_q", "-nobatch"),
+        "Kubernetes": ("kubectl", "get", "jobs"),
+    }
+    config = Path(os.environ.get("KUBECONFIG", "").split(":")[0] or "~/.kube/config").expanduser()
+    if not config.exists():
+        del commands["Kubernetes"]
+    here = {engine: command for engine, command in commands.items() if shutil.which(command[0])}
+    pool = ThreadPoolExecutor(max(1, len(here)))
+    asked: dict[str, Future[subprocess.CompletedProcess[str]]] = {
+        engine: pool.submit(answer_of, engine, *command, timeout_s=deadline_s) for engine, command in here.items()
+    }
+    pool.shutdown(wait=False)
+    for engine, answer in asked.items():
+        try:
+            told = answer.result()
+        except SpawnError as error:
+            yield f"{engine} has not told its jobs: {error}"
+            continue
+        head, *lines = told.stdout.splitlines() or [""]
+        if told.returncode and _NOBODY_TO_ASK not in told.stderr:
+            yield f"{engine} has not told its jobs: {describe_failure(told)}"
+        elif ours := [line for line in lines if _OURS.search(line)]:
+            yield from (head, *ours)

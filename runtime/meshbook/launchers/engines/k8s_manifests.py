@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes for a host: its Job, and the Secret with its ticket. Plain data; nothing is called here.
+"""The manifests of a host: its Job, and the Secret with its ticket. They are plain data; nothing is called here.
 
 A host has a Job of its own, of one pod. One Indexed Job of all hosts would start a pod again by itself, with a ticket
 that was used, or would end with its first lost host, where ``backoffLimitPerIndex`` is not known yet (before 1.29);
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.starting.elsewhere import NO_PYTHON, quoted_program
-from meshbook.launchers.starting.head_start import AGENT
+from meshbook.launchers.agent_start import AGENT, NO_PYTHON, quoted_program
 
 NO_TICKET = "meshbook: no ticket"
 NO_CLIENT = (
@@ -26,12 +25,12 @@ NO_CLIENT = (
 GPU = "nvidia.com/gpu"
 NAME_LABEL = "app.kubernetes.io/name=meshbook"
 HOST_LABEL, GROUP_LABEL = "meshbook/host", "meshbook/group"
-"""On pods and Jobs: the Job's name, and what the hosts have in common that one driver looks after."""
+"""Labels of pods and Jobs: the name of the Job, and the group of the hosts of one driver."""
 
 KEPT_S = 60
-"""How long a Job that has ended stays where nobody is left to remove it."""
+"""The time for which a Job that has ended stays where no driver is left to remove it."""
 GRACE_S = 10
-"""How long an agent may take to end when its pod is deleted."""
+"""The time that an agent has to end when its pod is deleted."""
 
 _FILES = ("--template", "--kubeconfig")
 _FOLDER, _FILE = "/run/meshbook", "ticket"
@@ -39,7 +38,7 @@ _SCRIPT = """umask 077
 [ -r {ticket} ] || {{ echo "{no_ticket} at {ticket} for user $(id -u)" >&2; exit 66; }}
 for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && break; p=; done
 [ "$p" ] || {{ echo {no_python} >&2; exit 127; }}
-cat {ticket} | exec "$p" -m meshbook.launchers.starting.templates {agent} &
+cat {ticket} | exec "$p" -m meshbook.launchers.templates {agent} &
 trap "kill -TERM $!" TERM
 wait $!; code=$?
 kill -0 $! 2>/dev/null && {{ wait $!; code=$?; }}
@@ -49,7 +48,7 @@ exit $code
 
 
 class HostOptions(argparse.ArgumentParser):
-    """What may be said of each host."""
+    """The options for each host."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -84,7 +83,7 @@ class HostOptions(argparse.ArgumentParser):
 
 
 def with_whole_paths(options: Sequence[str]) -> tuple[str, ...]:
-    """The options as they are to be read from any folder."""
+    """Return the options with absolute paths, so that they mean the same in any folder."""
     found: list[str] = []
     for option in map(str, options):
         name, equals, path = option.partition("=")
@@ -101,7 +100,7 @@ def _whole(path: str) -> str:
 
 
 def read_template(path: str) -> dict[str, Any]:
-    """A pod, or the template of one, in YAML or JSON. Raises: UsageError, SpawnError."""
+    """Read a pod, or the template of one, in YAML or JSON. Raises: UsageError, SpawnError."""
     if not path:
         return {}
     try:
@@ -122,7 +121,7 @@ def read_template(path: str) -> dict[str, Any]:
 def make_job(
     name: str, group: str, wanted: argparse.Namespace, python: str, template: dict[str, Any]
 ) -> dict[str, Any]:
-    """The Job of a host; the container of a template that comes first runs its agent. Raises: UsageError."""
+    """Return the Job of a host; the first container of the template runs its agent. Raises: UsageError."""
     labels = {"app.kubernetes.io/name": "meshbook", HOST_LABEL: name, GROUP_LABEL: group}
     given = template.get("metadata") or {}
     metadata: dict[str, Any] = {"labels": {**(given.get("labels") or {}), **labels}}
@@ -143,7 +142,7 @@ def make_job(
 
 
 def make_secret(name: str, ticket: str) -> dict[str, Any]:
-    """The Secret of a host. It is the Job's, which is there first, and ends with it."""
+    """Return the Secret of a host. It belongs to the Job, which is there first, and ends with it."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -155,7 +154,7 @@ def make_secret(name: str, ticket: str) -> dict[str, Any]:
 
 
 def owned_by(secret: dict[str, Any], name: str, uid: str) -> dict[str, Any]:
-    """The Secret as that of a Job."""
+    """Return the Secret as that of a Job."""
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
     return {**secret, "metadata": {**secret["metadata"], "ownerReferences": [owner]}}
 

@@ -1,6 +1,6 @@
 """The driver of Ray: has a placement group, and in each of its bundles an actor that starts an agent.
 
-    python -m meshbook.launchers.engines.ray_driver     what is wanted, a line on stdin; what became of it: `driver_log`
+    python -m meshbook.launchers.engines.ray_driver     gets what `meshbook.launchers.ray` wants by stdin
 
 It ends when it is told to (SIGTERM), when its controller goes before Ray had the nodes, and when the last agent has
 ended and no controller is there: with its end Ray removes what is left of its actors and of the placement group.
@@ -8,52 +8,77 @@ ended and no controller is there: with its end Ray removes what is left of its a
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
-import select
-import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from typing import Any
 
-from meshbook.launchers.engines.driver_log import say
-from meshbook.launchers.engines.ray_questions import (
-    CLIENT,
-    CONNECT_S,
-    count_free,
-    describe_end,
-    has_room,
-    listed,
-    live_nodes,
-    name_of,
-    require_answer,
-    rounded,
-    watch_agent,
-    words_of,
-)
+from meshbook.launchers.engines.driver import CONNECT_S, Driver, fail, say
+from meshbook.system.processes import describe_shell_exit
 
 JOIN_S = 60.0
-"""How long Ray may take to let us in."""
+"""The time within which Ray has to let us in."""
 ANSWER_S = "10"
-"""How long Ray looks for a node of the cluster on this machine, unless the environment says otherwise."""
+"""The seconds for which Ray looks for a node of the cluster on this machine, unless the environment says otherwise."""
 LOOK_S = 1.0
-"""How often it looks whether Ray has what it waits for."""
+"""The time between two looks whether Ray has the nodes or has started an actor."""
 END_S = 3.0
-"""How long Ray may take to end what there is: its cluster does so by itself when we are gone."""
-LINE_BYTES = 1 << 20
-PORT = 6379
+"""The time that Ray has to end its actors: its cluster does so by itself when we are gone."""
+AWAY_S, AGAIN_S = 5.0, 1.0
+"""An actor that Ray cannot reach, and does not call dead either, counts as alive so long, and is asked so often."""
+CLIENT, PORT = "ray://", 6379
+SAID_LINES = 30
+
+_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
 
 
-def main() -> None:
-    """Entry point."""
-    wanted = json.loads(sys.stdin.buffer.readline())
-    driver = Driver(wanted)
-    driver.join()
-    driver.serve()
-    driver.end()
+class AgentActor:
+    """The actor on a node of Ray, which gets there by value: its subprocess is the agent. It needs only Python there.
+
+    The agent gets its ticket by stdin, and notices by its stdout that the actor has gone.
+    """
+
+    def __init__(self) -> None:
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._end: tuple[int, str] | None = None
+
+    def node_id(self) -> str:
+        """Return Ray's id of the actor's node."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def start(self, script: str, ticket: bytes) -> None:
+        """Start the agent, by a script for sh; ``python3`` is Ray's own there."""
+        path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+        self._agent = subprocess.Popen(
+            ["sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "PATH": path},
+        )
+        assert self._agent.stdin is not None
+        try:
+            self._agent.stdin.write(ticket + b"\n")
+            self._agent.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended already, and `watch` says why
+
+    def watch(self) -> tuple[int, str]:
+        """Wait for the agent's end; returns its exit status, as in `subprocess`, and its last lines."""
+        if self._end is None:
+            assert self._agent is not None and self._agent.stderr is not None
+            lines = collections.deque(self._agent.stderr, SAID_LINES)
+            self._end = self._agent.wait(), b"".join(lines).decode(errors="replace")
+        return self._end
 
 
 class Host:
@@ -64,20 +89,15 @@ class Host:
         self.id, self.ended = str(agent["host_id"]), False
 
 
-class Driver:
+class RayDriver(Driver):
     """wanted: see `meshbook.launchers.ray`."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
+        super().__init__(wanted["socket"])
         self._wanted = wanted
         self._hosts = {host.id: host for host in map(Host, wanted["agents"], range(len(wanted["agents"])))}
-        self._placed = self._over = self._alone = False
+        self._is_placed = False
         self._group: Any = None
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(wanted["socket"])
-        os.chmod(wanted["socket"], 0o600)
-        self._listening.listen()
 
     # ---- its life ---------------------------------------------------------------------------------------------------
 
@@ -86,11 +106,15 @@ class Driver:
         address = self._wanted["address"]
         if address and ":" not in address.removeprefix(CLIENT):
             address += f":{PORT}"
+        host, _, port = address.removeprefix(CLIENT).rpartition(":")
         try:
-            require_answer(address)
+            if host:
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except ValueError:
+            fail(f'there is no Ray cluster at {address}: "{port}" is no port')
         except OSError as error:
-            self._fail(f"there is no Ray cluster at {address}: {error.strerror or error}")
-        refused = threading.Timer(JOIN_S, self._fail, [f"Ray at {address} has not let us in within {JOIN_S:g} s"])
+            fail(f"there is no Ray cluster at {address}: {error.strerror or error}")
+        refused = threading.Timer(JOIN_S, fail, [f"Ray at {address} has not let us in within {JOIN_S:g} s"])
         refused.daemon = True
         refused.start()
         os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", ANSWER_S)
@@ -100,29 +124,29 @@ class Driver:
             ray.init(address or "auto", log_to_driver=False, configure_logging=False, namespace="meshbook")
             job = str(ray.get_runtime_context().get_job_id())
         except Exception as error:
-            self._fail(f"Ray{f' at {address}' if address else ''}: {words_of(error)}")
+            fail(f"Ray{f' at {address}' if address else ''}: {words_of(error)}")
         refused.cancel()
         say(job=job, socket=self._wanted["socket"])
 
-    def serve(self) -> None:
-        """Have the nodes, and serve until there is nothing left to be served."""
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._on_term)
+    def begin(self) -> None:
         self._start(self._place)
-        poll = select.poll()
-        for each in (0, self._listening.fileno(), self._woken.fileno()):
-            poll.register(each, select.POLLIN)
-        while not self._over:
-            ready = [fd for fd, _ in poll.poll()]
-            if 0 in ready and not os.read(0, 1 << 12):
-                poll.unregister(0)
-                self._alone = True
-            if self._listening.fileno() in ready:
-                self._hear()
-            if self._woken.fileno() in ready:
-                self._woken.recv(1 << 12)
-            if self._alone and (not self._placed or all(host.ended for host in self._hosts.values())):
-                return
+
+    def is_done(self) -> bool:
+        return not self._is_placed or all(host.ended for host in self._hosts.values())
+
+    def on_request(self, request: dict[str, Any]) -> None:
+        import ray
+
+        if "start" in request:
+            host = Host(request["start"], request["bundle"])
+            self._hosts[host.id] = host
+            self._start(self._run_host, host)
+            return
+        host = self._hosts[request["end"]]
+        host.ended = True
+        if host.actor is not None:
+            ray.kill(host.actor)
+        self.wake_up()
 
     def end(self) -> None:
         """End the actors, and with them the agents, and the placement group."""
@@ -132,7 +156,7 @@ class Driver:
         limit = threading.Timer(END_S, os._exit, [0])
         limit.daemon = True
         limit.start()
-        self._over = True
+        self._is_over = True
         with contextlib.suppress(Exception):  # the cluster may be gone
             for host in self._hosts.values():
                 if host.actor is not None:
@@ -142,9 +166,6 @@ class Driver:
             ray.shutdown()
         os._exit(0)  # threads wait for what is over
 
-    def _on_term(self, *_: object) -> None:
-        self._over = True
-
     def _start(self, target: Any, *arguments: object) -> None:
         """Run something in a thread; the loop looks again when it is done."""
 
@@ -152,42 +173,11 @@ class Driver:
             try:
                 target(*arguments)
             except Exception as error:
-                if not self._over:
-                    self._fail(words_of(error))
-            self._wake_up()
+                if not self._is_over:
+                    fail(words_of(error))
+            self.wake_up()
 
         threading.Thread(target=run, daemon=True).start()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # it is awake
-            self._wake.send(b"\0")
-
-    def _fail(self, why: str) -> None:
-        say(ended=why)
-        os._exit(1)
-
-    # ---- what is asked ----------------------------------------------------------------------------------------------
-
-    def _hear(self) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # whoever asks that is gone already
-            sock, _ = self._listening.accept()
-            with sock, sock.makefile("rb") as lines:
-                sock.settimeout(CONNECT_S)
-                asked = json.loads(lines.readline(LINE_BYTES))
-            if "start" in asked:
-                host = Host(asked["start"], asked["bundle"])
-                self._hosts[host.id] = host
-                self._start(self._run_host, host)
-            else:
-                self._end_host(self._hosts[asked["end"]])
-
-    def _end_host(self, host: Host) -> None:
-        import ray
-
-        host.ended = True
-        if host.actor is not None:
-            ray.kill(host.actor)
-        self._wake_up()
 
     # ---- hosts ------------------------------------------------------------------------------------------------------
 
@@ -203,12 +193,12 @@ class Driver:
         while not self._group.wait(LOOK_S):
             say(waits=self._missing(count, bundle, time.monotonic() - began))
         say(waits="Ray starts its agents")
-        self._placed = True
+        self._is_placed = True
         for host in tuple(self._hosts.values()):
             self._start(self._run_host, host)
 
     def _bundle(self) -> dict[str, float]:
-        """What each host asks for."""
+        """Return the resources that each host asks for."""
         wanted, bundle = self._wanted, {}
         gpus = wanted["num_gpus"]
         if gpus is None and (gpus := wanted["gpus_if_any"]):
@@ -223,13 +213,13 @@ class Driver:
         able = [node for node in nodes if has_room(node["Resources"], bundle)]
         if len(able) < count and not self._wanted["wait_for_nodes"]:
             has = f"{len(able)} of its {len(nodes)} nodes have" if able or len(nodes) > 1 else "its node does not have"
-            self._fail(
+            fail(
                 f"Ray has too few nodes for {count} hosts, each on a node of its own: {has} {listed(bundle)}. "
                 "Where more are to come: -- --wait-for-nodes"
             )
 
     def _missing(self, count: int, bundle: dict[str, float], seconds: float) -> str:
-        """What Ray has not yet."""
+        """Describe the nodes that Ray does not have yet."""
         free = count_free(bundle)
         has = "" if free is None else f"; {free} of {len(live_nodes())} nodes have that free"
         each = f"{count} hosts need a node each with" if count > 1 else "a host needs a node with"
@@ -250,25 +240,25 @@ class Driver:
             ray.get(actor.start.remote(self._wanted["script"], json.dumps(agent).encode()))
             say(node=name or node[:8], host=host.id)
             status, said = watch_agent(actor)
-            why = describe_end(status, name, said)
+            lines = [line.strip() for line in said.splitlines() if line.strip() not in ("", "Killed")]
+            words = "; ".join(lines[-3:])
+            how = f"ended ({describe_shell_exit(status)})"
+            why = f"its agent{name and f' on {name}'} {how}{words and f': {words}'}"
             ray.kill(actor)
         except Exception as error:
             why = words_of(error)
         host.ended = True
-        if not self._over:
+        if not self._is_over:
             say(ended=why, host=host.id)
 
     def _make_actor(self, bundle: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from meshbook.launchers.engines import ray_actor
-
-        ray.cloudpickle.register_pickle_by_value(ray_actor)  # whatever is installed there
         wants = self._group.bundle_specs[bundle]
         others = {name: amount for name, amount in wants.items() if name not in ("CPU", "GPU", "memory")}
         return (
-            ray.remote(ray_actor.AgentActor)
+            ray.remote(AgentActor)  # of __main__, so that it goes by value, whatever is installed there
             .options(
                 num_cpus=wants.get("CPU", 0),
                 num_gpus=wants.get("GPU", 0),
@@ -279,7 +269,7 @@ class Driver:
         )
 
     def _await_actor(self, host: Host, answer: Any) -> str:
-        """Where it is, as soon as Ray has started it."""
+        """Wait until Ray has started an actor; returns the id of its node."""
         import ray
 
         began = time.monotonic()
@@ -289,5 +279,78 @@ class Driver:
         return str(ray.get(answer))
 
 
+def watch_agent(actor: Any) -> tuple[int, str]:
+    """Wait for the end of an actor's agent, as `AgentActor.watch`. Raises: the error of Ray where the actor ends."""
+    import ray
+
+    away_since = 0.0
+    while True:
+        asked = time.monotonic()
+        try:
+            status, said = ray.get(actor.watch.remote())
+            return status, said
+        except ray.exceptions.ActorUnavailableError:
+            now = time.monotonic()
+            if not away_since or now - asked > AWAY_S:  # until now it was there
+                away_since = now
+            if now - away_since > AWAY_S:
+                raise
+            time.sleep(AGAIN_S)
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error of Ray in one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line.rstrip(".:") for line in lines if line and not line.startswith(_DETAILS)]
+    if len(told) > 1 and told[0].startswith("The actor died unexpectedly"):
+        told = told[1:3]  # why
+    return "; ".join(told) or type(error).__name__
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    """Return the living nodes of the cluster, as Ray describes them."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def name_of(node_id: str) -> str:
+    """Return the name that its owner has given a node; empty where there is none."""
+    for node in live_nodes():
+        if node["NodeID"] == node_id and node["NodeName"] != node["NodeManagerAddress"]:
+            return str(node["NodeName"])
+    return ""
+
+
+def has_room(resources: dict[str, float], bundle: dict[str, float]) -> bool:
+    """Whether a bundle fits into these resources."""
+    return all(resources.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def count_free(bundle: dict[str, float]) -> int | None:
+    """Count the nodes that have a bundle free now; None where Ray does not say."""
+    try:
+        from ray._private.state import available_resources_per_node
+
+        return sum(has_room(free, bundle) for free in available_resources_per_node().values())
+    except Exception:  # it is nobody's promise
+        return None
+
+
+def listed(bundle: dict[str, float]) -> str:
+    """Return a bundle in words: ``1 CPU, 2 GPU``."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
+def rounded(seconds: float) -> str:
+    """Round a time so that a new line is written seldom: after 1, 5, 10, 30 s, then every minute."""
+    if seconds >= 60:
+        return f"{seconds // 60:.0f} min"
+    return f"{max(step for step in (0, 1, 5, 10, 30) if step <= seconds)} s"
+
+
 if __name__ == "__main__":
-    main()
+    driver = RayDriver(json.loads(sys.stdin.buffer.readline()))
+    driver.join()
+    driver.serve()
+    driver.end()

@@ -23,11 +23,11 @@ _KIND, _CHECK_BYTES = "mb1-", 4
 
 
 class Invitation(msgspec.Struct, array_like=True, frozen=True):
-    """What the line holds."""
+    """The content of the line."""
 
     endpoint: str
     key: str
-    """Of the gate, public."""
+    """The public key of the gate."""
     token: str
 
     def __str__(self) -> str:
@@ -55,11 +55,11 @@ def read_invitation(line: str) -> Invitation:
 
 
 class Arrival(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Somebody wants to be a host."""
+    """A machine asks to be a host."""
 
     token: str
     name: str
-    """Of the machine."""
+    """The name of the machine."""
     protocol: int
     python: str
 
@@ -73,15 +73,15 @@ class Departure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """It is one."""
+    """The machine is a host from now on."""
 
     ticket: Ticket
     home: str
-    """Who waits, and where, as people call it."""
+    """The user and the machine that wait for hosts."""
 
 
 class TurnedAway(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """It is none; also the answer to who leaves."""
+    """The machine is no host; also the answer to a departure."""
 
     reason: str
 
@@ -91,7 +91,7 @@ GateAnswer: TypeAlias = Admitted | TurnedAway
 
 
 def difference(protocol: int, python: str, theirs: str, ours: str) -> str:
-    """What does not fit between two sides, as in ``it`` and ``the notebook``; empty where all does."""
+    """Describe a difference between two sides, as in ``it`` and ``the notebook``; empty where they fit."""
     if protocol != PROTOCOL_VERSION:
         return f"{theirs} speaks protocol {protocol} of meshbook, {ours} {PROTOCOL_VERSION}"
     if python.split(".")[:2] != python_version().split(".")[:2]:
@@ -105,5 +105,5 @@ decode_answer = msgspec.msgpack.Decoder(GateAnswer).decode
 
 
 def _check(packed: bytes) -> bytes:
-    """Tells a line that was not copied whole."""
+    """Return a check of the line, which tells one that was not copied whole."""
     return hashlib.sha256(packed).digest()[:_CHECK_BYTES]

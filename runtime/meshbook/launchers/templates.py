@@ -15,8 +15,8 @@ workers from. They share its image instead: torch is imported once, and a host c
 other no more than those that were started one by one: each has its own template, which nobody else asks for anything,
 and the template of hosts may end without them.
 
-A template of hosts can also serve every process of a user: `head_start.LASTING` names the socket at which it listens.
-A test suite, which starts very many sessions, imports torch once with it.
+A template of hosts can also serve every process of a user: `meshbook.launchers.agent_start.LASTING` names the socket at
+which it listens. A test suite, which starts very many sessions, imports torch once with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from meshbook.launchers.starting.head_start import LASTING, open_log
+from meshbook.launchers.agent_start import LASTING, open_log
 from meshbook.system.exits import open_end
 from meshbook.system.processes import begin_as_host, is_same_process, start_time
 from meshbook.wire import messages as wire
@@ -61,13 +61,13 @@ WITH_TORCH = (
     "torch.profiler",
     "meshbook.groups.rank_groups",
 )
-"""What ranks share beyond the first template's: none imports it at its first DTensor, or step of an optimizer."""
+"""The modules that ranks share beyond the first template's, so that a first DTensor or a step imports nothing."""
 
 IMPORT_S = 60.0
-"""How long a template of hosts may take to import; after that each host makes its own, and tells what is wrong."""
+"""The time that a template of hosts has to import; after it each host makes its own, and reports the error."""
 
 FORK_S, REAP_S = 5.0, 2.0
-"""How long a ready template may take to fork an agent, and to say how one ended, which the I/O thread waits for."""
+"""The times that a ready template has to fork an agent, and to say how one ended, for which the I/O thread waits."""
 
 UNSEEN = 256
 """Stands for the exit code of a process whose parent has ended before it could be asked."""
@@ -368,6 +368,6 @@ class HostFork:
 
 
 if __name__ == "__main__":
-    from meshbook.launchers.starting import templates  # the importable module: forked code does not live in __main__
+    from meshbook.launchers import templates  # the importable module: forked code does not live in __main__
 
     templates.be_host(sys.argv[1])

@@ -1,0 +1,260 @@
+"""Processes beside us that start agents elsewhere and speak for them: clients like srun and mpirun, and our drivers.
+
+A client is our child, or was that of the controller before us, which it outlives: all that is known of it then is its
+pid and its log. What each engine writes there is read by a `ClientLog` of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from typing_extensions import Self
+
+from meshbook.launchers.agent_start import open_log, with_hint
+from meshbook.launchers.engines.driver import MARK
+from meshbook.launchers.local import release_child
+from meshbook.sessions.folder import SavedLauncher
+from meshbook.system.exits import end_process
+from meshbook.system.processes import describe_exit, is_same_process, start_time
+
+END_S = 5.0
+"""The time that a client has to end when it is told to."""
+ASK_S = 5.0
+"""The time within which a driver has to answer a request."""
+LOOK_S = 0.02
+"""The pause between two looks into a log while a host ends."""
+
+_SAID_LINES = 3
+
+
+class ClientLog(ABC):
+    """The content of a client's log."""
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return what the log says so far."""
+        found = cls()
+        for line in filter(None, map(str.strip, text.splitlines())):
+            found.add(line)
+        return found
+
+    @abstractmethod
+    def add(self, line: str) -> None:
+        """Note what a line says; it is stripped and not empty."""
+
+
+Log = TypeVar("Log", bound=ClientLog)
+
+
+class Client(Generic[Log]):
+    """A process that starts agents. log: the file it writes. process: where it is our child, whose stdin is a pipe."""
+
+    log_type: type[Log]
+
+    def __init__(self, log: Path, pid: int, started: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.log, self.pid, self.started, self._process = log, pid, started, process
+        self._read_bytes, self._said = -1, self.log_type()
+        self.hosts: dict[str, str] = {}
+        """The jobs of the hosts that it has for us, by their ids; with the last host it ends."""
+        _by_log[type(self), log] = self
+
+    @classmethod
+    def start(cls, log: Path, command: Sequence[str], pass_fds: Sequence[int] = ()) -> Self:
+        """Start the process. Raises: OSError."""
+        with open_log(log) as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+        return cls(log, process.pid, start_time(process.pid) or 0, process)
+
+    @classmethod
+    def find(cls, log: Path, pid: int, started: int) -> Self:
+        """Return the client that has this log; hosts of a former controller share theirs."""
+        found = _by_log.get((cls, log))
+        return found if isinstance(found, cls) else cls(log, pid, started)
+
+    @property
+    def said(self) -> Log:
+        """The content of its log, read again whenever there is more of it."""
+        with contextlib.suppress(OSError):
+            if (size := self.log.stat().st_size) != self._read_bytes:
+                self._read_bytes, self._said = size, self.log_type.read(self.log.read_text(errors="replace"))
+        return self._said
+
+    def poll(self) -> int | None:
+        """Return its exit status, as in `subprocess`, or 0 where it is no child of ours; None while it runs."""
+        if self._process is not None:
+            return self._process.poll()
+        return None if is_same_process(self.pid, self.started) else 0
+
+    def write(self, data: bytes) -> None:
+        """Write to its stdin."""
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and its log says why
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait until it ends, as it does with its agents, then end it; idempotent."""
+        self.close_stdin()
+        if self._process is None:
+            end_process(self.pid, self.started, timeout_s)
+            return
+        for deadline_s, end in ((timeout_s, self._process.terminate), (END_S, self._process.kill)):
+            try:
+                self._process.wait(deadline_s)
+                return
+            except subprocess.TimeoutExpired:
+                end()
+        self._process.wait()
+
+    def release(self) -> None:
+        """Let it live on: by the end of its stdin it sees that its controller has gone."""
+        self.close_stdin()
+        if self._process is not None:
+            release_child(self._process)
+            self._process = None  # a controller that attaches next, in this process too, finds it by its pid
+
+    def close_stdin(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+_by_log: weakref.WeakValueDictionary[tuple[type, Path], Client[Any]] = weakref.WeakValueDictionary()
+
+
+# ---- drivers of ours (`meshbook.launchers.engines.driver`) -----------------------------------------------------------
+
+
+@dataclass
+class DriverLog(ClientLog):
+    """The log of a driver; most of what it says is kept by the id of a host, ``""`` for all hosts."""
+
+    job: str = ""
+    socket: str = ""
+    """The path at which the driver listens."""
+    node: dict[str, str] = field(default_factory=dict)
+    waits: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    """Lines of others."""
+
+    engine: ClassVar[str]
+    asked: ClassVar[str]
+    """The text for a host of which nothing is known yet."""
+    hints: ClassVar[tuple[tuple[str, str], ...]]
+    outlived: ClassVar[bool] = False
+    """Whether hosts that run live on without the driver."""
+
+    def add(self, line: str) -> None:
+        if not line.startswith(MARK):
+            self.said.append(line)
+            return
+        with contextlib.suppress(ValueError):  # half a line: the rest comes yet
+            event = json.loads(line.removeprefix(MARK))
+            host = event.pop("host", "")
+            for kind, value in event.items():
+                if isinstance(by_host := getattr(self, kind), dict):
+                    by_host[host] = value
+                else:
+                    setattr(self, kind, value)
+
+    def waits_for(self, host: str) -> str:
+        """Return what a host waits for; empty once its agent was started."""
+        return "" if host in self.node else self.waits.get(host) or self.waits.get("") or self.asked
+
+    def end_of(self, host: str) -> str:
+        """Return why a host has ended, in the driver's words; empty while it has not said so."""
+        return self.ended.get(host) or self.ended.get("") or ""
+
+    def why_ended(self, host: str, status: int | None) -> str | None:
+        """Return why there is no agent any more, or will be none; None while there may be.
+
+        status: the exit status of the driver, None while it runs.
+        """
+        if said := self.end_of(host):
+            return with_hint(said, self.hints)
+        if status is None or (self.outlived and host in self.node):
+            return None
+        words = "; ".join(self.said[-_SAID_LINES:]) if status > 0 else ""  # else they are about something else
+        return f"the driver of {self.engine} has ended ({describe_exit(status)}){words and f': {words}'}"
+
+
+AnyDriverLog = TypeVar("AnyDriverLog", bound=DriverLog)
+
+
+class DriverClient(Client[AnyDriverLog]):
+    """A driver."""
+
+    def ask(self, request: dict[str, object]) -> bool:
+        """Send the driver a request; returns whether it has answered."""
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(ASK_S)
+                sock.connect(self.said.socket)
+                sock.sendall(json.dumps(request).encode() + b"\n")
+                return bool(sock.recv(1))
+        except OSError:
+            return False
+
+    def leave(self, host_id: str, timeout_s: float) -> None:
+        """End a host, or note its end; after the last one the driver and all that it started end, within the time."""
+        self.hosts.pop(host_id, None)
+        if not self.hosts:
+            self.end(timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        while not self.said.end_of(host_id) and self.poll() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        self.ask({"end": host_id})
+
+
+AnyDriver = TypeVar("AnyDriver", bound=DriverClient[Any])
+
+
+class DrivenHost(Generic[AnyDriver]):
+    """An agent that a driver has started. job: the engine's number, where each host has one."""
+
+    def __init__(self, driver: AnyDriver, id: str, job: str = "", task: int = 0) -> None:
+        self.driver, self.id, self.task, self._job = driver, id, task, job
+        self.pid, self.started = driver.pid, driver.started
+        driver.hosts[id] = job
+
+    @property
+    def job(self) -> str:
+        return self._job or str(self.driver.said.job)
+
+    def save(self, saved: SavedLauncher) -> SavedLauncher:
+        return msgspec.structs.replace(saved, job=self.driver.log.name, step=self._job, task=self.task)
+
+    def failure(self) -> str | None:
+        status = self.driver.poll()  # first: when it has ended, the log is whole
+        why: str | None = self.driver.said.why_ended(self.id, status)
+        return why
+
+    def waits_for(self) -> str:
+        return "" if self.failure() else self.driver.said.waits_for(self.id)
+
+    def close(self, timeout_s: float) -> None:
+        """Leave the driver, which ends with its last host; the agent was told before, if it could be reached."""
+        self.driver.leave(self.id, timeout_s)
+
+    def release(self) -> None:
+        self.driver.release()

@@ -1,1 +1,0 @@
-"""Machines that come by themselves: who holds an invitation asks for a ticket, and runs an agent."""
