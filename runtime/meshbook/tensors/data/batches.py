@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -28,6 +32,9 @@ SpecStructure: TypeAlias = "ShardingSpec | Mapping[str, SpecStructure] | Sequenc
 """None, or what a mapping does not name: cut along the mesh's first axis."""
 
 LaidOut: TypeAlias = "Callable[[torch.Tensor, tuple[Placement, ...]], torch.Tensor]"
+
+ArrowValues: TypeAlias = "dict[str, npt.NDArray[Any]] | npt.NDArray[Any]"
+"""The columns of a table by name, or a single column."""
 
 _MOST_DIMS = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -68,8 +75,6 @@ class Layouts:
         if isinstance(item, _PLAIN):
             return item
         if is_arrow(item):
-            from meshbook.tensors.data.arrow_columns import read_values
-
             return self._walk(read_values(item), spec, lay, path)
         parts = _parts_of(item)
         if parts is None:
@@ -93,11 +98,6 @@ class Layouts:
             else each
             for each in self._placements
         )  # fmt: skip
-
-
-def is_arrow(value: object) -> bool:
-    """Whether it gives Arrow data."""
-    return hasattr(value, "__arrow_c_stream__") or hasattr(value, "__arrow_c_array__")
 
 
 def _is_structure(spec: SpecStructure) -> bool:
@@ -159,3 +159,168 @@ def _as_tensor(item: Any, path: str) -> torch.Tensor:
         raise UsageError(
             f"{path} is an array of {array.dtype}, which no tensor can hold: make numbers of it"
         ) from error
+
+
+# ---- Arrow data: numbers without nulls stay in the memory that they are in -------------------------------------------
+
+
+def is_arrow(value: object) -> bool:
+    """Whether an object gives Arrow data by the PyCapsule protocol, as tables, data frames and relations do."""
+    return hasattr(value, "__arrow_c_stream__") or hasattr(value, "__arrow_c_array__")
+
+
+def read_values(data: Any) -> ArrowValues:
+    """Return all of some Arrow data; a single chunk is not copied. Raises: UsageError as `read_batches`."""
+    found = list(_read(data))
+    found = [each for each in found if _length(each)] or found[:1]
+    if len(found) == 1:
+        return found[0]
+    if isinstance(found[0], dict):
+        return {name: np.concatenate([table[name] for table in found]) for name in found[0]}
+    return np.concatenate(found)  # type: ignore[arg-type]
+
+
+def read_batches(data: Any) -> Iterator[ArrowValues]:
+    """Return the batches of Arrow data that have rows, one after the other.
+
+    Raises: UsageError naming a column that no tensor can hold, or where no library that reads Arrow data is installed.
+    """
+    return filter(_length, _read(data))
+
+
+def _length(values: ArrowValues) -> int:
+    return max(map(len, values.values()), default=0) if isinstance(values, dict) else len(values)
+
+
+def _read(data: Any) -> Iterator[ArrowValues]:
+    """Return the batches of Arrow data, or a batch without rows where there is none."""
+    if find_spec("nanoarrow") is not None:
+        return _told_as_ours(_by_nanoarrow(data))
+    if find_spec("pyarrow") is not None:
+        return _told_as_ours(_by_pyarrow(data))
+    raise UsageError(
+        f"a {type(data).__name__} holds Arrow data, and neither nanoarrow nor pyarrow is installed to read it: "
+        "pip install nanoarrow"
+    )
+
+
+def _told_as_ours(values: Iterator[ArrowValues]) -> Iterator[ArrowValues]:
+    try:
+        yield from values
+    except UsageError:
+        raise
+    except Exception as error:  # each library has errors of its own
+        raise UsageError(f"the Arrow data cannot be read: {error}") from error
+
+
+def _by_nanoarrow(data: Any) -> Iterator[ArrowValues]:
+    import nanoarrow  # type: ignore[import-untyped,unused-ignore]
+
+    stream = nanoarrow.c_array_stream(data)
+    schema = nanoarrow.Schema(stream.get_schema())
+    fields = list(schema.fields) if schema.type.name == "STRUCT" else []
+    names = _checked([field.name for field in fields])
+    for array in itertools.chain([next(stream, None) or nanoarrow.c_array([], schema)], stream):
+        if not fields:
+            yield _nanoarrow_column(schema.name or "", schema, array)
+            continue
+        _refuse_nulls(schema.name or "", array.view().null_count)
+        children = [array.child(index)[array.offset : array.offset + array.length] for index in range(len(fields))]
+        yield {name: _nanoarrow_column(name, *each) for name, *each in zip(names, fields, children, strict=True)}
+
+
+def _nanoarrow_column(name: str, schema: Any, array: Any) -> npt.NDArray[Any]:
+    """schema: a ``nanoarrow.Schema``. array: a ``CArray``."""
+    kind, view = schema.type.name.lower(), array.view()
+    _refuse_unlike(name, kind)
+    _refuse_nulls(name, view.null_count)
+    begin, end = array.offset, array.offset + array.length
+    if kind == "fixed_size_list":
+        width = schema.list_size
+        inner = _nanoarrow_column(name, schema.value_type, array.child(0)[begin * width : end * width])
+        return inner.reshape(array.length, width, *inner.shape[1:])
+    if kind == "bool":
+        return np.asarray(view.buffer(1).unpack_bits(begin, array.length)).view(np.bool_)
+    return _writable(np.asarray(view.buffer(1)))[begin:end]
+
+
+def _by_pyarrow(data: Any) -> Iterator[ArrowValues]:
+    import pyarrow  # type: ignore[import-untyped,unused-ignore]
+
+    chunks: Iterator[Any]
+    if not hasattr(data, "__arrow_c_stream__"):
+        whole = pyarrow.array(data)
+        chunks, kind = iter([whole]), whole.type
+    else:
+        try:
+            reader = pyarrow.RecordBatchReader.from_stream(data)
+            chunks, kind = map(pyarrow.RecordBatch.to_struct_array, reader), pyarrow.struct(list(reader.schema))
+        except pyarrow.ArrowInvalid:  # a stream of a single column
+            column = pyarrow.chunked_array(data)
+            chunks, kind = iter(column.chunks), column.type
+    first = next(chunks, None)
+    is_table = pyarrow.types.is_struct(kind)
+    names = _checked([kind.field(index).name for index in range(kind.num_fields)]) if is_table else []
+    for array in itertools.chain([pyarrow.array([], kind) if first is None else first], chunks):
+        if not is_table:
+            yield _pyarrow_column("", array)
+            continue
+        _refuse_nulls("", array.null_count)
+        yield {name: _pyarrow_column(name, child) for name, child in zip(names, array.flatten(), strict=True)}
+
+
+def _pyarrow_column(name: str, array: Any) -> npt.NDArray[Any]:
+    kind = str(array.type).partition("<")[0].partition("[")[0]
+    _refuse_unlike(name, kind)
+    _refuse_nulls(name, array.null_count)
+    if kind == "fixed_size_list":
+        inner = _pyarrow_column(name, array.flatten())
+        return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
+    return _writable(array.to_numpy(zero_copy_only=kind != "bool"))
+
+
+class _ReadOnly:
+    """The memory of an array that cannot be written to, for an array that could."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        about = array.__array_interface__
+        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
+        self._owner = array
+
+
+def _writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array in the same memory of which torch makes a tensor without a warning; nobody writes to it."""
+    return np.asarray(_ReadOnly(array)) if array.size else array
+
+
+_HELD = re.compile(r"u?int\d+|half_?float|float|double|bool|fixed_size_list")
+"""The types of columns that tensors can hold, as nanoarrow and pyarrow call them."""
+
+_ADVICE = {
+    "dictionary": "categories: take their codes", "string": "text: encode it as numbers",
+    "binary": "bytes: decode them to numbers", "interval|date|time|duration": "dates or times: cast them to integers",
+    "decimal": "decimals: cast them to float64", "null": "nothing but nulls: fill it",
+    "struct": "structs: take their fields apart",
+    "list|map": "lists of any length: pad them to arrays of one length, which their type states",
+}  # fmt: skip
+"""What a column of another type holds, and what to do about it, by a word in the name of the type."""
+
+
+def _refuse_unlike(name: str, kind: str) -> None:
+    if not _HELD.fullmatch(kind):
+        found = (advice for words, advice in _ADVICE.items() if re.search(words, kind))
+        held = next(found, f"values of Arrow's type {kind}")
+        raise UsageError(f'the column "{name}" holds {held}, or leave it out')
+
+
+def _refuse_nulls(name: str, nulls: int) -> None:
+    if nulls:
+        raise UsageError(
+            f'the column "{name}" has {nulls} nulls, which a tensor cannot hold: fill them, or drop their rows'
+        )
+
+
+def _checked(names: list[str]) -> list[str]:
+    if len(names) > len(set(names)):
+        raise UsageError(f"two columns have one name, among {names}: rename one")
+    return names

@@ -28,7 +28,7 @@ from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import call_after_repairs
-from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow
+from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow, read_batches
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import Placing, send_parts
 from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
@@ -298,8 +298,6 @@ class BatchStream(Generic[T]):
 
 def _items_of(source: Any) -> Iterator[Any]:
     if is_arrow(source):
-        from meshbook.tensors.data.arrow_columns import read_batches
-
         return read_batches(source)
     if not hasattr(source, "__iter__") and hasattr(source, "collect"):  # what is lazy fails once it is asked
         raise UsageError(f"{type(source).__name__} has no rows yet: give what its collect() makes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 import meshbook
 from meshbook import ProcMesh
 from meshbook.errors import UsageError
-from meshbook.tensors.data.arrow_columns import read_batches, read_values
+from meshbook.tensors.data import batches
+from meshbook.tensors.data.batches import read_batches, read_values
 
 COLUMNS = {"a": [1, 2, 3, 4, 5], "b": [0.5, 1.5, 2.5, 3.5, 4.5], "c": [True, False, True, True, False]}
 
@@ -45,6 +46,16 @@ def of_nanoarrow(columns: dict[str, list[Any]]) -> Any:
     return nanoarrow.c_array_from_buffers(struct, rows, buffers=[None], children=arrays)
 
 
+@pytest.fixture(autouse=True, params=["nanoarrow", "pyarrow"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library that is installed to read Arrow data."""
+    name: str = request.param
+    pytest.importorskip(name)
+    if name == "pyarrow":
+        monkeypatch.setattr(batches, "find_spec", lambda library: None if library == "nanoarrow" else True)
+    return name
+
+
 LIBRARIES = [of_nanoarrow, of_pyarrow, of_polars, of_duckdb]
 
 
@@ -71,6 +82,7 @@ def test_memory_is_shared_and_kept() -> None:
     assert isinstance(found, dict)
     assert found["a"].ctypes.data == frame["a"].to_numpy(allow_copy=False).ctypes.data
     assert found["v"].shape == (900, 4)
+    assert all(values.flags.writeable for values in found.values())  # torch takes them without a copy
     del frame
     assert found["a"].tolist() == list(range(7, 907))
     assert found["v"][0].tolist() == [28.0, 29.0, 30.0, 31.0]
@@ -123,3 +135,25 @@ def test_a_frame_that_is_lazy_is_refused(mesh4: ProcMesh) -> None:
     polars = pytest.importorskip("polars")
     with pytest.raises(UsageError, match=r"LazyFrame has no rows yet: give what its collect\(\) makes"):
         meshbook.stream(polars.DataFrame({"a": [1]}).lazy(), mesh4)
+
+
+def test_without_a_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = of_polars(COLUMNS)
+    monkeypatch.setattr(batches, "find_spec", lambda _: None)
+    for read in (read_values, read_batches):
+        with pytest.raises(UsageError, match="DataFrame holds Arrow data, and neither nanoarrow nor pyarrow is inst"):
+            read(frame)
+
+
+def test_an_error_of_the_source_is_told() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"a": [1, 2]})
+
+    def tables() -> Iterator[Any]:
+        yield table.to_batches()[0]
+        raise ValueError("boom")
+
+    batches = read_batches(arrow.RecordBatchReader.from_batches(table.schema, tables()))
+    assert len(next(batches)["a"]) == 2  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match=r"(?s)the Arrow data cannot be read: .*boom"):
+        next(batches)
