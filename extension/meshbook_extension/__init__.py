@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshbook_extension.widget.health import HealthWidget
 
 _SESSION = "_meshbook_session"
-"""Where the session lives on the shell, so that its meshes outlast ``%reload_ext``."""
+"""The shell's attribute that has the session, so that its meshes outlast ``%reload_ext``."""
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -32,7 +32,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take the magics away. Meshes run on until they are stopped in Python, or the process ends."""
+    """Remove the magics. Meshes run on until they are stopped in Python, or the process ends."""
     from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode
     from meshbook_extension.wiring import close_session
 
@@ -47,13 +47,13 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def is_loaded(shell: InteractiveShell) -> bool:
-    """Whether ``%mesh`` is there, and ours."""
+    """Whether ``%mesh`` is registered, and ours."""
     magic = shell.magics_manager.magics["line"].get("mesh")
     return type(getattr(magic, "__self__", None)).__name__ == "MeshMagics"
 
 
 def health_widget(procs: ProcMesh) -> HealthWidget:
-    """The widget of ``%mesh`` as an object, for places without our magics: ``mo.ui.anywidget(health_widget(mesh))``.
+    """Return the widget of ``%mesh``, for places without our magics: ``mo.ui.anywidget(health_widget(mesh))``.
 
     Needs anywidget. It is live while it can be seen; buttons act as soon as the place passes their messages on.
     """

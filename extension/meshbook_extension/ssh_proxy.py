@@ -21,7 +21,7 @@ from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.websocket import WebSocketClientConnection, WebSocketClosedError, WebSocketError, websocket_connect
 
 CONNECT_S = 60
-"""How long the server may take: it starts the sshd first."""
+"""The time that the server may take, which starts the sshd first."""
 
 PING_S = 20
 """Proxies end connections on which nothing is said, after a minute or so."""
@@ -36,15 +36,15 @@ _REFUSALS = {
     503: "the server does not run: start it in a browser",
 }
 _REDIRECTS = (("/login", 403), ("/hub/", 503), ("", 404))
-"""What a page to go to instead means: a login, a hub that has no such server, the same address without its slash."""
+"""The status that a redirect stands for: a login, a hub that has no such server, an address without its slash."""
 
 
 class ProxyError(Exception):
-    """Why there is no connection."""
+    """The reason why there is no connection."""
 
 
 def read_token(file: str | None, environment: Mapping[str, str]) -> str:
-    """The server's token: what the file says, or one of the usual variables; empty where nothing is known."""
+    """Return the server's token, from the file or one of the usual variables; empty where there is none."""
     if file is None:
         return next((environment[name] for name in _TOKENS if environment.get(name)), "")
     try:
@@ -54,7 +54,7 @@ def read_token(file: str | None, environment: Mapping[str, str]) -> str:
 
 
 async def connect(url: str, token: str) -> WebSocketClientConnection:
-    """The server's end. Raises ProxyError, in words that ssh shows."""
+    """Open the WebSocket to the server. Raises: ProxyError, in words that ssh shows."""
     if not url.startswith(("ws://", "wss://")):
         raise ProxyError(f"{url} is no address of a WebSocket: one begins with wss://")
     headers = {"Authorization": f"token {token}"} if token else {}
@@ -75,7 +75,7 @@ async def connect(url: str, token: str) -> WebSocketClientConnection:
 
 
 def _refusal(error: HTTPClientError, token: str) -> str:
-    """What an answer other than a WebSocket means."""
+    """Explain an answer other than a WebSocket."""
     code = error.code
     if code in (301, 302) and error.response is not None:
         page = error.response.headers.get("Location", "")
@@ -85,7 +85,7 @@ def _refusal(error: HTTPClientError, token: str) -> str:
 
 
 async def carry(socket: WebSocketClientConnection) -> None:
-    """Pass what is read from stdin to the server, and what it says to stdout, until either has ended."""
+    """Pass bytes from stdin to the server, and from the server to stdout, until either has ended."""
     if socket.protocol is not None:
         socket.protocol.set_nodelay(True)
     loop = asyncio.get_running_loop()
@@ -114,12 +114,12 @@ async def carry(socket: WebSocketClientConnection) -> None:
 
 
 async def run(url: str, token: str) -> None:
-    """Be the connection."""
+    """Connect and carry bytes."""
     await carry(await connect(url, token))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns: its exit code."""
+    """Run the command. Returns: its exit code."""
     parser = argparse.ArgumentParser("python -m meshbook_extension.ssh_proxy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", help="of the server's jupyter-sshd-proxy, as wss://hub.example.org/user/ada/sshd/")

@@ -42,7 +42,7 @@ class MeshMagics:
         self.session = session
 
     def register(self) -> None:
-        """Make them known to the shell."""
+        """Register the magics with the shell."""
         for kind, function in (("line", self.line), ("cell", self.cell)):
             self.shell.magics_manager.register_function(function, magic_kind=kind, magic_name="mesh")
 
@@ -95,11 +95,11 @@ NOTEBOOK_ADVICE = Advice(
     invite="%mesh spawn hosts=2 gpus=8 --on manual",
     within="--within 10m (within_s=600 in Python)",
 )
-"""What helps, in the words of a notebook: magics, and Python where an error comes of a Python call too."""
+"""The advice of errors in a notebook: magics, and Python too where a Python call may have raised the error."""
 
 
 def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
-    """A session whose calls print into the cells of ``shell``.
+    """Open a session whose calls print into the cells of ``shell``.
 
     earlier: one that was closed, with whose meshes, slices and jobs it goes on; without, those that an earlier kernel
     of the notebook has left come back.
@@ -138,7 +138,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
 
 
 def close_session(session: Session) -> None:
-    """End what `open_session` has begun. The meshes run on, until they are stopped or the process ends."""
+    """Close a session. The meshes run on, until they are stopped or the process ends."""
     observe_unhandled(None)
     set_advice(None)
     set_output_source(None)

@@ -1,4 +1,4 @@
-"""Registration of the kernelspec with Jupyter.
+"""The registration of the kernelspec with Jupyter.
 
 A wheel puts the folder ``kernelspec`` under ``share/jupyter/kernels`` of its environment by itself. This
 command is for every other place, and names this Python, so that a Jupyter of another environment finds it.
@@ -20,7 +20,7 @@ RESOURCES = Path(__file__).parent / "kernelspec"
 
 
 def kernel_dict() -> dict[str, Any]:
-    """The content of ``kernel.json``, as it is shipped."""
+    """Return the content of ``kernel.json``, as it is shipped."""
     content: dict[str, Any] = json.loads((RESOURCES / "kernel.json").read_text())
     return content
 
@@ -53,7 +53,7 @@ def install(
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m meshbook_kernel install [...]``; returns the exit code."""
+    """Run ``python -m meshbook_kernel install [...]``; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m meshbook_kernel install", description="Register the Meshbook kernel with Jupyter."
     )

@@ -26,7 +26,7 @@ class JupyterServer:
 
     @classmethod
     def find(cls) -> JupyterServer | None:
-        """None where somebody else has started us."""
+        """Return the server; None where another program has started this process."""
         from jupyter_core.paths import jupyter_runtime_dir
 
         pid = os.environ.get("JPY_PARENT_PID") or str(os.getppid())
@@ -37,7 +37,7 @@ class JupyterServer:
             return None
 
     def is_going_down(self) -> bool:
-        """Whether it has stopped to serve."""
+        """Whether the server has stopped to serve."""
         if not self._info_file.exists():
             return True
         if not self._port or self._host in ("0.0.0.0", "::", "*", ""):

@@ -30,19 +30,19 @@ from meshbook_kernel.jupyter_server import JupyterServer
 
 EXTENSION = "meshbook_extension"
 SHUTDOWN_TIMEOUT_S = 1.5
-"""How long a shutdown may take to stop the meshes; Jupyter kills a kernel that takes over 2.5 s to end."""
+"""The time that a shutdown has to stop the meshes; Jupyter kills a kernel that takes over 2.5 s to end."""
 
 LEAVE_TIMEOUT_S = 1.0
-"""How long hosts may take to acknowledge what they were sent; what they have not had is lost with this kernel."""
+"""The time that hosts have to acknowledge messages; those that they have not got are lost with this kernel."""
 
 PREWARM_AFTER_S = 0.3
-"""By then the first prompt is there, which is not to wait for a host that nobody may ask for."""
+"""The time before the host is warmed up: the first prompt comes first, and may need no host."""
 
 TORCH_AFTER_S = 3.0
-"""So long after a cell torch is imported here too, where ranks have it: a person's first use of it does not wait."""
+"""The time after a cell at which torch is imported here too, where ranks have it, for its first use."""
 
 SWITCH_INTERVAL_S = 1e-4
-"""How soon a busy cell hands Python's lock to the thread that serves the mesh.
+"""The time after which a busy cell hands Python's lock to the thread that serves the mesh.
 
 With Python's own 5 ms, a busy thread in the kernel raises a broadcast to 8 ranks from 0.5 to 5.9 ms; with
 0.1 ms, to 0.7 ms.
@@ -57,7 +57,7 @@ class MeshbookKernel(IPythonKernel):
 
     @property
     def banner(self) -> str:  # type: ignore[override]
-        """What a console shows first."""
+        """The text that a console shows first."""
         return (
             f"Meshbook {__version__} (Python {sys.version.split()[0]}, IPython {release.version}, "
             f"ipykernel {ipykernel_version})\n"
@@ -98,7 +98,7 @@ class MeshbookKernel(IPythonKernel):
 
     @contextlib.contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
-        """Around a cell that awaits. ipykernel's handler of interrupts does not wake the loop; this one does."""
+        """Wake the loop of a cell that awaits at an interrupt, which ipykernel's own handler does not."""
         loop = asyncio.get_running_loop()
         with super()._cancel_on_sigint(future):
             cancel: Any = signal.getsignal(signal.SIGINT)
@@ -123,7 +123,7 @@ class MeshbookKernel(IPythonKernel):
             )
 
     def _show_at_first_cell(self, text: str) -> None:
-        """Front ends drop what is printed before the first cell; keep ``text`` until then."""
+        """Print ``text`` at the first cell, since front ends drop earlier output."""
         assert self.shell is not None
         events = self.shell.events
 
@@ -150,13 +150,13 @@ class MeshbookKernel(IPythonKernel):
             self._idle = self.io_loop.call_later(TORCH_AFTER_S, self._import_torch)
 
     def _end_idle(self, *_info: object) -> None:
-        """A cell begins; in a subshell the main thread stays idle."""
+        """Forget the import, as a cell begins; in a subshell the main thread stays idle."""
         if self._idle is not None and threading.current_thread() is threading.main_thread():
             self.io_loop.remove_timeout(self._idle)
             self._idle = None
 
     def _import_torch(self) -> None:
-        """On the main thread, as a cell would: others never see a torch that is half imported."""
+        """Import torch on the main thread, as a cell would: other threads never see a torch that is half imported."""
         session = getattr(self.shell, "_meshbook_session", None)
         if session is not None and any(mesh.alive and states.is_grouped(mesh) for mesh in session.meshes.values()):
             with contextlib.suppress(Exception):  # the cell that wants it says what is wrong

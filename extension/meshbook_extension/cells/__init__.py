@@ -1,1 +1,1 @@
-"""A mesh cell, from its text to its result."""
+"""The run of a mesh cell, from its text to its result."""

@@ -1,4 +1,4 @@
-"""Looks after the cells that run: one that is held up says by whom, without being asked.
+"""The watch over running cells: a cell that is held up says by which rank, without being asked.
 
 A thread of its own asks the ranks how far they are, first `FIRST_S` after the cell began, then less and less often. It
 lives while such cells run: most are over before, and cost no thread. `HangDetector`, which is pure, decides from looks
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 HELD_S = 5.0
 CIRCLE_S = 2.0
-"""The same where ranks wait for each other, which no patience helps."""
+"""The same time where ranks wait for each other, which no patience helps."""
 ALONE_S, ALONE_TIMES = 8.0, 3
-"""The others have ended so long ago, and in less than a third of the time."""
+"""A rank is alone if the others have ended this long ago, and in less than a third of the time."""
 WINDOW_S = 6.0
-"""Shares of waiting are taken over so long, at least."""
+"""The shortest time over which shares of waiting are taken."""
 WINDOW_STEPS = 3
-"""And over so many operations."""
+"""The fewest operations over which shares of waiting are taken."""
 WAITING_SHARE, WORKING_SHARE = 0.6, 0.2
 MOST = 3
-"""Signs that one cell gives."""
+"""The most signs that one cell gives."""
 
 HELD, SLOW, ALONE = "held", "slow", "alone"
 
 
 class Sign(NamedTuple):
-    """Something that the person should know."""
+    """A sign of trouble that the person should know."""
 
     kind: str
     odd: tuple[int, ...]
     share: float = 0.0
-    """For `SLOW`: how much of their time the others wait."""
+    """The part of their time that the others wait, for `SLOW`."""
     times: float = 0.0
-    """For `SLOW`: how much longer the odd rank works than the others."""
+    """The factor by which the odd rank works longer than the others, for `SLOW`."""
 
 
 class Ended(NamedTuple):
@@ -62,9 +62,9 @@ class Ended(NamedTuple):
 
     ranks: int
     longest_s: float
-    """What the slowest of them took."""
+    """The time that the slowest of them took."""
     last_at: float
-    """When the last one ended, monotonic."""
+    """The monotonic time at which the last one ended."""
 
 
 class _Start(NamedTuple):
@@ -73,27 +73,27 @@ class _Start(NamedTuple):
 
 
 class HangDetector:
-    """The detector watches one cell."""
+    """The detector of signs in one cell."""
 
     def __init__(self) -> None:
         self._given: set[tuple[str, tuple[int, ...]]] = set()
         self._start: _Start | None = None
         self._resumed = float("-inf")
-        """When a rank was last seen at a prompt."""
+        """The time at which a rank was last seen at a prompt."""
 
     @property
     def spent(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the cell has given all of its signs."""
         return len(self._given) >= MOST
 
     def given(self, sign: Sign) -> None:
-        """Note that the person was told."""
+        """Note that the person has read the sign."""
         self._given.add((sign.kind, sign.odd))
 
     def look(
         self, now: float, told: Mapping[int, RankTold], running: Collection[int], ended: Ended | None = None
     ) -> Sign | None:
-        """A sign, if there is a new one.
+        """Return a new sign, if there is one.
 
         now: monotonic. told: what ranks of the mesh answered. running, ended: the ranks of the cell.
         """
@@ -156,13 +156,13 @@ def _alone(now: float, told: Mapping[int, RankTold], running: Collection[int], e
 
 FIRST_S = 2.0
 EVERY_S, SLOWER, SELDOM_S = 1.5, 1.25, 15.0
-"""The time between two looks grows from one to the other."""
+"""The time between two looks, the factor by which it grows, and its limit."""
 ANSWER_S = 0.3
 READ_S = 1.0
 
 
 class _WatchedCell:
-    """A cell, and when to look at it."""
+    """A watched cell, with the time of the next look at it."""
 
     def __init__(self, cell: RunningCell, now: float, stop: str) -> None:
         self.cell, self.signs, self.stop = cell, HangDetector(), stop
@@ -171,7 +171,7 @@ class _WatchedCell:
         self.told_suspects = False
 
     def note_ended(self, now: float) -> Ended | None:
-        """The ranks that have ended by now."""
+        """Return the ranks that have ended by now."""
         done = dict(self.cell.output.done)
         for rank in done:
             self._ended_at.setdefault(rank, now)
@@ -180,13 +180,13 @@ class _WatchedCell:
 
     @property
     def over(self) -> bool:
-        """It has ended, failed or was interrupted: others tell of that."""
+        """Whether the cell has ended, failed or was interrupted, of which its own output tells."""
         cell = self.cell
         return cell.run.future.done() or cell.output.hide_interrupts or bool(cell.failures) or self.signs.spent
 
 
 class HangWatch:
-    """The cells of a session that run."""
+    """The watch over the running cells of a session."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -194,7 +194,7 @@ class HangWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, cell: RunningCell, publisher: Publisher, stop: str = "interrupt") -> None:
-        """Look after a cell until it ends. publisher: the clock until there is a thread. stop: what ends it."""
+        """Watch a cell until it ends. publisher: the clock until our thread runs. stop: how the cell is ended."""
         watched = _WatchedCell(cell, time.monotonic(), stop)
         with self._changed:
             self._watched.append(watched)
@@ -203,7 +203,7 @@ class HangWatch:
         cell.run.future.add_done_callback(lambda _future: self._forget(watched))
 
     def pump(self, now: float) -> float | None:
-        """On the publisher's thread: start ours, or return when a cell would want it."""
+        """Start our thread if a cell is due, else return when one is; called on the publisher's thread."""
         with self._changed:
             if self._thread is not None or (first := min((each.due for each in self._watched), default=None)) is None:
                 return None
@@ -217,7 +217,7 @@ class HangWatch:
         """Ignore the error: no cell waits for it."""
 
     def close(self) -> None:
-        """Look after nothing any more."""
+        """Watch no cell any more."""
         with self._changed:
             self._watched.clear()
             self._changed.notify()
@@ -226,7 +226,7 @@ class HangWatch:
             thread.join(5)
 
     def _forget(self, watched: _WatchedCell) -> None:
-        """Its cell has ended."""
+        """Drop a cell that has ended."""
         with self._changed:
             if watched in self._watched:
                 self._watched.remove(watched)
@@ -242,7 +242,7 @@ class HangWatch:
                 watched.due = float("inf")
 
     def _next(self) -> _WatchedCell | None:
-        """Wait until a cell is due; None when there is none left, and then the thread is to end."""
+        """Wait until a cell is due and return it; None when no cell is left, and then the thread ends."""
         with self._changed:
             while True:
                 self._watched = [each for each in self._watched if not each.over and each.due < float("inf")]
@@ -275,7 +275,7 @@ class HangWatch:
             cell.output.note(text)
 
     def _describe(self, sign: Sign, watched: _WatchedCell, told: dict[int, RankTold]) -> str:
-        """What the person reads; nothing if a closer look does not confirm it."""
+        """Return the text of a sign; nothing if a closer look does not confirm it."""
         cell, stop = watched.cell, f"stop: {watched.stop}"
         if sign.kind == SLOW:
             (odd,) = sign.odd

@@ -1,4 +1,4 @@
-"""The output of one cell: from the ranks' events to a sink, grouped, bounded, and never silently less.
+"""The output of one cell, from the ranks' events to a sink: grouped, bounded, and never silently less.
 
 `receive` is called on the runtime's I/O thread and only queues; `pump` is called on the publisher's thread and does the
 rest. Text goes out at most ten times a second, failures at once.
@@ -43,43 +43,43 @@ if TYPE_CHECKING:
 TEXT_INTERVAL_S = 0.1
 BARS_INTERVAL_S = 0.25
 FIRST_DELAY_S = 0.02
-"""How long a first event waits for its companions."""
+"""The time that a first event waits for others."""
 STOP_NOTE_S = 0.3
-"""A rank that stopped at a breakpoint is told of after so long, unless its prompt has opened."""
+"""The time after which a stop at a breakpoint is reported, unless its prompt has opened."""
 PATIENCE_S = 3.0
-"""How long a line that has waited for other ranks waits for hosts that do not say what these have printed."""
+"""The time that a line waits for hosts which do not answer whether all text of their ranks has come."""
 FLOOD_CHARACTERS = 20_000
-"""Lines wait for their window only while more text than this is to be shown: each that waits longer costs time."""
+"""The amount of unshown text from which on lines wait for their window only: a longer wait costs time."""
 COUNT_INTERVAL_S = 5.0
-"""Between counts of what is not shown, once the cell has ended."""
+"""The time between two counts of unshown text, once the cell has ended."""
 LOOK_S = 0.1
-"""How often a cell that waits for its output looks how far that has come."""
+"""The time between two looks of a cell at the output that it waits for."""
 REST_NOTE_S = 2.0
-"""A cell that still shows what its ranks printed says so after so long."""
+"""The time after which a cell says that it still shows its ranks' text."""
 STALLED_S = 30.0
-"""Nothing was taken in or shown for so long: a cell does not wait for it any longer."""
+"""The time without any progress after which a cell stops waiting for its output."""
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 RUNS_OF_CELL = 300
-"""So many changes between stdout and stderr are shown in their place: each is an output of its own for a front end."""
+"""The most changes between stdout and stderr that stay in order: each is an output of its own for a front end."""
 
 
 class _Shown:
-    """Rich output on its way to the front end; updates that come meanwhile change it here."""
+    """A display on its way to the front end; updates that come meanwhile change it here."""
 
     def __init__(self, event: DisplayData) -> None:
         self.event = event
 
 
 class Concluded(NamedTuple):
-    """What became of the cell is known. invalid: ranks whose values mean nothing."""
+    """The event that the cell's outcome is known. invalid: ranks whose values mean nothing."""
 
     invalid: frozenset[int]
 
 
 class CellOutput:
-    """Takes the events of one cell and shows them. Made on the main thread; `finish` waits there."""
+    """The output of one cell, which takes events and shows them. The main thread makes it, and `finish` waits there."""
 
     def __init__(
         self,
@@ -91,41 +91,41 @@ class CellOutput:
         await_printed: Callable[[Callable[[], None], float], object],
         name: str = "",
     ) -> None:
-        """await_printed: calls its first argument when all printed by now was received, or after so many seconds."""
+        """await_printed: calls its first argument when all text printed by now has come, or after the given seconds."""
         self.done: dict[int, RankDone] = {}
-        """The ranks that have ended, known before it is shown."""
+        """The ends of ranks, known before they are shown."""
         self.hide_interrupts = False
-        """The person interrupted the cell, so that ranks stopped is no news."""
+        """Whether the person interrupted the cell, so that interrupts of its ranks are no news."""
         self.progress: list[tuple[tuple[int, ...], str]] = []
         """The progress bars as they stand, equal ones once, each with its ranks."""
         self.stops_where = "; look: %mesh pdb"
-        """What is said behind the place at which a rank stopped."""
+        """The advice behind the place at which a rank stopped."""
         self.awaits_outcome = False
-        """Whether values of last expressions are held back until `conclude` tells which of them are valid."""
+        """Whether values of last expressions wait until `conclude` tells which of them are valid."""
         self._invalid: frozenset[int] = frozenset()
         self._held_ends: list[tuple[int, float]] = []
-        """Ranks that have ended, and when: while one of them counts as running no value is shown."""
+        """The ends kept from the grouping, with their times: no value is shown while a rank counts as running."""
         self._stopped_ranks: deque[tuple[float, Stop]] = deque()
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name = name
         self._events: deque[tuple[float, OutputEvent | Text | Concluded | None]] = deque()
-        """Each has the time at which it came; None says that all printed by then came before it."""
+        """The events, each with its time; None stands for the news that all text printed by then has come."""
         self._await_printed = await_printed
         self._unshown_characters = 0
-        """What has come since something was shown."""
+        """The characters that have come since text was shown."""
         self._waiting: dict[int, int] = {}
-        """The same of each rank: before what is behind a budget's worth of it is shown, the budget is spent."""
+        """The same of each rank: text behind a budget's worth of it would find the budget spent."""
         self._moved = 0
-        """Counts what was taken in and what was shown."""
+        """A count of events taken in and texts shown."""
         self._complete_to, self._asked_at = 0.0, math.inf
-        """All that was printed by then has come; when we asked for more of it, if no answer has come."""
+        """The time by which all printed text has come; and the time of an open question for more, else infinity."""
         self._labeller = Labeller()
         self._texts: list[Text] = []
         self._notes: list[Text] = []
         self._updates: dict[str, DisplayData] = {}
         self._on_their_way: dict[str, list[_Shown]] = {}
-        """By display id, as long as they are not shown; a front end drops an update of what it does not have."""
+        """The displays by id that are not shown yet; a front end drops an update of one that it does not have."""
         self._runs = 0
         self._failures = FailureView()
         self._budget = Budget()
@@ -141,7 +141,7 @@ class CellOutput:
         self._error: Exception | None = None
 
     def receive(self, event: OutputEvent) -> None:
-        """Take an event; on the runtime's I/O thread, so nothing is done here that could wait."""
+        """Queue an event, on the runtime's I/O thread, where nothing may wait."""
         now = time.monotonic()
         at = max(now + FIRST_DELAY_S, self._next_text_at)
         if isinstance(event, RankDone):
@@ -152,7 +152,7 @@ class CellOutput:
         self._publisher.schedule(self, at)
 
     def note(self, text: str, stream: str = "stderr") -> None:
-        """Say something in the cell's output, on a line of its own; from any thread."""
+        """Write a line of our own into the cell's output; from any thread."""
         now = time.monotonic()
         self._events.append((now, Text(stream, f"{text}\n")))
         self._publisher.schedule(self, now)
@@ -174,7 +174,7 @@ class CellOutput:
         self.drain()
 
     def drain(self) -> None:
-        """As `finish`, while the cell goes on."""
+        """Show everything received so far, as `finish`, while the cell goes on."""
         self._drained.clear()
         self._finishing = True
         self._publisher.schedule(self, time.monotonic())
@@ -205,18 +205,18 @@ class CellOutput:
 
     @property
     def has_unshown(self) -> bool:
-        """Whether something was received that is not shown yet; from any thread."""
+        """Whether an event was received that is not shown yet; from any thread."""
         return self._unshown
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is shown that the rest is only counted."""
+        """Whether the budget is spent, so that more text is only counted."""
         return self._budget.exceeded
 
     # ---- the publisher's thread ------------------------------------------------------------------------------
 
     def pump(self, now: float) -> float | None:
-        """Take the events in and show what is due; returns when more will be."""
+        """Take the events in and show everything due; returns when more will be due."""
         finishing, self._finishing = self._finishing or self._publisher.is_stopping, False
         self._unshown = False
         self._ended = self._ended or (finishing and self._closing)
@@ -267,7 +267,7 @@ class CellOutput:
         return min((at for at in times if at is not None), default=None)
 
     def _ask(self, now: float) -> float:
-        """Have all come that was printed by now, before lines go that have waited; returns when to go on without."""
+        """Ask for all text printed by now, before lines go that have waited; returns when to go on without it."""
         if self._asked_at == math.inf:
             self._asked_at = now
             self._await_printed(lambda: self._on_printed(now), PATIENCE_S)
@@ -356,7 +356,7 @@ class CellOutput:
         self._updates[display_id] = event
 
     def _display_id(self, event: DisplayData) -> str | None:
-        """Ranks choose their ids without knowing of each other; two may choose the same."""
+        """Return the display's id with its rank, since two ranks may choose the same id."""
         own = (event.transient or {}).get("display_id")
         return f"{self._name}.{event.rank}.{own}" if own else None
 
@@ -385,7 +385,7 @@ class CellOutput:
         self._texts += [*self._labeller.end_line(), text]
 
     def _end_line(self) -> None:
-        """What comes next begins on a line of its own."""
+        """End the open line, so that the next text begins a line."""
         self._texts += self._labeller.end_line()
         self._send_texts()
 
@@ -423,7 +423,7 @@ class CellOutput:
         self._send_texts()
 
     def _note_stops(self, now: float) -> None:
-        """Tell of the ranks that stopped and that nobody looks at, those at one place together."""
+        """Report the ranks that stopped without a prompt, those at one place together."""
         if not self._stopped_ranks or self._stopped_ranks[0][0] > now:
             return
         places: dict[str, list[int]] = {}
@@ -475,7 +475,7 @@ class CellOutput:
 def open_output(
     session: Session, procs: ProcMesh, *, group: str = "equal", ranks: Collection[int] | None = None
 ) -> CellOutput:
-    """Return what shows output of ``procs`` where that of the notebook's running cell goes now.
+    """Return the output of ``procs`` in the notebook's running cell.
 
     ranks: when these have ended the cell has; all of ``procs``, if they are not given.
     """

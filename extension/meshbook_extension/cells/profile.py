@@ -36,7 +36,7 @@ VIEWER = "https://ui.perfetto.dev"
 
 
 class CellProfile:
-    """Made before the cell is sent, so that a trace that could not be written costs nobody a run."""
+    """The profile of a cell, made before the cell is sent, so that a trace that cannot be written costs no run."""
 
     def __init__(self, cell_number: int, path: str | None) -> None:
         """path: as `TRACE` takes it. Raises: UsageError if nothing can be written there."""
@@ -80,7 +80,7 @@ class CellProfile:
 
 
 def _labels(procs: ProcMesh) -> list[tuple[int, str]]:
-    """``rank 3 (gpus=3) on node7``, by rank."""
+    """Return ``rank 3 (gpus=3) on node7`` of each rank."""
     hosts = {rank: part.name for part in states.by_host(procs) for rank in part.ranks}
     whole = procs.base()
     points = {
@@ -90,7 +90,7 @@ def _labels(procs: ProcMesh) -> list[tuple[int, str]]:
 
 
 def trace_path(path: str | None, name: str) -> Path:
-    """The file that ``path`` means; ``name`` is its own where that is a folder.
+    """Return the file that ``path`` means; ``name`` is its name where ``path`` is a folder.
 
     Raises: UsageError if nothing can be written there.
     """
@@ -111,7 +111,7 @@ def trace_path(path: str | None, name: str) -> Path:
 ROWS = 12
 NAME_CHARACTERS = 56
 LEAST_SHARE = 0.001
-"""Operations with less of the cell's time on every rank are left out."""
+"""The least part of the cell's time on some rank for which an operation is listed."""
 
 
 class _Row(NamedTuple):
@@ -123,7 +123,7 @@ class _Row(NamedTuple):
 
 
 def summary(what: str, traces: Mapping[int, RankTrace]) -> str:
-    """A line with the whole, and a table of the operations that took longest; a second one for GPUs."""
+    """Write a line on the whole, and a table of the operations that took longest; a second table for GPUs."""
     lines = [_head(what, traces)]
     rows = _rows(what, traces, lambda op: op.self_s)
     lines += _table("self time", rows)
@@ -145,7 +145,7 @@ def _head(what: str, traces: Mapping[int, RankTrace]) -> str:
 
 
 def _share(name: str, shares: Mapping[int, float]) -> str:
-    """``; waiting in collectives 90%, rank 3 least: 24%``; the least matters, since all others wait for it."""
+    """Write ``; waiting in collectives 90%, rank 3 least: 24%``; the least matters, since all others wait for it."""
     if not shares or max(shares.values()) < LEAST_SHARE:
         return ""
     least = min(shares, key=lambda rank: shares[rank])
@@ -186,5 +186,5 @@ def _table(title: str, rows: list[_Row]) -> list[str]:
 
 
 def _short(seconds: float) -> str:
-    """Milliseconds where seconds would be 0.00."""
+    """Write milliseconds where seconds would be 0.00."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else format_seconds(seconds)

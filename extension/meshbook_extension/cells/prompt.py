@@ -32,38 +32,38 @@ _NEVER_DONE = frozenset({-1})
 
 
 class _MeshOutput(NamedTuple):
-    """What the running cell shows of one mesh."""
+    """The output of one mesh in the running cell."""
 
     target: OutputTarget
     output: CellOutput
 
 
 class CallOutput:
-    """Finds the output target of the cell that runs now; one per cell and mesh."""
+    """The output of calls that the running cell makes; one target per cell and mesh."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._diverted: OutputTarget | None = None
         self._key: object = None
         self._of_mesh: dict[int, _MeshOutput] = {}
-        """Of the running cell, by the mesh's id."""
+        """The outputs of the running cell by the mesh's id."""
 
     def finish(self, *_: object) -> None:
-        """The cell ends: show what its calls have printed so far, so that it is there before the cell is done."""
+        """Show the text that the ending cell's calls have printed, before the cell is done."""
         outputs, self._of_mesh = self._of_mesh, {}
         for _target, output in outputs.values():
             with contextlib.suppress(KeyboardInterrupt):  # the cell has ended, and what is left was counted
                 output.finish()
 
     def target(self, procs: ProcMesh) -> OutputTarget | None:
-        """Where the prints of a call belong that is made now; None outside the thread of cells."""
+        """Return the target for the prints of a call that is made now; None outside the thread of cells."""
         if threading.current_thread() is not threading.main_thread():
             return None
         return self._diverted or self._here(procs).target
 
     @contextlib.contextmanager
     def diverted(self, target: OutputTarget) -> Iterator[None]:
-        """What calls print that the thread of cells makes in the block is for ``target``."""
+        """Send the prints of calls that the thread of cells makes in the block to ``target``."""
         self._diverted = target
         try:
             yield
@@ -71,7 +71,7 @@ class CallOutput:
             self._diverted = None
 
     def output(self, procs: ProcMesh) -> CellOutput:
-        """That of the cell that runs now, on the thread of cells."""
+        """Return the output of ``procs`` in the running cell, on the thread of cells."""
         return self._here(procs).output
 
     def _here(self, procs: ProcMesh) -> _MeshOutput:
@@ -98,17 +98,17 @@ class CallOutput:
 
 
 POLL_S = 0.05
-"""How often a prompt looks whether its rank is still there."""
+"""The time between two looks of a prompt whether its rank is still there."""
 
 REOPEN = "%mesh pdb opens the prompt again"
 
 
 class CellLeft(Exception):
-    """The person left the prompt of a cell, whose ranks stay stopped."""
+    """The person left the prompt of a cell, and its ranks stay stopped."""
 
 
 class NotebookTerminal:
-    """Shows in the output of a cell, reads in the cell that runs now."""
+    """A terminal that shows in the output of a cell and reads in the running cell."""
 
     def __init__(self, shell: InteractiveShell, output: CellOutput) -> None:
         self._shell, self._output = shell, output
@@ -136,7 +136,7 @@ class NotebookTerminal:
 
 
 def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool]) -> str | None:
-    """As ipykernel's own ``_input_request``, but it can be given up. Main thread only."""
+    """Read a line as ipykernel's ``_input_request`` does, but give up once ``is_open()`` is false. Main thread only."""
     import zmq
 
     sys.stdout.flush()
@@ -159,7 +159,7 @@ def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool]) 
 
 
 def why_no_prompt(shell: InteractiveShell) -> str:
-    """Why nobody could answer a prompt in the cell that runs now; empty where somebody can."""
+    """Return the reason why no person can answer a prompt in the running cell; empty where one can."""
     if kernel_of(shell) is None:
         return "" if sys.stdin is not None and sys.stdin.isatty() else "this program has no terminal to type at"
     if (parent_of(shell).get("content") or {}).get("allow_stdin", True):
@@ -177,7 +177,7 @@ class CellPrompt:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether ranks of the cell are stopped, and this thread is the one that may ask the person."""
+        """Whether ranks of the cell are stopped, and this thread may ask the person."""
         return self._prompt.wanted and threading.current_thread() is threading.main_thread()
 
     def open(self) -> None:
@@ -192,16 +192,16 @@ class CellPrompt:
 
 
 class CallPromptHandler:
-    """Opens the prompt where a cell waits for a call: ``procs.execute(train).get()``."""
+    """The handler that opens the prompt where a cell waits for a call: ``procs.execute(train).get()``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def refusal(self) -> str:
-        """Return why nobody could answer a prompt; empty where somebody can."""
+        """Return the reason why no person can answer a prompt; empty where one can."""
         return why_no_prompt(self._session.shell)
 
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
-        """Have the person type in the cell that waits for the call; whether ranks are left stopped."""
+        """Have the person type in the cell that waits for the call; returns whether ranks are left stopped."""
         output = self._session.part(CallOutput).output(procs)
         return DebugPrompt(procs, NotebookTerminal(self._session.shell, output), choose).attend(is_over)

@@ -1,4 +1,4 @@
-"""``%%mesh``: run the cell on every rank of a target."""
+"""``%%mesh``, which runs a cell on every rank of a target."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
 
 
 def _check(arguments: Arguments, code: str) -> None:
-    """Raises: UsageError for what does not go together, or is nothing."""
+    """Refuse options that do not go together, and an empty cell. Raises: UsageError."""
     if (out := arguments.text("--out")) is not None:
         check_identifier(out, "--out")
     if not code.strip():
@@ -133,7 +133,7 @@ def _is_profiled(arguments: Arguments) -> bool:
 
 
 def run_profiled(session: Session, procs: ProcMesh, code: str, path: str | None) -> None:
-    """Execute ``%mesh profile CODE``. path: where the trace goes. Raises: as `run_mesh_cell`."""
+    """Execute ``%mesh profile CODE``. path: the file or folder of the trace. Raises: as `run_mesh_cell`."""
     cell_number = _cell_number(session)
     check_syntax(code, cell_number, 0)
     profile = CellProfile(cell_number, path)
@@ -159,7 +159,7 @@ def start(
     debug_name: str = "",
     profile: CellProfile | None = None,
 ) -> RunningCell:
-    """Send the cell to the ranks; its output goes where the magic's own would go now.
+    """Send the cell to the ranks; its output goes to the notebook's running cell.
 
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
@@ -219,7 +219,7 @@ def wait_for(
 
 
 def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | None:
-    """The ValueMesh of the ranks that succeeded; None where none did."""
+    """Return the ValueMesh of the ranks that succeeded; None where none did."""
     from meshbook.shape.value_mesh import ValueMesh
 
     partial = error.partial
@@ -242,13 +242,13 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
-    """Keep the result of a job and tell of its end, in the output of its cell."""
+    """Keep the result of a job and report its end in the output of its cell."""
     session.part(HangWatch).add(job.cell, session.publisher, f"%mesh cancel {job.number}")
     job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
 
 
 def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
-    """On the thread that completes the future: nothing here waits."""
+    """Report the end of a job, on the thread that completes the future, where nothing may wait."""
     try:
         _tell_of_end(session, job, out, show_time)
     finally:
@@ -272,7 +272,7 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
 
 
 class _Deadline:
-    """Ends a job that takes too long; the publisher's thread is its clock."""
+    """The deadline of a job, which the publisher's thread watches."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
         self._job, self._timeout_s = job, timeout_s
@@ -280,7 +280,7 @@ class _Deadline:
         self._until = self._clock() + timeout_s
 
     def pump(self, now: float) -> float | None:
-        """Called at the deadline, which time at a prompt puts off."""
+        """Interrupt the job at its deadline, which time at a prompt puts off."""
         if self._job.ended is None and (left_s := self._until - self._clock()) > 0.01:
             return now + max(left_s, 0.1)
         if self._job.ended is None:
@@ -300,6 +300,6 @@ def _whole_cell(session: Session) -> str:
 
 
 def _lines_above(whole: str, code: str) -> int:
-    """Lines of the notebook's cell above ``code``: the magic's own, blank ones before it; none in auto mode."""
+    """Count the lines of the notebook's cell above ``code``: the magic's own and blank ones; none in auto mode."""
     whole, body = whole.rstrip("\n"), code.rstrip("\n")
     return whole[: len(whole) - len(body)].count("\n") if whole.endswith(body) else 1

@@ -1,4 +1,4 @@
-"""A cell on its ranks, from its start to the error or the result; and jobs, cells that run beside the notebook."""
+"""A cell on its ranks, from its start to its result or error; and jobs, cells that run beside the notebook."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from meshbook_extension.cells.prompt import CellPrompt
 
 STILL_RUNNING_S = 2.0
-"""So long after a rank failed, the person is told who still runs."""
+"""The time after a rank's failure at which the output names the ranks that still run."""
 WAITS_S = 1.5
-"""So long after a cell was sent, the person is told what it waits behind."""
+"""The time after a cell was sent at which the output names the call that it waits behind."""
 
 
 class CellTimeout(CallTimeout):
@@ -64,20 +64,20 @@ class CellTimeout(CallTimeout):
 
 
 class RunningCell:
-    """What a magic waits for, and what a job is."""
+    """A cell that runs on ranks; a magic waits for it, or it is a job."""
 
     def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
         output.awaits_outcome = True
         self._tell_failed_at: float | None = None
-        """When to say who still runs beside ranks that failed: known once one has."""
+        """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf
         self._awaits_return = False
         self.is_current: Callable[[], bool] = lambda: True
-        """Whether commands without the name of a mesh mean that of this cell."""
+        """Whether the cell's mesh is the current one, which commands mean without a name."""
         self.prompt: CellPrompt | None = None
-        """Where the person answers ranks that stop at breakpoints; None while the cell runs beside the notebook."""
+        """The prompt of ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class RunningCell:
 
     @property
     def failures(self) -> list[Failure]:
-        """What ranks raised so far."""
+        """The failures of ranks so far."""
         return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
     def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
@@ -118,7 +118,7 @@ class RunningCell:
         raise error from None
 
     def outcome(self) -> ValueMesh[object]:
-        """What `result` returns or raises, once the future is done."""
+        """Return or raise the outcome of `result`, once the future is done."""
         error = self.run.future.exception(0)
         self.conclude()
         try:
@@ -131,11 +131,11 @@ class RunningCell:
         raise self._presentable(error) from None
 
     def conclude(self) -> None:
-        """Have the values shown that are valid, once the future is done."""
+        """Show the valid values, once the future is done."""
         self.output.conclude(_invalid(self.run.future.exception(0)))
 
     def interrupt(self) -> CallInterrupted:
-        """Interrupt the ranks; returns who obeyed within a moment, and where the others are and why."""
+        """Interrupt the ranks; returns the ranks that stopped within a moment, and the places of the others."""
         self.output.hide_interrupts = True
         pressed = time.monotonic()
         report = self.run.interrupt()
@@ -145,7 +145,7 @@ class RunningCell:
         return report
 
     def _tell_who_is_back(self, stuck: Collection[int], since: float) -> None:
-        """On the thread that completes the future."""
+        """Report ranks that came back late, on the thread that completes the future."""
         if isinstance(self.run.future.exception(0), CallFailed):
             after = format_seconds(time.monotonic() - since)
             self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again")
@@ -156,14 +156,14 @@ class RunningCell:
         return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
 
     def _is_wanted(self) -> bool:
-        """Whether what ranks have told is to be looked after."""
+        """Whether `_look_after` has something to do."""
         return self._has_news_of_failure() or (self.prompt is not None and self.prompt.is_wanted)
 
     def _has_news_of_failure(self) -> bool:
         return self._tell_failed_at is None and any(not done.ok for done in list(self.output.done.values()))
 
     def _look_after(self) -> float:
-        """Do what a person who waits needs; returns after how many seconds there may be more."""
+        """Open a prompt, report waits and failures to a person who waits; returns the seconds until the next look."""
         if self.prompt is not None and self.prompt.is_wanted:
             self.prompt.open()
         if self._has_news_of_failure():
@@ -186,7 +186,7 @@ class RunningCell:
         )
 
     def _presentable(self, error: BaseException) -> BaseException:
-        """The error as the notebook should get it: what was shown already is not shown again."""
+        """Return the error as the notebook raises it, without parts that were shown already."""
         if isinstance(error, CallFailed):
             if all(failure.ename == INTERRUPT for failure in error.failures):
                 dropped = self.run.dropped
@@ -205,13 +205,13 @@ class RunningCell:
 
 
 def _invalid(error: BaseException | None) -> list[int]:
-    """The ranks whose values mean nothing."""
+    """Return the ranks whose values mean nothing."""
     failures = error.failures if isinstance(error, CallFailed) else ()
     return [failure.rank for failure in failures if failure.ename == DISAGREE]
 
 
 def brief(error: CallFailed) -> list[str]:
-    """One line per cause; the tracebacks stand above."""
+    """Write a line per cause; the tracebacks stand above."""
     lines = [
         headline(group[0], [failure.rank for failure in group], brief=True) for group in group_failures(error.failures)
     ]
@@ -220,7 +220,7 @@ def brief(error: CallFailed) -> list[str]:
 
 
 def verdict(error: CallError, *, again: bool = True) -> list[str]:
-    """Who was freed, and on the process groups where they are not back; nothing where there is nothing to say."""
+    """Write lines on the ranks that were freed, and on process groups that were not formed again."""
     lines = [f"  {line}" for line in error.verdict()]
     if not again or not error.freed or error.groups:
         return lines
@@ -235,7 +235,7 @@ def _is_gradients(torn: str) -> bool:
 
 
 def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
-    """Have ``error`` shown with what is left of the mesh of ``procs``, and what helps."""
+    """Have ``error`` shown with the rest of the mesh of ``procs``, and advice."""
     mesh = procs.base()
     steps = next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])
     if not is_current:
@@ -244,7 +244,7 @@ def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
 
 
 def _brief_deaths(error: WorkerLost) -> list[str]:
-    """Who ended and why; the last lines stand above."""
+    """Write the ranks that ended and the causes; their last lines stand above."""
     first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)
     return [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
 
@@ -255,26 +255,26 @@ def _others(error: CallError) -> list[str]:
 
 
 def interrupted(text: str) -> CallInterrupted:
-    """The person pressed interrupt while no cell was waited for; ``text`` says what goes on."""
+    """Return the error for an interrupt of a command that waits for no cell; ``text`` says what goes on."""
     error = CallInterrupted((), {})
     show_as(error, [f"KeyboardInterrupt: {text}"])
     return error
 
 
 def show_as(error: BaseException, lines: list[str]) -> None:
-    """IPython asks the exception itself how to show it."""
+    """Have IPython show these lines for ``error``: it asks an exception for its traceback."""
     vars(error)["_render_traceback_"] = lambda: lines
 
 
 KEPT = 50
-"""Jobs that have ended and can still be asked for."""
+"""The number of ended jobs that are kept."""
 TOLD_LIMIT_S = 10.0
-"""The note of a job's end is written as its last rank answers; a wait for it ends after so long at the latest."""
+"""The most time that a wait for a job waits for the note of its end, which is written as its last rank answers."""
 
 
 @dataclass
 class Job:
-    """A job is one cell that was started with ``--async``."""
+    """A cell that was started with ``--async``."""
 
     number: int
     cell: RunningCell
@@ -282,12 +282,12 @@ class Job:
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
     told: threading.Event = field(default_factory=threading.Event)
-    """Set once the result is kept and the note of its end is on its way to the output."""
+    """An event that is set once the result is kept and the note of the end is on its way to the output."""
     waited_for: bool = False
-    """Whether a ``%mesh wait`` has told how it ended."""
+    """Whether a ``%mesh wait`` has reported its end."""
 
     def finish(self) -> None:
-        """Wait until a job whose ranks have ended is told of, so that the running cell has the note and the result.
+        """Wait until the end of a job is reported, so that the running cell has the note and the result.
 
         Raises: as `CellOutput.finish`.
         """
@@ -309,18 +309,18 @@ class Job:
 
     @property
     def failed_unseen(self) -> bool:
-        """Whether it failed and no wait has said so. The end of a mesh that was stopped is no failure."""
+        """Whether the job failed and no wait has said so. The end of a mesh that was stopped is no failure."""
         if self.waited_for or self.state != "failed":
             return False
         return not isinstance(self.cell.run.future.exception(0), MeshStoppedError)
 
     @property
     def duration_s(self) -> float:
-        """From its start to its end, or to now."""
+        """The seconds from its start to its end, or to now."""
         return (self.ended or time.monotonic()) - self.started
 
     def describe(self) -> str:
-        """One line for ``%mesh jobs``."""
+        """Write a line for ``%mesh jobs``."""
         left = self.cell.waiting
         on = f", {name_ranks(left)} still at it" if left and len(left) < len(self.cell.ranks) else ""
         return (
@@ -330,17 +330,17 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a session, by number, and the cells that are waited for."""
+    """The jobs of a session by number, and the cells that magics wait for."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
         self._next = 1
         self.foreground: list[RunningCell] = []
-        """Cells that a magic waits for; one, unless subshells run some too."""
+        """The cells that magics wait for; one, unless subshells run some too."""
 
     @property
     def next_number(self) -> int:
-        """What the next job will be called."""
+        """The number of the next job."""
         return self._next
 
     def add(self, cell: RunningCell, mesh: str, number: int | None = None) -> Job:
@@ -354,7 +354,7 @@ class Jobs:
         return job
 
     def count_from(self, number: int) -> None:
-        """Numbers below ``number`` are taken."""
+        """Note that numbers below ``number`` are taken."""
         self._next = max(self._next, number)
 
     def all(self) -> list[Job]:
@@ -362,15 +362,15 @@ class Jobs:
         return list(self._jobs.values())
 
     def running(self) -> list[Job]:
-        """Those that have not ended."""
+        """Return the jobs that have not ended."""
         return [job for job in self._jobs.values() if job.state == "running"]
 
     def unwaited(self) -> list[Job]:
-        """Return the jobs that run, and those that failed before a wait: it must not miss a failure."""
+        """Return the jobs that run, and those that failed before a wait, which must not miss a failure."""
         return [job for job in self._jobs.values() if job.state == "running" or job.failed_unseen]
 
     def find(self, word: str) -> Job:
-        """The job with this number.
+        """Return the job with this number.
 
         Raises: UsageError naming those that there are.
         """

@@ -1,4 +1,4 @@
-"""A cell's text: what is changed in it before IPython reads it, and whether it is Python before ranks run it.
+"""The transformers of a cell's text, before IPython reads it; and the check of its syntax, before ranks run it.
 
 IPython's cleanup transformers get the lines of a cell and return others. Ours come in the order
 
@@ -35,7 +35,7 @@ _OWN_LINE = re.compile(r"\s*%mesh\b")
 
 
 def answer_help(lines: list[str]) -> list[str]:
-    """``?`` behind a command of ``%mesh``: IPython would look for a variable of that name."""
+    """Answer ``?`` behind a command of ``%mesh``: IPython would look for a variable of that name."""
     if len(lines) != 1:
         return lines
     if found := _COMMAND_HELP.fullmatch(lines[0]):
@@ -47,7 +47,7 @@ def answer_help(lines: list[str]) -> list[str]:
 
 
 def take_empty_cell(lines: list[str]) -> list[str]:
-    """``%%mesh`` with nothing below it: IPython would answer with words of its own, to ``%%mesh --help`` too."""
+    """Run ``%%mesh`` with nothing below it: IPython would refuse it in its own words, ``%%mesh --help`` too."""
     if len(lines) != 1 or not _CELL_LINE.match(lines[0]):
         return lines
     return ["%mesh help cell\n"] if _CELL_HELP.search(lines[0]) else [*lines, "\n"]
@@ -58,7 +58,7 @@ take_empty_cell.has_side_effects = True  # type: ignore[attr-defined]
 
 
 def drop_local(lines: list[str]) -> list[str]:
-    """``%%local``: the cell runs here. An empty line stays, so that line numbers hold."""
+    """Take ``%%local`` away, so that the cell runs here. An empty line stays, so that line numbers hold."""
     first = _first_code_line(lines)
     if first is not None and _LOCAL.fullmatch(lines[first]):
         return [*lines[:first], "\n", *lines[first + 1 :]]
@@ -66,7 +66,7 @@ def drop_local(lines: list[str]) -> list[str]:
 
 
 class AutoMode:
-    """Sends every cell of a shell to the mesh while it is on. One per shell; it lives in the shell's transformers."""
+    """The mode in which every cell of a shell goes to the mesh. It lives in the shell's transformers while it is on."""
 
     # completeness checks of consoles would take the cell for a magic that waits for an empty line
     has_side_effects = True
@@ -76,7 +76,7 @@ class AutoMode:
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> AutoMode:
-        """The shell's auto mode: the one that is on, or a new one that is off."""
+        """Return the shell's auto mode: the one that is on, or a new one that is off."""
         for transformer in shell.input_transformers_cleanup:
             if isinstance(transformer, cls):
                 return transformer
@@ -88,12 +88,12 @@ class AutoMode:
         return self in self._shell.input_transformers_cleanup
 
     def switch_on(self) -> None:
-        """Every later cell goes to the mesh."""
+        """Send every later cell to the mesh."""
         if not self.is_on:
             self._shell.input_transformers_cleanup.insert(0, self)
 
     def switch_off(self) -> None:
-        """Every later cell stays here."""
+        """Run every later cell here."""
         if self.is_on:
             self._shell.input_transformers_cleanup.remove(self)
 
@@ -103,7 +103,7 @@ class AutoMode:
         return ["%%mesh\n", *lines]
 
     def _is_front_ends_own(self) -> bool:
-        """Front ends run code of their own (variable inspectors, completers), which leaves no history."""
+        """Whether a front end runs code of its own (variable inspectors, completers), which leaves no history."""
         content = parent_of(self._shell).get("content") or {}
         return bool(content.get("silent", False)) or content.get("store_history", True) is False
 
@@ -118,7 +118,7 @@ def goes_to_mesh(lines: list[str]) -> bool:
 
 
 def _first_code_line(lines: list[str]) -> int | None:
-    """The first line that is neither empty nor a comment."""
+    """Return the number of the first line that is neither empty nor a comment."""
     for number, line in enumerate(lines):
         if line.strip() and not line.lstrip().startswith("#"):
             return number
@@ -126,7 +126,7 @@ def _first_code_line(lines: list[str]) -> int | None:
 
 
 class CellSyntaxError(UsageError):
-    """The cell is not Python, nor what IPython makes of magics. Nothing was run."""
+    """The cell is neither Python nor IPython's syntax. Nothing was run."""
 
     def __init__(self, shown: str) -> None:
         super().__init__(shown)

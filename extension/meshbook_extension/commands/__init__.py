@@ -20,7 +20,7 @@ from meshbook_extension.notebook.targets import FORMS
 Runner: TypeAlias = Callable[[Session, Arguments], None]
 
 MODULES = ("spawn", "meshes", "values", "packages", "cells", "repair", "status", "debug")
-"""In the order in which help lists their commands."""
+"""The modules of commands, in the order in which help lists them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Command(Grammar):
 
 
 COMMANDS: dict[str, tuple[Command, Runner]] = {}
-"""Name to subcommand, in the order in which help lists them."""
+"""The subcommands by name, in the order in which help lists them."""
 
 
 def on_ranks(
@@ -78,7 +78,7 @@ def dispatch(session: Session, line: str) -> None:
 
 
 def help_text(name: str = "") -> str:
-    """What ``%mesh help`` shows: all commands, or one of them.
+    """Return the text of ``%mesh help``: all commands, or one of them.
 
     Raises: UsageError for what is no command.
     """

@@ -1,4 +1,4 @@
-"""How cells run: beside the notebook as jobs, interrupted, all of them on the mesh, under the profiler."""
+"""Commands for cells: jobs beside the notebook, interrupts, auto mode, the profiler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.publisher import is_attended, parent_of
 
 END_LIMIT_S = 10.0
-"""A job whose ranks have stopped ends once its process groups are formed again; so long it is waited for."""
+"""The time that ``%mesh cancel`` waits for a stopped job, which ends once its process groups are formed again."""
 
 
 @Command(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",))
 def list_jobs(session: Session, arguments: Arguments) -> None:
-    """Print one line for each job."""
     jobs = session.part(Jobs).all()
     print("\n".join(job.describe() for job in jobs) or "no job yet. Start one: %%mesh --async above a cell")
 
@@ -40,7 +39,6 @@ def list_jobs(session: Session, arguments: Arguments) -> None:
     examples=("%mesh wait 1", "%mesh wait", "%mesh wait 1 --timeout 60"),
 )
 def wait(session: Session, arguments: Arguments) -> None:
-    """Wait, then say how it ended."""
     jobs = [session.part(Jobs).find(word) for word in arguments.words] or session.part(Jobs).unwaited()
     timeout_s = arguments.number("--timeout")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -90,7 +88,7 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
     examples=("%mesh cancel 1",),
 )
 def cancel(session: Session, arguments: Arguments) -> None:
-    """Interrupt it and say who obeyed; an error if not all did."""
+    """Interrupt a job and name the ranks that stopped; an error if not all did."""
     job = session.part(Jobs).find(arguments.words[0])
     if job.state != "running":
         print(f"job {job.number} has ended: {job.state} after {format_seconds(job.duration_s)}")
@@ -111,7 +109,7 @@ The first time each rank gets a KeyboardInterrupt. The second time process group
 continued, and KeyboardInterrupt is raised again where it was caught. Ranks that then still do not move are named.""",
 )
 def interrupt(session: Session, arguments: Arguments) -> None:
-    """Interrupt all, and say who obeyed; an error if not all did."""
+    """Interrupt all ranks and name those that stopped; an error if not all did."""
     if arguments.words or arguments.pairs:
         views = [session.target(arguments.words, arguments.pairs)]
     else:
@@ -126,7 +124,7 @@ def interrupt(session: Session, arguments: Arguments) -> None:
 
 
 def _tell(reports: list[tuple[str, CallInterrupted]]) -> None:
-    """Print them; raise them as one error when ranks did not stop, so that a run of all cells does."""
+    """Print the reports; raise them as one error when ranks did not stop, so that a run of all cells stops."""
     text = "\n".join(f"{prefix}{report}" for prefix, report in reports)
     stuck = [report for _, report in reports if report.stuck]
     if stuck:
@@ -144,7 +142,6 @@ def _tell(reports: list[tuple[str, CallInterrupted]]) -> None:
     notes="Cells that begin with %mesh or with a cell magic (%%...) stay in the notebook's process.",
 )
 def auto(session: Session, arguments: Arguments) -> None:
-    """Switch it; without a word, say how it stands."""
     mode = AutoMode.of(session.shell)
     word = arguments.words[0] if arguments.words else None
     if word not in (None, "on", "off"):
@@ -178,5 +175,4 @@ The statement is the rest of the line. For a whole cell: %%mesh --profile. Profi
 operation costs some 2 microseconds and 1 kB of memory, and a million of them half a minute afterwards.""",
 )
 def profile(session: Session, arguments: Arguments) -> None:
-    """Run it, and say where its time went."""
     run_profiled(session, target_of(session, arguments), arguments.tail, arguments.text(TRACE.name))

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
 
 BREAK_IN_S = 2.0
-"""A rank that was asked to stop has so long to come to a line of the user's code."""
+"""The time that a rank has to come to a line of the user's code, once it was asked to stop."""
 OPEN_S = 5.0
-"""A post-mortem has so long to open."""
+"""The time that a post-mortem has to open."""
 
 CAST = Option("--cast", "this command on all of them, without a prompt", str, "CMD")
 
@@ -46,7 +46,6 @@ Interrupt ends what the stopped ranks run."""
 A target whose ranks run and are not stopped: they stop at their next line of your code.""",
 )
 def pdb(session: Session, arguments: Arguments) -> None:
-    """Open the prompt, or cast one command."""
     procs = session.target(arguments.words, arguments.pairs)
     cast = arguments.text(CAST.name)
     stopped = states.stopped(procs)
@@ -72,7 +71,7 @@ def pdb(session: Session, arguments: Arguments) -> None:
 
 
 def _break_in(procs: ProcMesh) -> bool:
-    """Have busy ranks stop at their next line; whether any did."""
+    """Have busy ranks stop at their next line; returns whether any did."""
     busy = states.busy(procs)
     if not busy:
         raise UsageError(f"{_none_of(procs)} running anything. A breakpoint() in a cell stops them there.")
@@ -134,7 +133,7 @@ Other ranks that raised in the same call are there too: rank N goes to one, cast
 {AT_PROMPT}""",
 )
 def postmortem(session: Session, arguments: Arguments) -> None:
-    """Find the rank, have it and those that failed with it open their prompts, and stay until the person quits."""
+    """Open prompts on the rank and on those that failed with it, until the person quits."""
     procs = session.mesh().base()
     cast = arguments.text(CAST.name)
     if cast is None:
@@ -159,7 +158,7 @@ def postmortem(session: Session, arguments: Arguments) -> None:
 
 
 def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]]:
-    """The rank to look at first, and all that have an exception of the same call, itself included."""
+    """Return the rank to look at first, and all ranks that have an exception of the same call, itself included."""
     errors = {rank: error for rank, error in ask(procs, LastError, "last_error").items() if error.has_frames}
     busy = set(states.busy(procs))
     if words:
@@ -181,7 +180,7 @@ def _who_failed(procs: ProcMesh, words: tuple[str, ...]) -> tuple[int, list[int]
 
 
 def _first_cause(errors: dict[int, LastError]) -> int:
-    """Of the last call in which a rank failed by itself, the rank that did so first."""
+    """Return the rank that failed first in the last call in which a rank failed by itself."""
     causes = {rank: error for rank, error in errors.items() if not error.freed} or errors
     last = max(error.call for error in causes.values())
     return max((rank for rank in causes if causes[rank].call == last), key=lambda rank: causes[rank].ago_s)
@@ -199,7 +198,6 @@ The launch configuration for VS Code holds a token that is valid until the next 
 Other ranks go on meanwhile, until they need the one that has stopped. An interrupt ends the cell as always.""",
 )
 def debug(session: Session, arguments: Arguments) -> None:
-    """Point the debuggers at a rank, or away from it."""
     if arguments.flag("--off"):
         print(_stop(session))
         return

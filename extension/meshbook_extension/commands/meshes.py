@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     examples=("%mesh list",),
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
-    """One line per mesh, its slices below it; then what other kernels have."""
     others = describe_others()
     first = next(others, None) if not session.meshes else None
     if not session.meshes and first is None:
@@ -60,7 +59,6 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     examples=("%mesh use trainers", "%mesh use main --out procs"),
 )
 def use(session: Session, arguments: Arguments) -> None:
-    """Make another mesh the current one."""
     from meshbook.mesh.proc_mesh import ProcMesh
 
     (name,) = arguments.words
@@ -85,7 +83,6 @@ def use(session: Session, arguments: Arguments) -> None:
     examples=("%mesh stop", "%mesh stop trainers", "%mesh stop --all"),
 )
 def stop(session: Session, arguments: Arguments) -> None:
-    """Stop meshes and say which one is current then."""
     if arguments.flag("--all"):
         if arguments.words:
             raise UsageError("either a name or --all.\n  for example: %mesh stop --all")
@@ -114,7 +111,6 @@ A kernel that is restarted or dies leaves its meshes for the lease anyway; this 
 on elsewhere. The next kernel of this notebook attaches them by itself.""",
 )
 def detach(session: Session, arguments: Arguments) -> None:
-    """Leave them, and say how to come back."""
     from meshbook.agent.lease import default_lease_s
     from meshbook.mesh.driven import detach, own_sessions
 
@@ -147,7 +143,6 @@ NAME is that of a mesh, or of the notebook that has left it; without one it is w
 %mesh list for what waits. What another notebook has left waits again, for its lease, when this one is shut down.""",
 )
 def attach(session: Session, arguments: Arguments) -> None:
-    """Find it, attach it, restore names and jobs."""
     from meshbook.mesh.driven import attach
     from meshbook_extension.reattach.restore import restore
 
@@ -176,7 +171,7 @@ def attach(session: Session, arguments: Arguments) -> None:
 
 
 def _find(session: Session, name: str | None) -> SavedSession:
-    """The session that a person means. Raises: UsageError, AttachError."""
+    """Return the session that a person means. Raises: UsageError, AttachError."""
     from meshbook.sessions.listing import sessions
 
     known = sessions()
@@ -210,13 +205,13 @@ def _find(session: Session, name: str | None) -> SavedSession:
 
 
 def _left_by(saved: SavedSession, notebook: str) -> bool:
-    """Whether this notebook, or an earlier kernel of it, has left it."""
+    """Whether this notebook, or an earlier kernel of it, has left the session."""
     notebook_state = decode(saved.recall(KEY))
     return notebook_state is not None and notebook_state.notebook == notebook != ""
 
 
 def _notebook_of(saved: SavedSession) -> str:
-    """The name of the notebook that has it, or has left it; empty where nothing says."""
+    """Return the name of the notebook that has the session, or has left it; empty where it is not known."""
     notebook_state = decode(saved.recall(KEY))
     return describe_notebook(notebook_state.notebook) if notebook_state else ""
 
@@ -227,13 +222,13 @@ def names_of(saved: SavedSession) -> list[str]:
 
 
 def owner_of(saved: SavedSession) -> str:
-    """Return who has a session: ``train.ipynb (process 4711)``."""
+    """Return the owner of a session: ``train.ipynb (process 4711)``."""
     notebook = _notebook_of(saved)
     return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
 
 
 def describe_age(mesh: SavedMesh) -> str:
-    """``up 3 h (6 h of hosts), job 12``: since when, what that makes of several hosts, and an engine's job."""
+    """Write ``up 3 h (6 h of hosts), job 12``: the age, the sum over several hosts, and an engine's job."""
     age_s, hosts = max(0.0, time.time() - mesh.began), len(set(mesh.hosts))
     in_all = f" ({format_duration(age_s * hosts)} of hosts)" if hosts > 1 else ""
     jobs = f", job {', '.join(mesh.jobs)}" if mesh.jobs else ""
@@ -241,7 +236,7 @@ def describe_age(mesh: SavedMesh) -> str:
 
 
 def describe(saved: SavedSession) -> str:
-    """Its meshes, whose it is, and how long it waits: for lists."""
+    """Describe a session in a list: its meshes, its owner, and how long it waits."""
     from meshbook.formatting import format_sizes
 
     meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
@@ -254,7 +249,7 @@ def describe(saved: SavedSession) -> str:
 
 
 def describe_others() -> Iterator[str]:
-    """Lines for ``%mesh list``: what other kernels have, and what waits."""
+    """Yield lines of ``%mesh list`` on sessions of other kernels, and on those that wait."""
     from meshbook.sessions.listing import sessions
 
     others = [each for each in sessions() if not each.is_ours]
@@ -279,7 +274,6 @@ def _list_others(known: list[SavedSession]) -> str:
     notes=FORMS,
 )
 def name_slice(session: Session, arguments: Arguments) -> None:
-    """Keep a view under a name."""
     (name,) = arguments.words
     check_identifier(name, "%mesh slice")
     procs = session.mesh()
@@ -302,7 +296,6 @@ def name_slice(session: Session, arguments: Arguments) -> None:
     notes="The size of one new axis may be left out. Slices that have a name stay as they are.",
 )
 def split(session: Session, arguments: Arguments) -> None:
-    """Give the mesh the axes that the pairs make of one."""
     axes: dict[str, Sequence[str] | int] = {
         axis: int(text) if text.isdigit() else tuple(text.split(",")) for axis, text in arguments.pairs.items()
     }
@@ -318,7 +311,6 @@ def split(session: Session, arguments: Arguments) -> None:
     examples=("%mesh rename hosts=dp", "%mesh rename hosts=dp gpus=tp"),
 )
 def rename(session: Session, arguments: Arguments) -> None:
-    """Give the mesh the new names of its axes."""
     if not arguments.pairs:
         raise arguments.grammar.refuse("say which axis, and its new name.")
     if RANK in arguments.pairs.values():
@@ -333,12 +325,11 @@ def rename(session: Session, arguments: Arguments) -> None:
     examples=("%mesh flatten dp",),
 )
 def flatten(session: Session, arguments: Arguments) -> None:
-    """Make one axis of all axes."""
     _arrange(session, session.mesh().flatten(arguments.words[0]))
 
 
 def _arrange(session: Session, view: ProcMesh) -> None:
-    """The mesh has the axes of ``view`` from now on."""
+    """Give the mesh the axes of ``view``."""
     set_axes(view).get()
     session.meshes[view.name] = view
     print(f'mesh "{view.name}": {format_sizes(view.sizes)}')

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshbook.calls.output import OutputEvent, OutputTarget, StreamText
 from meshbook.errors import MeshError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
@@ -16,7 +18,6 @@ from meshbook.mesh.rank_calls import execute_as
 from meshbook_extension.cells.prompt import CallOutput
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.commands.pip_progress import PROGRESSES, PipProgress
 from meshbook_extension.notebook.grammar import Arguments
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import count
@@ -30,20 +31,27 @@ if TYPE_CHECKING:
     from meshbook.workspace.synced_modules import Synced
 
 HERE = -1
-"""Stands for the notebook's own process among ranks."""
+"""The number that stands for the notebook's own process among ranks."""
 
 NAMED = 6
-"""So many modules that were not reloaded are named."""
+"""The most modules that are named of those that were not reloaded."""
+
+SAYS_MUCH = ("install", "uninstall", "download", "wheel", "sync")
+"""Commands of pip that take long and say much; of others all is shown."""
+
+KEPT_CHARS, PLACES = 100_000, 3
+_RESULT = re.compile(r"^(Successfully .+|Requirement already satisfied: \S+)", re.MULTILINE)
+_WARNING = re.compile(r"^\s*(?:WARNING|ERROR|DEPRECATION|warning|error)\b.*", re.MULTILINE)
 
 
 class SentModules:
-    """What was sent to the meshes of a notebook: new ranks get the same."""
+    """The modules that were sent to a notebook's meshes, which new ranks get too."""
 
     def __init__(self) -> None:
         self._of: dict[int, dict[str, LocalModule]] = {}
 
     def keep(self, mesh: int, modules: Iterable[LocalModule]) -> None:
-        """These were sent, or again in another version."""
+        """Keep modules that were sent, in their last version."""
         kept = self._of.setdefault(mesh, {})
         for module in modules:
             kept.pop(module.name, None)  # the order is that of the last time
@@ -66,7 +74,6 @@ the new functions and classes; objects of old classes stay what they are. Ranks 
 get the same.""",
 )
 def sync(session: Session, arguments: Arguments) -> None:
-    """Have all ranks run the same version of local modules."""
     from meshbook.workspace.local_modules import find_modules
     from meshbook.workspace.synced_modules import FAILED, take_modules
 
@@ -105,7 +112,7 @@ def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[s
 
 
 def _describe(module: LocalModule, taken: dict[int, dict[str, Synced]]) -> list[str]:
-    """Print who runs a module that was reloaded somewhere; returns the problems, in a line each."""
+    """Print the places of a module that was reloaded somewhere; returns the problems, in a line each."""
     from meshbook.workspace.synced_modules import FAILED, OTHER, RELOADED, SAME, SENT
 
     groups = group_ranks((place, result[module.name]) for place, result in taken.items())
@@ -154,12 +161,11 @@ def _count(modules: Collection[LocalModule], taken: dict[int, dict[str, Synced]]
     examples=("%mesh pip install einops", "%mesh pip install -U 'transformers>=4.50'", "%mesh pip list"),
     notes="""
 The rest of the line goes to pip as it stands, to uv where an environment has no pip. While it
-installs, one line says how many environments are done and what the others do; then what they say of the end is shown,
+installs, one line says so; then what they say of the end is shown,
 once where it is the same, and all words of one that fails. Of other commands, as list, all is shown. Ranks that have
 imported another version of a package keep it until they are started again.""",
 )
 def pip(session: Session, arguments: Arguments) -> None:
-    """Run pip on one rank for each environment."""
     from meshbook.workspace.packages import environment
 
     procs = session.mesh().base()
@@ -185,30 +191,49 @@ def pip(session: Session, arguments: Arguments) -> None:
 
 
 def _run(session: Session, procs: ProcMesh, ranks: list[int], words: list[str]) -> ValueMesh[PipResult]:
-    """Run it, and show what it says."""
+    """Run pip on ``ranks``; of a command that says much show the end, or all of it where it failed."""
     from meshbook.workspace.packages import run_pip
 
     where, output = procs.select(ranks), session.part(CallOutput)
-    if words[0] not in PROGRESSES:
+    if words[0] not in SAYS_MUCH:
         runs = execute_as(where, "%mesh pip", run_pip, words).get()
-        output.output(procs).drain()  # what is said now is about what pip has said
+        output.output(procs).drain()  # the lines below are about pip's own
         return runs
-    names = {rank: _place(procs, rank) for rank in ranks}
-    progress = PipProgress(new_output_id(procs), names, sink_for(session.shell), session.publisher)
+    texts = dict.fromkeys(ranks, "")
+
+    def keep(event: OutputEvent) -> None:
+        if isinstance(event, StreamText) and event.rank in texts:
+            texts[event.rank] = (texts[event.rank] + event.text)[-KEPT_CHARS:]
+
+    sink = sink_for(session.shell)
+    sink.bars([f"pip: {words[0]} in {count(len(ranks), 'environment')}"])
     try:
-        with output.diverted(progress.target):
+        with output.diverted(OutputTarget(new_output_id(procs), keep)):
             future = execute_as(where, "%mesh pip", run_pip, words)
         runs = future.get()
     finally:
-        progress.finish()
-    for rank, result in zip(runs.ranks, runs.values(), strict=True):
-        if result.code and (said := progress.words(rank)):
-            print(f"{names[rank]}:\n{said}")
-    for line in progress.summary() if not any(result.code for result in runs.values()) else ():
-        print(line)
+        sink.bars([])
+    failed = [rank for rank, result in zip(runs.ranks, runs.values(), strict=True) if result.code]
+    for rank in failed:
+        if texts[rank]:
+            print(f"{_place(procs, rank)}:\n{texts[rank].rstrip()}")
+    if not failed:
+        print_results({_place(procs, rank): text for rank, text in texts.items()})
     return runs
 
 
+def print_results(texts: Mapping[str, str]) -> None:
+    """Print the results and warnings in pip's words, by where it ran, once where they are the same."""
+    said: dict[str, list[str]] = {}
+    for place, text in texts.items():
+        results = _RESULT.findall(text)
+        for line in dict.fromkeys([*(found.strip() for found in _WARNING.findall(text)), *results[-1:]]):
+            said.setdefault(line, []).append(place)
+    for line, places in said.items():
+        more = f" and {len(places) - PLACES} more" if len(places) > PLACES else ""
+        print(line if len(places) == len(texts) else f"{', '.join(places[:PLACES])}{more}: {line}")
+
+
 def _place(procs: ProcMesh, rank: int) -> str:
-    """Return where an environment is that a rank has, for people."""
+    """Return the place of a rank's environment, for people."""
     return f"host {states.host_of(procs, rank)}" if len(set(procs.hosts)) > 1 else name_ranks([rank])

@@ -1,4 +1,4 @@
-"""Ranks that come back, come and go: heal, respawn, grow, shrink."""
+"""Commands that bring ranks back, add or remove them: heal, respawn, grow, shrink."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ A rank that ended more than 3 times within 60 s is left alone, unless --force is
 A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
 )
 def heal(session: Session, arguments: Arguments) -> None:
-    """Repair, then the setup cells."""
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
     within_s = read_within(arguments)
@@ -65,7 +64,6 @@ def heal(session: Session, arguments: Arguments) -> None:
     examples=("%mesh respawn rank=3", "%mesh respawn rank=3 --replay", "%mesh respawn gpus=0:2"),
 )
 def respawn(session: Session, arguments: Arguments) -> None:
-    """End the chosen ranks and start them again."""
     if not arguments.words and not arguments.pairs:
         raise arguments.grammar.refuse("say which ranks.")
     procs = session.mesh()
@@ -100,7 +98,6 @@ Ranks are numbered anew, by the axes; new ranks have no variables. hosts can gro
 started the others, with the same options, or by --on and what follows --, as of %mesh spawn.""",
 )
 def grow(session: Session, arguments: Arguments) -> None:
-    """Add ranks to the current mesh."""
     more = _read(arguments)
     if not more:
         raise arguments.grammar.refuse("say along which axis, and by how much.")
@@ -125,7 +122,6 @@ def grow(session: Session, arguments: Arguments) -> None:
 Without an axis: go on without the ranks that ended, with as few of the others as must go too.""",
 )
 def shrink(session: Session, arguments: Arguments) -> None:
-    """Take ranks from the current mesh."""
     fewer = _read(arguments)
     procs = session.mesh()
     change = _repair(lambda: resize(procs, shrink=fewer, note=_note))
@@ -158,7 +154,7 @@ def _write(arguments: Arguments) -> str:
 
 
 def _take_over(session: Session, before: ProcMesh, change: Change) -> None:
-    """The session's names for the mesh and its parts follow."""
+    """Update the session's names for the mesh and its parts."""
     session.meshes[change.procs.name] = change.procs
     print(change)
     for name, named in tuple(session.slices.items()):
@@ -183,7 +179,7 @@ def _describe_loss(session: Session, procs: ProcMesh, ranks: Collection[int], ag
 
 
 def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> None:
-    """Run the setup cells on new ranks, and say what these have and have not.
+    """Run the setup cells on new ranks, and say that these have lost their variables.
 
     Raises: what a setup cell raises; then the ranks still owe it, and the next ``%mesh heal`` runs it again.
     """
@@ -207,7 +203,7 @@ def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> 
 
 
 def _replay(session: Session, procs: ProcMesh, setup: Setup, ranks: tuple[int, ...]) -> bool:
-    """Run one on those of ``ranks`` that it is for; whether there are any."""
+    """Run a setup cell on those of ``ranks`` that it is for; returns whether there are any."""
     target = setup.ranks(procs)
     chosen = [rank for rank in target if rank in ranks]
     if chosen:

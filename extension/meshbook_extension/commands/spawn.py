@@ -60,7 +60,7 @@ WITHIN = Option(
 
 
 def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[[], int]) -> Launcher:
-    """Who starts the hosts. device: of the ranks. count_ranks: says how many each host has. Raises: UsageError."""
+    """Return the launcher that ``--on`` names. device: of the ranks. count_ranks: counts those of each host."""
     text = arguments.text("--on") or "local"
     name, colon, named = text.partition(":")
     if (engine := ENGINES.get(name)) is None:
@@ -88,13 +88,13 @@ def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[
 
 
 def read_within(arguments: Arguments) -> float | None:
-    """Seconds that ``--within`` says, if it is given. Raises: UsageError."""
+    """Return the seconds of ``--within``, if it is given. Raises: UsageError."""
     text = arguments.text(WITHIN.name)
     return None if text is None else parse_duration(text, WITHIN.name)
 
 
 def read_other_engine(arguments: Arguments, procs: ProcMesh) -> Launcher | None:
-    """Who starts more hosts of a mesh; None where that is who started the others. Raises: UsageError."""
+    """Return the launcher of more hosts of a mesh; None for that of the other hosts. Raises: UsageError."""
     if arguments.text("--on") is None:
         if arguments.text(PYTHON.name) is not None:
             raise arguments.grammar.refuse("--python is for hosts of another engine: name it by --on.", "--on")
@@ -110,19 +110,19 @@ else:
     import tomli as tomllib
 
 _FILES = {"meshbook.toml": (), "pyproject.toml": ("tool", "meshbook")}
-"""Each with the way to the table that is ours."""
+"""The files of profiles, each with the path to our table in it."""
 
 
 class Profiles(NamedTuple):
     """The profiles of one file."""
 
     path: Path | None
-    """None: there is no such file."""
+    """The file, None if there is none."""
     lines: Mapping[str, str]
 
 
 def find_profiles(folder: Path) -> Profiles:
-    """Those of the nearest file that has some, in ``folder`` or above it. Raises: UsageError if it makes no sense."""
+    """Return the profiles of the nearest file that has some, in ``folder`` or above it. Raises: UsageError."""
     for place in (folder, *folder.parents):
         for name, way in _FILES.items():
             table = _read(place / name)
@@ -134,7 +134,7 @@ def find_profiles(folder: Path) -> Profiles:
 
 
 def with_profile(arguments: Arguments) -> Arguments:
-    """The arguments with those of the profile that they name; what the line itself says counts.
+    """Return the arguments with those of the profile that they name; those of the line itself count.
 
     Raises: UsageError.
     """
@@ -183,7 +183,7 @@ def _checked(table: object, path: Path) -> dict[str, str]:
 
 
 SHOWN_HOSTS = 4
-"""So many are listed with their addresses."""
+"""The most hosts that are listed with their addresses."""
 
 
 @Command(
@@ -243,7 +243,6 @@ Hosts of manual are where you run the command that is shown, with a ticket that 
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
-    """Start a mesh and make it the current one."""
     arguments = with_profile(arguments)
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
@@ -336,12 +335,12 @@ def _read_sizes(arguments: Arguments) -> dict[str, int]:
 
 
 def _count_ranks(arguments: Arguments) -> int:
-    """On each host."""
+    """Count the ranks of each host."""
     return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
 
 
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
-    """How many hosts of its own the mesh has; None where it is on this one. Raises: UsageError."""
+    """Count the hosts of the mesh's own; None where it is on this one. Raises: UsageError."""
     named = len(launcher.named_hosts)
     if named and count not in (None, named):
         raise arguments.grammar.refuse(f"{HOSTS}={count}, but --on names {named}; leave {HOSTS} out.", launcher.name)
@@ -351,7 +350,7 @@ def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) ->
 
 
 def _read_variables(arguments: Arguments) -> dict[str, str]:
-    """What ``--env`` and ``--interface`` say. Raises: UsageError."""
+    """Return the variables of ``--env`` and ``--interface``. Raises: UsageError."""
     variables = {}
     text = arguments.text("--env")
     for part in [] if text is None else text.split(","):
@@ -367,14 +366,14 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
 
 
 def _check_interface(wanted: str | None, launcher: Launcher) -> None:
-    """Raises: UsageError for one that this machine does not have; hosts elsewhere tell of their own."""
+    """Raise UsageError for an interface that this machine does not have; other hosts check their own."""
     if wanted is not None and launcher.shares_environment and not wanted_interfaces(wanted):
         there = ", ".join(map(str, own_interfaces())) or "none"
         raise UsageError(f"--interface: this machine has no {wanted}; it has {there}.")
 
 
 def _read_limit(arguments: Arguments) -> Limit:
-    """What ``--idle-stop`` and ``--max-hours`` say. Raises: UsageError."""
+    """Return the limit of ``--idle-stop`` and ``--max-hours``. Raises: UsageError."""
     idle, hours = arguments.text("--idle-stop"), arguments.number("--max-hours")
     if hours == 0:
         raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
@@ -395,7 +394,7 @@ def _hosts(launcher: Launcher, count: int | None) -> HostMesh:
 
 
 def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
-    """The processes of ``Mesh(shape=...)``, which is told where they are.
+    """Return the processes of ``Mesh(shape=...)``.
 
     They are those of the current mesh if it has as many ranks, else of one with these axes, so that a cell that is run
     again finds what it has made; else new ones, that are listed.

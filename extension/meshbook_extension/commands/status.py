@@ -39,7 +39,6 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
     examples=("%mesh status", "%mesh status gpus=0:2", "%mesh status --text", "%mesh"),
 )
 def status(session: Session, arguments: Arguments) -> None:
-    """The widget, or a table."""
     procs = session.target(arguments.words, arguments.pairs)
     if arguments.flag(TEXT.name) or not session.part(HealthDisplays).show(session, procs):
         print(status_text(session, procs, procs.status()))
@@ -52,7 +51,6 @@ def status(session: Session, arguments: Arguments) -> None:
     notes="Without a current mesh: those of all meshes that this notebook has made in Python.\n",
 )
 def actors(session: Session, arguments: Arguments) -> None:
-    """A table; ranks whose actors do the same share a row. Without a current mesh: one for each of this process."""
     from meshbook.actor.listing import actor_table
     from meshbook.mesh.driven import own_meshes
 
@@ -80,7 +78,6 @@ def actors(session: Session, arguments: Arguments) -> None:
     notes="Tensors and modules that a variable holds, of all meshes; the totals count those without a name too.",
 )
 def tensors(session: Session, arguments: Arguments) -> None:
-    """A table for each mesh."""
     tables: list[str] = []
     if "meshbook.tensors.handles.mesh_tensor" in sys.modules:  # there is none otherwise, and torch need not be imported
         from meshbook.tensors.handles.displays import tensor_tables
@@ -91,7 +88,7 @@ def tensors(session: Session, arguments: Arguments) -> None:
 
 
 READ_S, NATIVE_S = 3.0, 20.0
-"""What reading stacks from outside may take; native ones need the symbols of all libraries."""
+"""The time for reading stacks from outside; native ones need the symbols of all libraries."""
 
 ALL_FRAMES = Option("--all-frames", "with the frames of libraries and of the runtime, which are folded otherwise")
 ALL_THREADS = Option("--all-threads", "not only the main thread of each rank")
@@ -105,7 +102,6 @@ NATIVE = Option("--native", "with the frames of native code (C, C++), read by py
     examples=("%mesh stacks", "%mesh stacks rank=3 --all-frames", "%mesh stacks gpus=0:2 --native"),
 )
 def stacks(session: Session, arguments: Arguments) -> None:
-    """The verdict, and a block per stack."""
     procs = session.target(arguments.words, arguments.pairs)
     native = arguments.flag(NATIVE.name)
     found = procs.stacks(
@@ -117,7 +113,7 @@ def stacks(session: Session, arguments: Arguments) -> None:
 FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
 SHOWN = 10
 WORTH_BYTES = 1_000_000
-"""Less is not worth a word."""
+"""The least memory that is worth a word."""
 RANKS_CHARS = 24
 
 
@@ -129,7 +125,6 @@ RANKS_CHARS = 24
     examples=("%mesh errors", "%mesh errors 7", "%mesh errors gpus=0 -n 3 --full"),
 )
 def errors(session: Session, arguments: Arguments) -> None:
-    """A line each, or in full."""
     session.errors.note_lost([procs for procs in session.meshes.values() if procs.alive])
     if arguments.words and arguments.words[0].isdigit() and not arguments.pairs:
         print(in_full(session.errors.find(int(arguments.words[0]))))
@@ -152,7 +147,7 @@ def errors(session: Session, arguments: Arguments) -> None:
 
 
 def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
-    """A row each: number, time, ranks, cell, what. of_many: say of which mesh."""
+    """Draw a row per error: number, time, ranks, cell, text. of_many: whether the mesh is named too."""
     rows = [
         [
             str(error.number),
@@ -168,7 +163,7 @@ def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
 
 
 def in_full(error: LoggedError) -> str:
-    """Its line, then what is kept of the traceback."""
+    """Return the error's row, then its traceback as far as it is kept."""
     return f"{error_table([error])}\n{error.traceback}".rstrip()
 
 
@@ -179,7 +174,6 @@ def in_full(error: LoggedError) -> str:
     notes="The frames of a rank's last exception are kept for a post-mortem, and hold their tensors.\n\n",
 )
 def free(session: Session, arguments: Arguments) -> None:
-    """A line for ranks with equal words."""
     procs = session.target(arguments.words, arguments.pairs)
     states = {one.rank: one.state for one in procs.status()}
     idle = [rank for rank, state in states.items() if state == "idle"]
@@ -193,7 +187,7 @@ def free(session: Session, arguments: Arguments) -> None:
 
 
 def describe_freed(freed: Freed) -> str:
-    """``1.21 GB that the frames of ValueError held; the process is smaller by 1.2 GB``"""
+    """Describe the memory that a rank gave back."""
     parts = []
     if freed.ename:
         held = format_bytes(freed.held_bytes) if freed.held_bytes else "nothing"
@@ -207,10 +201,10 @@ def describe_freed(freed: Freed) -> str:
 
 LINES = 20
 LINES_BEFORE = 5
-"""Of each rank, before what is followed."""
+"""The lines of each rank before those that are followed."""
 LOOK_S = 0.2
 NOBODY = frozenset({-1})
-"""No rank ends what is followed."""
+"""The ranks that end an output that is followed: none."""
 
 
 @on_ranks(
@@ -235,7 +229,6 @@ Following shows what any cell, job or thread of the ranks writes, equal lines of
 interrupt, after the time that --for gives, and when the cell is full.""",
 )
 def logs(session: Session, arguments: Arguments) -> None:
-    """A block per rank, or what comes."""
     procs = session.target(arguments.words, arguments.pairs)
     lines = arguments.whole("-n")
     text = arguments.text("--grep") or ""
@@ -261,18 +254,18 @@ def _show_last(procs: ProcMesh, lines: int, text: str) -> None:
 
 
 class _Following:
-    """What one ``%mesh logs -f`` follows and prints."""
+    """The following of logs by one ``%mesh logs -f``."""
 
     def __init__(self, session: Session, procs: ProcMesh, lines: int, wanted: str) -> None:
         self._procs, self._wanted = procs, wanted
         self._follower: LogFollower = procs.follow_logs(lines)
         self._begun: dict[int, str] = {}
-        """The line of a rank that has not ended, where lines are chosen."""
+        """The unfinished line of each rank, where lines are chosen."""
         self._skipped: dict[int, int] = {}
         self._output = open_output(session, procs, ranks=NOBODY)
 
     def show(self, duration_s: float | None) -> None:
-        """Show what comes until the time is over, the person interrupts, or the cell is full."""
+        """Show new text until the time is over, the person interrupts, or the cell is full."""
         until = "interrupt to end" if duration_s is None else f"for {format_duration(duration_s)}"
         print(f"following {name_ranks(self._procs.ranks)}: {until}", flush=True)
         deadline = None if duration_s is None else time.monotonic() + duration_s
@@ -287,7 +280,7 @@ class _Following:
                 print(line)
 
     def _look_until(self, deadline: float | None) -> str:
-        """Returns: why it is over, where the person does not know."""
+        """Show new text; returns why it is over, where the person does not know."""
         while True:
             is_last = deadline is not None and time.monotonic() >= deadline
             news = self._follower.look()
@@ -304,7 +297,7 @@ class _Following:
             pause(LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def _choose(self, rank: int, text: str) -> str:
-        """The lines that are wanted; all of the text where none are chosen."""
+        """Return the lines with the wanted text; all of the text where none is wanted."""
         if not self._wanted:
             return text
         *lines, begun = (self._begun.pop(rank, "") + text).split("\n")

@@ -1,4 +1,4 @@
-"""Values between the notebook and the ranks: eval, push, pull, scatter, gather, broadcast."""
+"""Commands for values between the notebook and the ranks: eval, push, pull, scatter, gather, broadcast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
-"""Pairs that are not part of the target in scatter and gather."""
+"""The pairs that are not part of the target in scatter and gather."""
 
 _VARIABLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$([^\W\d]\w*)""")
 """A text, in which $ means nothing, or a variable of the notebook."""
@@ -50,7 +50,6 @@ The expression is the rest of the line, as it stands, but $x is the notebook's x
 containers. _mesh is bound to the values.""",
 )
 def evaluate(session: Session, arguments: Arguments) -> None:
-    """Show values on the ranks."""
     expression = _VARIABLE.sub(lambda found: _written(session, found), arguments.tail)
     values = answer(target_of(session, arguments).evaluate(expression))
     out = arguments.text("--out")
@@ -59,7 +58,7 @@ def evaluate(session: Session, arguments: Arguments) -> None:
 
 
 def _written(session: Session, found: re.Match[str]) -> str:
-    """``$x`` as the notebook's value of ``x``, in Python. Raises: UsageError."""
+    """Write the notebook's value of ``x`` for ``$x``, in Python. Raises: UsageError."""
     if not (name := found[1]):
         return found[0]
     known = session.shell.user_ns
@@ -85,7 +84,6 @@ def _written(session: Session, found: re.Match[str]) -> str:
     notes=FORMS,
 )
 def push(session: Session, arguments: Arguments) -> None:
-    """From the notebook to the ranks."""
     values = {name: session.lookup(check_identifier(name, arguments.grammar.name)) for name in arguments.words}
     procs = target_of(session, arguments)
     procs.push(values).get()
@@ -103,7 +101,6 @@ def push(session: Session, arguments: Arguments) -> None:
     notes=f"{FORMS}\nValues: loss.item(gpus=0), loss.get(rank), loss.values().",
 )
 def pull(session: Session, arguments: Arguments) -> None:
-    """From the ranks to the notebook."""
     names = [check_identifier(name, arguments.grammar.name) for name in arguments.words]
     out = arguments.text("--out")
     if out is not None and len(names) > 1:
@@ -126,7 +123,6 @@ def pull(session: Session, arguments: Arguments) -> None:
     notes="axis may be left out where there is only one.",
 )
 def scatter(session: Session, arguments: Arguments) -> None:
-    """Cut a value along an axis and send each rank its piece."""
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     value = session.lookup(name)
     axis, dim = _axis_and_dim(arguments)
@@ -152,7 +148,6 @@ def scatter(session: Session, arguments: Arguments) -> None:
     notes="axis may be left out where there is only one.",
 )
 def gather(session: Session, arguments: Arguments) -> None:
-    """Bring the pieces of all ranks and join them."""
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(arguments)
@@ -173,7 +168,6 @@ def gather(session: Session, arguments: Arguments) -> None:
     examples=("%mesh broadcast x", "%mesh broadcast x --from rank=2"),
 )
 def broadcast(session: Session, arguments: Arguments) -> None:
-    """From one rank to all."""
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     procs = session.mesh()
     rank = one_rank(procs, arguments.text("--from") or "0")
@@ -182,7 +176,7 @@ def broadcast(session: Session, arguments: Arguments) -> None:
 
 
 def answer(future: Future[T]) -> T:
-    """Wait for the ranks. A rank that does not have the name needs no traceback to say so.
+    """Wait for the ranks; a rank that does not have the name says so without a traceback.
 
     Raises: CallFailed, WorkerLost, CallInterrupted.
     """
@@ -195,13 +189,13 @@ def answer(future: Future[T]) -> T:
 
 
 def show_values(values: ValueMesh[object]) -> str:
-    """One block per different value, with its ranks."""
+    """Write a block per different value, with its ranks."""
     equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
     return "\n".join(label_block(ranks, text) for text, ranks in equal.items())
 
 
 def target_of(session: Session, arguments: Arguments) -> ProcMesh:
-    """The ranks that axes and ``--at`` name."""
+    """Return the ranks that axes and ``--at`` name."""
     at = arguments.text("--at")
     pairs = {axis: text for axis, text in arguments.pairs.items() if axis not in (AXIS, DIM)}
     return session.target([at] if at else [], pairs)

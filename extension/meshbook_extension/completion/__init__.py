@@ -1,4 +1,4 @@
-"""Completion and inspection: of cells that run on ranks by a living rank, of our own magics by their grammars.
+"""Completion and inspection: a living rank answers for cells that run on ranks, grammars for our own magics.
 
 grammar       what stands at the cursor: code for ranks, a line of ours, or neither; what may follow in a line of ours
 ranks         asks a rank

@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE_S = 0.06
-"""After so long another rank is asked too: native code may hold the first one's GIL."""
+"""The time after which another rank is asked too: native code may hold the first one's GIL."""
 
 TIMEOUT_S = 0.25
-"""After so long the notebook's own names must do."""
+"""The time after which the notebook's own names must do."""
 
 SILENT_S = 5.0
-"""A rank that did not answer is not the first to be asked for so long, and is waited for less."""
+"""The time for which a rank that did not answer is not the first to be asked, and has less time."""
 
 TIMEOUT_WHEN_SILENT_S = 0.1
-"""After so long the notebook's own names must do where all ranks that are asked have been silent."""
+"""The same as `TIMEOUT_S` where all ranks that are asked have been silent."""
 
 ASKED_MAX = 3
-"""What keeps so many ranks silent keeps all of them silent."""
+"""The most ranks that are asked: if these are silent, all are."""
 
 CODE_MAX = 200_000
-"""Characters of a cell around the cursor that are sent."""
+"""The most characters of a cell around the cursor that are sent."""
 
 
 class LivingRanks:
-    """Knows which ranks of a session's meshes have been silent lately."""
+    """The ranks of a session's meshes, which answer questions unless they have been silent lately."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._silent_until: dict[tuple[str, int], float] = {}
 
     def complete(self, view: ProcMesh, code: str, cursor: int) -> Completions | None:
-        """The answer of `meshbook.worker.queries.complete`, with positions in ``code``; None: nobody answers."""
+        """Return the answer of `meshbook.worker.queries.complete`, positions in ``code``; None: no rank answers."""
         skipped, code, cursor = _around(code, cursor)
         found = self._ask(view, Completions, "complete", code, cursor)
         if found is None:
@@ -68,16 +68,16 @@ class LivingRanks:
         return found._replace(start=found.start + skipped, end=found.end + skipped)
 
     def inspect(self, view: ProcMesh, code: str, cursor: int, detail: int) -> str | None:
-        """What Shift-Tab shows; empty: no such name there; None: nobody answers."""
+        """Return the text that Shift-Tab shows; empty: no such name there; None: no rank answers."""
         _, code, cursor = _around(code, cursor)
         return self._ask(view, str, "inspect", code, cursor, detail)
 
     def names(self, view: ProcMesh, prefix: str) -> list[str]:
-        """The ranks' variables; none when nobody answers."""
+        """Return the ranks' variables; none when no rank answers."""
         return self._ask(view, list[str], "user_names", prefix) or []
 
     def view(self, words: Sequence[str], pairs: Mapping[str, str]) -> ProcMesh | None:
-        """The ranks that a command means, as well as one can say while it is being typed."""
+        """Return the ranks that a command means, as far as it is typed."""
         for chosen in ((words, pairs), (words, {}), ((), {})):
             try:
                 return self._session.target(*chosen)
@@ -107,14 +107,14 @@ class LivingRanks:
         return self._silent_until.get((view.name, rank), 0.0) > time.monotonic()
 
     def _candidates(self, view: ProcMesh) -> list[int]:
-        """The living ranks in the order of asking."""
+        """Return the living ranks in the order of asking."""
         lost = set(view.lost)
         living = [rank for rank in view.ranks if rank not in lost]
         return sorted(living, key=lambda rank: self._is_silent(view, rank))[:ASKED_MAX]
 
 
 def _around(code: str, cursor: int) -> tuple[int, str, int]:
-    """The lines around the cursor, where a cell is very long: (characters left out above, lines, cursor in them)."""
+    """Return the lines around the cursor of a very long cell: (characters left out above, lines, cursor in them)."""
     skipped = 0
     if cursor > CODE_MAX // 2:
         skipped = code.find("\n", cursor - CODE_MAX // 2, cursor) + 1
@@ -125,7 +125,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """What may stand in place of ``cell[start:end]``."""
+    """The words that may stand in place of ``cell[start:end]``."""
 
     start: int
     end: int
@@ -133,18 +133,18 @@ class Found(NamedTuple):
 
 
 class Completer:
-    """One per session. Its methods may be called on any thread, and take at most a quarter of a second."""
+    """The completer of a session. Its methods may be called on any thread, and take at most a quarter of a second."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._living = LivingRanks(session)
 
     def is_ours(self, cell: str, cursor: int) -> bool:
-        """Whether what stands at ``cursor`` is for the ranks, or a line of ours."""
+        """Whether code for the ranks, or a line of ours, stands at ``cursor``."""
         return self._locate(cell, cursor) is not None
 
     def complete(self, cell: str, cursor: int) -> Found | None:
-        """Completions at ``cursor``, in code points; None: that is IPython's own matter, or no rank answers."""
+        """Return completions at ``cursor``, in code points; None: IPython completes there, or no rank answers."""
         try:
             place = self._locate(cell, cursor)
             if isinstance(place, RankCode):
@@ -156,7 +156,7 @@ class Completer:
         return None
 
     def inspect(self, cell: str, cursor: int, detail: int = 0) -> str | None:
-        """The text about what stands at ``cursor``; empty: there is none; None: IPython's own matter, as above."""
+        """Return the text about the name at ``cursor``; empty: there is none; None: as for `complete`."""
         try:
             return self._inspect(self._locate(cell, cursor), detail)
         except Exception:
@@ -204,7 +204,7 @@ class Completer:
         return live._replace(matches=[*own, *live.matches])
 
     def _expression(self, line: MagicLine) -> RankCode | None:
-        """The code in a line of ours, of ``%mesh eval`` say, if the cursor stands in it."""
+        """Return the code in a line of ours, of ``%mesh eval`` say, if the cursor stands in it."""
         grammar, text = _grammar_of(line)
         if grammar is None or not grammar.tail:
             return None
@@ -216,7 +216,7 @@ class Completer:
         )
 
     def _view(self, arguments: str) -> ProcMesh | None:
-        """The ranks of a target as far as it is written; options that take names of slices count."""
+        """Return the ranks of a target as far as it is typed; options that take names of slices count."""
         pairs: dict[str, str] = {}
         words: list[str] = []
         known = {*self._session.slices, *self._session.meshes}
@@ -269,7 +269,7 @@ class _Names:
 
 
 def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
-    """The grammar of a line and the arguments that are typed; none while the command itself is being typed."""
+    """Return the grammar of a line and the typed arguments; no grammar while the command itself is being typed."""
     if line.is_cell:
         return MESH_CELL, line.text
     load_all()
@@ -290,11 +290,11 @@ _NOTHING_KNOWN = Grammar(name="", summary="", examples=("",))
 
 
 TYPES = "_jupyter_types_experimental"
-"""Where front ends look for the kinds of completions."""
+"""The metadata in which front ends look for the kinds of completions."""
 
 
 def complete_reply(found: Found | None, cursor: int) -> JupyterMessage:
-    """The content of a complete_reply; None: nothing was found at ``cursor``."""
+    """Return the content of a complete_reply; found is None where there is nothing at ``cursor``."""
     found = found or Found(cursor, cursor, [])
     kinds = [
         {"start": found.start, "end": found.end, "text": match.text, "type": match.kind, "signature": match.signature}
@@ -310,6 +310,6 @@ def complete_reply(found: Found | None, cursor: int) -> JupyterMessage:
 
 
 def inspect_reply(text: str) -> JupyterMessage:
-    """The content of an inspect_reply."""
+    """Return the content of an inspect_reply."""
     data = {"text/plain": text} if text else {}
     return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}

@@ -1,4 +1,4 @@
-"""What stands at the cursor: code for the ranks, a line of ours, or neither; and what may follow in a line of ours.
+"""The place at the cursor (code for the ranks, a line of ours, or neither), and the words that may follow in ours.
 
 The grammar says where names stand and how they are called there (``SLICE``, ``ID``, ``AXIS=..``); `Known` says which
 there are.
@@ -22,9 +22,9 @@ _OTHER_CELL_MAGIC = re.compile(r"\s*%%(?!local\b)\w")
 
 @dataclass(frozen=True)
 class RankCode:
-    """Python for the ranks: ``code``, in which the cursor is at ``cursor``, begins at ``start`` of the cell.
+    """Python for the ranks: ``code`` begins at ``start`` of the cell, and the cursor is at ``cursor`` of it.
 
-    arguments: what stands behind ``%%mesh``; it says which ranks.
+    arguments: the text behind ``%%mesh``, which says the ranks.
     """
 
     code: str
@@ -47,7 +47,7 @@ class MagicLine:
 
 
 def locate(cell: str, cursor: int, *, auto: bool = False) -> RankCode | MagicLine | None:
-    """What stands at ``cursor`` (code points); None: something of the notebook's own. auto: whether auto mode is on."""
+    """Return the place at ``cursor`` (code points); None for the notebook's own code. auto: whether auto mode is on."""
     line_start = cell.rfind("\n", 0, cursor) + 1
     line_end = cell.find("\n", cursor)
     line = cell[line_start : len(cell) if line_end < 0 else line_end]
@@ -71,7 +71,7 @@ def _in_mesh_cell(cell: str, cursor: int, arguments_start: int) -> RankCode | Ma
 
 
 def _magic_line(line: str, line_start: int, arguments_start: int, cursor: int, *, is_cell: bool) -> MagicLine | None:
-    """None while the cursor stands in the magic's own name: IPython knows its name."""
+    """Return the line of ours; None while the cursor stands in the magic's name, which IPython completes."""
     if cursor <= arguments_start:
         return None
     end = line_start + len(line)
@@ -80,7 +80,7 @@ def _magic_line(line: str, line_start: int, arguments_start: int, cursor: int, *
 
 
 INDICES_MAX = 256
-"""Indices of an axis that are listed."""
+"""The most indices of an axis that are listed."""
 
 _PLACEHOLDER = re.compile(r"\w+")
 _PAIR_FORM = re.compile(r"(\w+)=(\w+|\.\.)")
@@ -89,16 +89,16 @@ AXIS = "AXIS"
 
 
 class Word(NamedTuple):
-    """One thing that may stand there; ``signature`` where it is known."""
+    """A word that may stand at the cursor; ``signature`` where it is known."""
 
     text: str
     kind: str
-    """As IPython calls kinds."""
+    """The kind in IPython's words."""
     signature: str = ""
 
 
 class Follow(NamedTuple):
-    """What may stand in place of the last ``replaced`` characters. expression: so many of them are Python for ranks."""
+    """The words that may replace the last ``replaced`` characters; the last ``expression`` are Python for ranks."""
 
     replaced: int
     words: list[Word]
@@ -109,13 +109,13 @@ class Known(Protocol):
     """The names that there are now."""
 
     def sizes(self) -> Mapping[str, int]:
-        """The axes of the current mesh."""
+        """Return the axes of the current mesh with their sizes."""
 
     def ranks(self) -> Sequence[int]:
         """Return the ranks of the mesh."""
 
     def names(self, kind: str, prefix: str) -> Iterable[str]:
-        """Names of a kind (`Grammar.names`), or of a placeholder such as ``SLICE``."""
+        """Return names of a kind (`Grammar.names`), or of a placeholder such as ``SLICE``."""
 
 
 def follow(grammar: Grammar, text: str, known: Known) -> Follow:
@@ -148,7 +148,7 @@ def _starting(typed: str, words: Iterable[Word]) -> Follow:
 
 
 def _values(option: Option, typed: str, known: Known) -> list[Word]:
-    """What may be the value of an option."""
+    """Return the words that may be the value of an option."""
     if option.choices:
         return [Word(choice, "keyword") for choice in option.choices]
     if option.metavar == f"{RANK}=R":
@@ -158,7 +158,7 @@ def _values(option: Option, typed: str, known: Known) -> list[Word]:
 
 
 def _words(grammar: Grammar, typed: str, known: Known) -> list[Word]:
-    """What may be a plain word."""
+    """Return the words that may stand as a plain word."""
     found = [Word(f"@{name}", "instance") for name in known.names("PROFILE", typed)] if grammar.profiles else []
     for placeholder in dict.fromkeys(_PLACEHOLDER.findall(grammar.words)):
         if not placeholder.isupper():
@@ -172,7 +172,7 @@ def _words(grammar: Grammar, typed: str, known: Known) -> list[Word]:
 
 
 def _pairs(grammar: Grammar, before: Sequence[str], known: Known) -> list[Word]:
-    """What may stand on the left of an equals sign, and does not yet."""
+    """Return the words that may stand on the left of an equals sign, and do not yet."""
     axes: list[str] = []
     for left, right in _PAIR_FORM.findall(grammar.pairs):
         if left != AXIS:
@@ -186,12 +186,12 @@ def _pairs(grammar: Grammar, before: Sequence[str], known: Known) -> list[Word]:
 
 
 def _makes_axes(grammar: Grammar) -> bool:
-    """Whether the axes are the person's to name; those of the examples are as good as any."""
+    """Whether the person names the axes; those of the examples are as good as any."""
     return "--on" in {option.name for option in grammar.options}
 
 
 def _pair_values(grammar: Grammar, axis: str, typed: str, known: Known) -> Follow:
-    """What may stand on the right of an equals sign."""
+    """Return the words that may stand on the right of an equals sign."""
     forms = dict(_PAIR_FORM.findall(grammar.pairs))
     sizes = known.sizes()
     if forms.get(axis) == AXIS:

@@ -34,7 +34,7 @@ Original: TypeAlias = Callable[..., object]
 
 
 class Hooks:
-    """The methods that were replaced on one shell."""
+    """The methods that are replaced on one shell."""
 
     def __init__(self, shell: InteractiveShell, completer: Completer) -> None:
         self._completer = completer
@@ -88,7 +88,7 @@ class Hooks:
 
 
 async def _own(reply: object) -> object:
-    """ipykernel's own answer: it, or an awaitable of it."""
+    """Return ipykernel's own answer, or await it."""
     return await reply if inspect.isawaitable(reply) else reply
 
 
@@ -106,14 +106,14 @@ _KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_repl
 
 
 class BusyCompletion:
-    """Answers for one kernel, while a cell runs."""
+    """The answers of one kernel while a cell runs."""
 
     def __init__(self, shell: InteractiveShell, kernel: IPythonKernel, completer: Completer) -> None:
         self._shell, self._kernel, self._completer = shell, kernel, completer
         self._running: JupyterMessage = {}
-        """The request of the cell that runs; empty: none does."""
+        """The request of the running cell; empty when none runs."""
         self._ending = threading.Lock()
-        """Held to say that the cell still runs, so that its own end comes after that."""
+        """Held to publish that the cell still runs, so that its own end comes later."""
         self._answers: set[asyncio.Task[None]] = set()
         shell.events.register("pre_execute", self._begin)
         shell.events.register("post_execute", self._end)
@@ -125,7 +125,7 @@ class BusyCompletion:
         BusyComms.of(self._kernel).take_with(None)
 
     def _begin(self) -> None:
-        """At the first cell the kernel has all of its sockets."""
+        """Begin with the first cell, when the kernel has all of its sockets."""
         self._running = parent_of(self._shell)
         BusyComms.of(self._kernel).take_with(self._take)
 
@@ -134,7 +134,7 @@ class BusyCompletion:
             self._running = {}
 
     def _take(self, message: list[Frame]) -> bool:
-        """Whether ``message``, as it came from the socket, is answered here."""
+        """Answer ``message``, as it came from the socket, if it is about ours; returns whether it is."""
         if not self._running:
             return False
         session = session_of(self._kernel)

@@ -1,1 +1,1 @@
-"""What the notebook knows: its session, targets, options, setup cells, errors."""
+"""The state of a notebook: its session, targets, options, setup cells, errors."""

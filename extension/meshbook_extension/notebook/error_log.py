@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 KEPT = 50
 TRACEBACK_CHARS = 60_000
 SAVED, SAVED_CHARS = 20, 4_000
-"""The last errors go to the notebook's next kernel, with so much of their tracebacks."""
+"""The number of last errors that go to the notebook's next kernel, and the characters of each traceback."""
 EARLIER = " (earlier kernel)"
 
 
 class LoggedError(NamedTuple):
-    """Equal failures of some ranks in one cell."""
+    """The equal failures of some ranks in one cell."""
 
     number: int
-    """What the person calls it; newer ones have higher numbers."""
+    """The error's number for the person; newer ones have higher numbers."""
     mesh: str
     what: str
-    """``cell 7``; empty for a rank that ended while it was idle."""
+    """The place ``cell 7``; empty for a rank that ended while it was idle."""
     ranks: tuple[int, ...]
     ename: str
     """The exception's class; ``KeyboardInterrupt`` for ranks that were interrupted, `LOST` for those that ended."""
     evalue: str
-    """Its text; of ranks that ended, the cause."""
+    """The exception's text; of ranks that ended, the cause."""
     where: str
     traceback: str
-    """With ANSI colours; of ranks that ended, the last lines of their log."""
+    """The traceback with ANSI colours; of ranks that ended, the last lines of their log."""
     at: float
-    """Seconds since the epoch."""
+    """The time in seconds since the epoch."""
 
     @property
     def headline(self) -> str:
-        """``ValueError: bad shard``, on one line."""
+        """The text ``ValueError: bad shard``, on one line."""
         first_line = self.evalue.splitlines()[0] if self.evalue else ""
         if self.ename == LOST:
             return f"ended: {first_line}"
@@ -58,12 +58,12 @@ class LoggedError(NamedTuple):
 
 
 class ErrorLog:
-    """Oldest first. Noting and reading are safe from any thread."""
+    """The errors of a session, oldest first. Noting and reading are safe from any thread."""
 
     def __init__(self) -> None:
         self._errors: deque[LoggedError] = deque(maxlen=KEPT)
         self._noted: deque[list[Failure]] = deque(maxlen=4 * KEPT)
-        """So that a failure that is raised again, by ``%mesh wait`` say, is not noted again."""
+        """The failures that were noted, so that one raised again, by ``%mesh wait`` say, is not noted twice."""
         self._dead: set[tuple[str, int]] = set()
         self._next = 1
         self._lock = threading.Lock()
@@ -95,12 +95,12 @@ class ErrorLog:
             self._note_deaths(mesh, what, [d for d in error.deaths if (mesh, d.rank) not in self._dead])
 
     def note_unhandled(self, failure: MeshFailure) -> None:
-        """Keep what actors raised for which nobody waited, and which no owner of theirs has handled."""
+        """Keep errors of actors for which no call waited and which no owner has handled."""
         raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]  # `note_lost` knows of the ends
         self.note(failure.procs_name, failure.what, raised)
 
     def note_lost(self, meshes: Iterable[ProcMesh]) -> None:
-        """Keep the ends of ranks that ran nothing then, so that no cell has told of them."""
+        """Keep the ends of idle ranks, of which no cell has told."""
         deaths = {procs.name: states.deaths(procs) for procs in meshes}
         self._dead &= {(mesh, death.rank) for mesh, each in deaths.items() for death in each}
         for mesh, each in deaths.items():
@@ -130,14 +130,14 @@ class ErrorLog:
         )
 
     def take_up(self, saved: Iterable[LoggedError]) -> None:
-        """Go on with those of an earlier kernel."""
+        """Add the errors of an earlier kernel."""
         with self._lock:
             for error in saved:
                 self._errors.append(error._replace(number=self._next))
                 self._next += 1
 
     def find(self, number: int) -> LoggedError:
-        """The one of this number. Raises: UsageError."""
+        """Return the error of this number. Raises: UsageError."""
         kept = self.all()
         for error in kept:
             if error.number == number:
@@ -147,7 +147,7 @@ class ErrorLog:
 
 
 def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
-    """Interrupted ranks are one entry, which says where each was."""
+    """Merge the failures of interrupted ranks into one text, which says where each was."""
     interrupted = [failure for failure in failures if failure.ename == INTERRUPT]
     places = group_ranks(sorted((one.rank, one.where or "before its first line") for one in interrupted))
     told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
@@ -157,7 +157,7 @@ def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def _cut(text: str, chars: int = TRACEBACK_CHARS) -> str:
-    """The beginning and the end of what is too long."""
+    """Cut the middle out of a text that is too long."""
     half = chars // 2
     return (
         text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text) - 2 * half:,} characters ...\n{text[-half:]}"
@@ -165,11 +165,11 @@ def _cut(text: str, chars: int = TRACEBACK_CHARS) -> str:
 
 
 _NOTEBOOK_FILE = re.compile(r"(\S*/ipykernel_\d+/\d+\.py)(?=, line \d)")
-"""What ipykernel calls the file of a cell, in the last words of a rank."""
+"""The file name that ipykernel gives a cell, in the last words of a rank."""
 
 
 def name_notebook_cells(text: str) -> str:
-    """``/tmp/ipykernel_8/19.py, line 3`` in ``text`` as ``cell 7, line 3``, in the process of that notebook."""
+    """Write ``/tmp/ipykernel_8/19.py, line 3`` in ``text`` as ``cell 7, line 3``, in the process of that notebook."""
 
     def label(found: re.Match[str]) -> str:
         source = "".join(linecache.getlines(found[1]))

@@ -20,14 +20,14 @@ from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 
 PAIR = re.compile(r"([^\W\d]\w*)=(?!=)(.*)", re.DOTALL)
-"""``axis=value``; ``rank==0`` is an expression, not a pair."""
+"""A pair ``axis=value``; ``rank==0`` is an expression, not a pair."""
 
 OptionValue: TypeAlias = bool | str | int | float
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command, with the text that its help shows.
+    """An option of a command, with the text that its help shows.
 
     value: the type of its value: bool (a switch, takes none), str, int or float.
     metavar: how the help writes the value; choices: the only values allowed.
@@ -41,11 +41,11 @@ class Option:
 
     @property
     def usage(self) -> str:
-        """Return how help writes it: ``--timeout S``, ``--group rank|equal|none``."""
+        """The option as help writes it: ``--timeout S``, ``--group rank|equal|none``."""
         return " ".join(filter(None, [self.name, "|".join(self.choices) or self.metavar]))
 
     def convert(self, text: str) -> OptionValue:
-        """The value that ``text`` stands for.
+        """Return the value that ``text`` stands for.
 
         Raises: ValueError, saying what would be one.
         """
@@ -91,7 +91,7 @@ class Grammar:
 
     @property
     def limits(self) -> tuple[int, int | None]:
-        """The least and the most plain words; None: any number."""
+        """The least and the most plain words; None for any number."""
         parts = re.findall(r"\[[^]]*\]|\S+", self.words)
         least = sum(not part.startswith("[") for part in parts)
         return least, None if self.words.endswith("...]") else len(parts)
@@ -112,7 +112,7 @@ class Grammar:
         return " ".join(filter(None, parts))
 
     def help(self) -> str:
-        """The text that ``--help`` and ``?`` show."""
+        """Return the text that ``--help`` and ``?`` show."""
         lines = [self.summary, "", f"  {self.usage}"]
         if self.options:
             width = max(len(option.usage) for option in self.options)
@@ -123,7 +123,7 @@ class Grammar:
         return "\n".join(lines)
 
     def refuse(self, problem: str, near: str = "") -> UsageError:
-        """The error for a line that makes no sense: the problem, an example (one that shows ``near``), the way on."""
+        """Return the error for a wrong line: the problem, an example (one that shows ``near``), and the way to help."""
         with_near = [example for example in self.examples if near and near in example]
         example = (with_near or list(self.examples))[0]
         return UsageError(f"{problem}\n  for example: {example}\n  all of it:   {self.name} --help")
@@ -131,7 +131,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a line said, as its grammar understands it. Getters are typed and give None where nothing was said."""
+    """The arguments of a line, read by its grammar. Getters are typed and give None for a missing argument."""
 
     grammar: Grammar
     words: tuple[str, ...] = ()
@@ -146,23 +146,23 @@ class Arguments:
         return bool(self.options.get(name, False))
 
     def text(self, name: str) -> str | None:
-        """The value of a text option."""
+        """Return the value of a text option."""
         value = self.options.get(name)
         return None if value is None else str(value)
 
     def number(self, name: str) -> float | None:
-        """The value of a numeric option."""
+        """Return the value of a numeric option."""
         value = self.options.get(name)
         return None if value is None else float(value)
 
     def whole(self, name: str) -> int | None:
-        """The value of an option that takes a whole number."""
+        """Return the value of an option that takes a whole number."""
         value = self.options.get(name)
         return None if value is None else int(value)
 
     @property
     def wants_help(self) -> bool:
-        """Whether ``--help`` was given; nothing else of the line was looked at then."""
+        """Whether ``--help`` was given; the rest of the line is not read then."""
         return self.flag("--help")
 
 
@@ -188,14 +188,14 @@ def split(grammar: Grammar, line: str) -> list[str]:
 
 
 def expression_start(grammar: Grammar, line: str) -> int | None:
-    """Where the expression of a command with a tail begins; None while what stands before it is being typed."""
+    """Return where the expression of a command with a tail begins; None while options before it are being typed."""
     head, rest = _split_tail(grammar, line.lstrip())
     is_in_head = not rest and (head[-1:] == [""] or line[-1:].strip())
     return None if is_in_head or not grammar.tail else len(line) - len(rest)
 
 
 def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:
-    """Options and pairs come first; the expression begins at the first part that is neither."""
+    """Read options and pairs first; the expression begins at the first part that is neither."""
     head, rest = _split_tail(grammar, line.strip())
     arguments = _Reader(grammar, head).read()
     if not rest and not arguments.wants_help:
@@ -227,7 +227,7 @@ def _looks_like_option(part: str) -> bool:
 
 
 class _Reader:
-    """Reads the parts of one line, from left to right."""
+    """The reader of the parts of one line, from left to right."""
 
     def __init__(self, grammar: Grammar, parts: list[str]) -> None:
         self._grammar = grammar

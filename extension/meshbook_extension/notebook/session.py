@@ -1,4 +1,4 @@
-"""What the magics of one notebook know: its meshes, the current one, named slices, jobs."""
+"""The session of one notebook: its meshes, the current one, named slices, jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = TypeVar("P")
 
 DEFAULT_NAME = "main"
 LAST_RESULT = "_mesh"
-"""The notebook's name for the ValueMesh of the last mesh cell."""
+"""The variable that has the ValueMesh of the last mesh cell."""
 
 
 class NamedSlice(NamedTuple):
@@ -30,36 +30,36 @@ class NamedSlice(NamedTuple):
     mesh: str
     view: ProcMesh
     pairs: Mapping[str, str] | None = None
-    """How it was cut, so that it can be cut again when the mesh has changed."""
+    """The target as it was written, so that the slice can be cut again when the mesh has changed."""
 
 
 class Session:
-    """One per IPython shell; `meshbook_extension.wiring` opens it. The meshes belong to the person, who stops them."""
+    """The session of an IPython shell, which `meshbook_extension.wiring` opens. The person stops its meshes."""
 
     def __init__(self, shell: InteractiveShell, notebook: str = "") -> None:
         self.shell = shell
         self.notebook = notebook
-        """Names the notebook to its next kernel; empty where nothing does."""
+        """The notebook's key for its next kernel; empty where there is none."""
         self.publisher = Publisher()
         self.setups = Setups()
         self.meshes: dict[str, ProcMesh] = {}
-        """Name to the mesh as it is arranged now: `split`, `rename` and `flatten` put another view here."""
+        """The meshes by name, as they are arranged now: `split`, `rename` and `flatten` put another view here."""
         self.slices: dict[str, NamedSlice] = {}
         self.current: str | None = None
         self.returned: set[str] = set()
-        """Meshes that an earlier kernel of this notebook has spawned."""
+        """The names of meshes that an earlier kernel of this notebook has spawned."""
         self.errors = ErrorLog()
         self.debug_name: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
-        """How ranks shall call the file of a cell, while a debugger looks at one of them."""
+        """The function that names a cell's file on ranks, while a debugger looks at one of them."""
         self.on_change: list[Callable[[], object]] = []
-        """Called when a job has begun."""
+        """Listeners that are called when a job has begun."""
         self.on_forget: list[Callable[[str], object]] = []
-        """Called with the name of a mesh that was stopped."""
+        """Listeners that are called with the name of a mesh that was stopped."""
         self._parts: dict[type, object] = {}
         self._stopped = ""
 
     def part(self, kind: type[P]) -> P:
-        """What another room keeps for this session, such as its `Jobs`; made when it is first asked for."""
+        """Return the object that another room keeps for this session, such as its `Jobs`, made at the first call."""
         if kind not in self._parts:
             self._parts[kind] = kind()
         part = self._parts[kind]
@@ -67,18 +67,18 @@ class Session:
         return part
 
     def add_part(self, part: object) -> None:
-        """Keep one that is made of more than nothing."""
+        """Keep a part whose constructor takes arguments."""
         self._parts[type(part)] = part
 
     def note_error(self, result: ExecutionResult) -> None:
-        """A cell has ended: keep the failures that its calls have raised."""
+        """Keep the failures that calls of the ended cell have raised."""
         number = getattr(result, "execution_count", None)
         self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)
 
     # ---- meshes ----------------------------------------------------------------------------------------------
 
     def mesh(self, name: str | None = None) -> ProcMesh:
-        """The mesh of this name, or the current one.
+        """Return the mesh of this name, or the current one.
 
         Raises: UsageError when there is none, MeshStoppedError when it was stopped.
         """
@@ -100,14 +100,14 @@ class Session:
         return procs
 
     def add(self, procs: ProcMesh) -> None:
-        """Know a mesh and make it the current one."""
+        """Add a mesh and make it the current one."""
         self._drop_slices(procs.name)
         self.setups.forget(procs.name)
         self.meshes[procs.name] = procs
         self.current = procs.name
 
     def forget(self, name: str) -> None:
-        """The mesh was stopped. Another one, if there is one, becomes the current one."""
+        """Forget a mesh that was stopped. Another one, if there is one, becomes the current one."""
         for listener in self.on_forget:
             listener(name)
         self.meshes.pop(name, None)
@@ -119,7 +119,7 @@ class Session:
             self.current = next(reversed(self.meshes), None)
 
     def check_name_is_free(self, name: str, otherwise: str = "--name other") -> None:
-        """Raises: UsageError if a living mesh has this name. otherwise: how the new one could be called."""
+        """Raise UsageError if a living mesh has this name. otherwise: the option that gives another."""
         taken = self.meshes.get(name)
         if taken is not None and taken.alive:
             raise UsageError(
@@ -133,7 +133,7 @@ class Session:
     # ---- targets ---------------------------------------------------------------------------------------------
 
     def target(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh:
-        """The ranks that a command means; see `targets`.
+        """Return the ranks that a command means; see `meshbook_extension.notebook.targets`.
 
         words: at most one, the name of a slice or of a mesh. Raises: UsageError, MeshStoppedError, ShapeError.
         """
@@ -169,7 +169,7 @@ class Session:
             self.bind(name, value)
 
     def lookup(self, name: str) -> object:
-        """A value of the notebook by its name.
+        """Return a value of the notebook by its name.
 
         Raises: UsageError naming the near match.
         """

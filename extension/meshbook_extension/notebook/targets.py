@@ -31,7 +31,7 @@ _INDEX = re.compile(r"-?\d+")
 
 
 class UnknownTargetAxis(UnknownAxisError):
-    """A target on an axis that the mesh does not have; suggests what was probably meant."""
+    """A target on an axis that the mesh does not have; the text suggests a similar one."""
 
     def __init__(self, axis: str, sizes: Mapping[str, int], text: str) -> None:
         super().__init__(axis, sizes)
@@ -78,7 +78,7 @@ def parse_selector(axis: str, text: str, size: int) -> int | slice | list[int]:
 
 
 def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
-    """The part of ``view`` that ``axis=value`` pairs name; none name all of it.
+    """Return the part of ``view`` that ``axis=value`` pairs name; without pairs all of it.
 
     Raises: UnknownAxisError, RankError, UsageError.
     """
@@ -94,7 +94,7 @@ def choose(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
 
 
 def one_rank(procs: ProcMesh, text: str) -> int:
-    """The rank of ``3`` or ``rank=3``. Raises: UsageError unless it is a member of ``procs``."""
+    """Return the rank of ``3`` or ``rank=3``. Raises: UsageError unless it is a member of ``procs``."""
     digits = text.removeprefix(f"{RANK}=")
     if not digits.isdigit() or int(digits) not in procs.ranks:
         raise UsageError(f'"{text}" is no rank of this mesh, which has {name_ranks(procs.ranks)}. Say one: 0.')
@@ -102,7 +102,7 @@ def one_rank(procs: ProcMesh, text: str) -> int:
 
 
 def base_ranks(members: tuple[int, ...], all_members: tuple[int, ...], text: str) -> list[int]:
-    """The base ranks that ``rank=text`` names; those named singly must be members."""
+    """Return the base ranks that ``rank=text`` names; those named singly must be members."""
     size = max(all_members) + 1
     selector = parse_selector(RANK, text, size)
     wanted = list(range(size)[selector]) if isinstance(selector, slice) else selector
@@ -132,7 +132,7 @@ def _slice(axis: str, text: str, size: int, found: re.Match[str]) -> slice:
 
 @dataclass(frozen=True)
 class Setup:
-    """One of them, with the target as it was written."""
+    """A cell marked ``%%mesh --setup``, with the target as it was written."""
 
     mesh: str
     pairs: Mapping[str, str]
@@ -143,12 +143,12 @@ class Setup:
     """The front end's name of the cell, where it has one: a cell that is changed and run again takes its own place."""
 
     def ranks(self, procs: ProcMesh) -> tuple[int, ...]:
-        """Those that it is for, in the mesh as it is now. Raises: MeshError where its target is not there any more."""
+        """Return the cell's ranks in the mesh as it is now. Raises: MeshError where its target is gone."""
         return choose(procs, self.pairs).ranks
 
 
 class Setups:
-    """Of all meshes of a notebook, in the order in which they were run."""
+    """The setup cells of all meshes of a notebook, in the order in which they were run."""
 
     def __init__(self) -> None:
         self._cells: list[Setup] = []
@@ -164,21 +164,21 @@ class Setups:
         return (cell for cell in self._cells if cell.mesh == mesh)
 
     def forget(self, mesh: str) -> None:
-        """The mesh is no more."""
+        """Forget the cells of a mesh that was stopped."""
         self._cells = [cell for cell in self._cells if cell.mesh != mesh]
         self._owed.pop(mesh, None)
 
     def owe(self, mesh: str, ranks: Collection[int]) -> tuple[int, ...]:
-        """``ranks`` have yet to run them; returns all of the mesh that have."""
+        """Note that ``ranks`` have yet to run the cells; returns all ranks of the mesh that have."""
         self._owed.setdefault(mesh, set()).update(ranks)
         return tuple(sorted(self._owed[mesh]))
 
     def settle(self, mesh: str) -> None:
-        """Nobody has to run them any more."""
+        """Note that no rank has to run the cells any more."""
         self._owed.pop(mesh, None)
 
     def follow(self, mesh: str, before: ProcMesh, change: Change) -> None:
-        """Follow ranks that have got other numbers."""
+        """Follow ranks whose numbers have changed."""
         moved = change.moved
         self._owed[mesh] = {moved[rank] for rank in self._owed.get(mesh, ()) if rank in moved}
         kept = []
@@ -196,7 +196,7 @@ def _is_same(one: Setup, other: Setup) -> bool:
 
 
 def follow_ranks(pairs: Mapping[str, str], before: ProcMesh, change: Change) -> dict[str, str] | None:
-    """A target as it is written after ``change``: ``rank=`` means the same processes, an axis the same indices.
+    """Return a target as written after ``change``: ``rank=`` means the same processes, an axis the same indices.
 
     before: the whole mesh until then. Returns: None if none of its ranks is left.
     """
@@ -208,7 +208,7 @@ def follow_ranks(pairs: Mapping[str, str], before: ProcMesh, change: Change) -> 
 
 
 def view_after(view: ProcMesh, pairs: Mapping[str, str] | None, before: ProcMesh, change: Change) -> ProcMesh | str:
-    """A named slice in the changed mesh, or why there is none.
+    """Return a named slice in the changed mesh, or the reason why there is none.
 
     pairs: as it was cut; None where that is not known: then the same processes.
     """

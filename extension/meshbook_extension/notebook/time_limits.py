@@ -1,4 +1,4 @@
-"""Meshes that stop by themselves: idle for too long, or older than they may become; told before it happens.
+"""Meshes that stop by themselves: idle for too long, or older than they may become; a note warns before.
 
 A mesh is idle while no call to it runs and no actor of its ranks has anything to do. What its ranks do by themselves,
 in threads that cells have left behind, does not count.
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
 
 WARN_S = 300.0
-"""So long before the end it is told, or a tenth of the time if that is less."""
+"""The time before the end at which the note comes, or a tenth of the limit if that is less."""
 
 LOOK_S = 30.0
-"""The most between two looks; a twentieth of the limit where that is less."""
+"""The most time between two looks; a twentieth of the limit where that is less."""
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """What a mesh may cost."""
+    """The time limits of a mesh."""
 
     idle_s: float = 0.0
-    """So long it may be idle; 0: for ever."""
+    """The time that it may be idle; 0: for ever."""
     total_s: float = 0.0
-    """So old it may become; 0: any age."""
+    """The age that it may reach; 0: any age."""
     began: float = 0.0
-    """When it was spawned, in seconds since the epoch: the next kernel goes on counting."""
+    """The time of its spawn, in seconds since the epoch: the next kernel goes on counting."""
 
 
 class TimeLimit:
-    """Watches one mesh on the publisher's thread, and stops it on another."""
+    """The watch over one mesh, on the publisher's thread; another thread stops the mesh."""
 
     def __init__(self, procs: ProcMesh, limit: Limit, sink: CellSink) -> None:
-        """sink: where it is told, that of the cell that runs now."""
+        """sink: the output for notes, that of the running cell."""
         self.procs, self.limit = procs.base(), limit
         self._sink = sink
         self._used_at = time.monotonic()
         self._warned = False
         self.is_over = False
-        """Another limit has taken its place."""
+        """Whether another limit has taken its place."""
 
     def start(self, publisher: Publisher) -> None:
-        """Watch from now on, until the mesh ends."""
+        """Watch the mesh from now on, until it ends."""
         publisher.schedule(self, time.monotonic())
 
     def pump(self, now: float) -> float | None:
-        """Look; returns when to look again, None once the mesh has ended."""
+        """Look at the mesh; returns when to look again, None once it has ended."""
         if not self.procs.alive or self.is_over:
             return None
         left_s, why = self._left(now)
@@ -74,11 +74,11 @@ class TimeLimit:
         return now + min(LOOK_S, shortest / 20, left_s if left_s <= warn_s else left_s - warn_s)
 
     def fail(self, error: Exception) -> None:
-        """Looking failed: the mesh would run on for ever, which its owner has to know."""
+        """Warn that the mesh is not watched any more, and so would run on for ever."""
         self._tell(f"is not watched any more, so it does not stop by itself: {error}")
 
     def _left(self, now: float) -> tuple[float, str]:
-        """So long it may go on, by which limit."""
+        """Return the seconds left, and the limit (idle or old) that they are of."""
         self._used_at = max(self._used_at, states.called_at(self.procs))
         age_left = self.limit.began + self.limit.total_s - time.time() if self.limit.total_s else float("inf")
         idle_left = self._used_at + self.limit.idle_s - now if self.limit.idle_s else float("inf")
@@ -102,13 +102,13 @@ class TimeLimit:
 
 
 class TimeLimits:
-    """Of the meshes of a notebook, by their numbers."""
+    """The time limits of a notebook's meshes, by their ids."""
 
     def __init__(self) -> None:
         self._limits: dict[int, TimeLimit] = {}
 
     def add(self, procs: ProcMesh, limit: Limit, sink: CellSink, publisher: Publisher) -> None:
-        """Watch a mesh, if it has a limit; in place of the one that it had."""
+        """Watch a mesh with a limit, in place of the limit that it had."""
         if (before := self._limits.pop(procs.id, None)) is not None:
             before.is_over = True
         if limit.idle_s or limit.total_s:
@@ -121,7 +121,7 @@ class TimeLimits:
         return Limit() if known is None else known.limit
 
     def go_on(self, earlier: TimeLimits, publisher: Publisher) -> None:
-        """Watch what an earlier session has watched, whose publisher has stopped."""
+        """Watch the meshes of an earlier session, whose publisher has stopped."""
         self._limits = earlier._limits
         for limit in self._limits.values():
             limit.start(publisher)

@@ -1,4 +1,4 @@
-"""Waiting on the main thread of a notebook: as `CallFuture.get` waits, and with what is to be done meanwhile.
+"""Waits on the main thread of a notebook, as `CallFuture.get` waits, with tasks that are done meanwhile.
 
 The wait is synchronous: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a cell would go on
 for seconds. The thread serves the controller's sockets itself, so whatever ranks tell wakes it, as an interrupt does.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 STEP_S = 0.1
 
 WHILE_WAITING: list[Callable[[], None]] = []
-"""Called every `STEP_S` of each wait: what nobody else can do while the main thread waits. Mostly there is nothing."""
+"""Tasks of each `STEP_S` of a wait that only the waiting main thread can do. Mostly there are none."""
 
 
 def wait_until_done(
@@ -49,12 +49,12 @@ def wait_until_done(
 
 
 def pause(duration_s: float) -> None:
-    """Wait so long, a moment. Raises: KeyboardInterrupt."""
+    """Wait a moment. Raises: KeyboardInterrupt."""
     time.sleep(duration_s)
     run_tasks()
 
 
 def run_tasks() -> None:
-    """What is to be done at each step of a wait."""
+    """Do the tasks of each step of a wait."""
     for task in WHILE_WAITING:
         task()

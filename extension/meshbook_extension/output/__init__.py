@@ -1,1 +1,1 @@
-"""Output of ranks: merged, bounded, labelled, published."""
+"""The output of ranks: merged, bounded, labelled, published."""

@@ -1,4 +1,4 @@
-"""Which lines of several ranks are shown as one: sequences that arrive bit by bit are laid side by side.
+"""The alignment of ranks' lines: sequences that arrive bit by bit are laid side by side, and equal lines become one.
 
 Each rank has a queue. What stands first in it may be shown, together with all equal ones that stand first in the queues
 of other ranks. It goes when every rank that still runs has it there, or when one of its lines has waited long enough.
@@ -26,19 +26,19 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 _Key: TypeAlias = tuple[str, Hashable, bool]
-"""Stream, what is equal where the lines are, whether it continues a line that was begun."""
+"""The stream, a value that is equal for equal lines, and whether the text continues a line that was begun."""
 
 
 PATIENT_CIRCLES = 64
-"""So many circles are broken one by one in one go; what forms more of them is not alike enough to be worth the time."""
+"""The most circles that one call breaks one by one; lines that form more are too unlike to be worth the time."""
 
 
 class Entry(msgspec.Struct, eq=False):
-    """Something of one rank that is not shown yet."""
+    """A line or a display of one rank that is not shown yet."""
 
     lane: deque[Entry]
     key: _Key
-    """Equal keys look the same."""
+    """Entries with equal keys look the same."""
     number: int
     era: int
     due: float
@@ -48,26 +48,26 @@ class Entry(msgspec.Struct, eq=False):
 
 
 class Row(NamedTuple):
-    """Equal entries that are shown as one."""
+    """A row of equal entries, which are shown as one."""
 
     key: _Key
     entries: dict[int, Entry]
-    """By rank, in the order of ranks."""
+    """The entries by rank, in the order of ranks."""
 
 
 class _Queue:
-    """What one rank has printed, in a lane per stream."""
+    """The queue of one rank's entries, in a lane per stream."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, deque[Entry]] = {}
         self.front: tuple[Entry, ...] = ()
         """The entries that may go: the first, then what may as well have come before it."""
         self.through = -1
-        """All entries up to this number go, since others wait for one of them."""
+        """The number up to which entries go, since entries of other ranks wait for one of them."""
         self.era = self.count = 0
 
     def look(self) -> None:
-        """Find anew what stands in `front`."""
+        """Find the entries that stand in `front` again."""
         first = [lane[0] for lane in self.lanes.values() if lane]
         if len(first) > 1:
             first.sort(key=_number)
@@ -81,19 +81,19 @@ class Alignment:
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = {}
         self._holders: dict[_Key, dict[int, int]] = {}
-        """Per key the ranks that have it, and how often."""
+        """The ranks that have each key, and how often."""
         self._front: dict[_Key, set[int]] = {}
-        """Per key the ranks that have it in front."""
+        """The ranks that have each key in front."""
         self._changed: set[int] = set()
         """Ranks with another first entry in a lane than they had when `front` was found."""
         self._results = 0
         self._drawn: set[_Key] = set()
-        """Keys for which what stands before them elsewhere has been told to go."""
+        """The keys for which `_draw` has let the entries before them go."""
 
     def add(
         self, rank: int, stream: str, key: _Key, due: float, text: str, display: object = None, is_result: bool = False
     ) -> None:
-        """Put something at the end of the rank's queue; at ``due`` it has waited long enough for other ranks."""
+        """Put an entry at the end of the rank's queue; at ``due`` it has waited long enough for other ranks."""
         queue = self._queue(rank)
         lane = queue.lanes.get(stream)
         if lane is None:
@@ -111,22 +111,22 @@ class Alignment:
             self._drawn.discard(key)
 
     def bar(self, rank: int) -> None:
-        """What the rank adds from now on has certainly come after all that is there."""
+        """Note that the rank prints its next entries after all that are there."""
         self._queue(rank).era += 1
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no entry waits."""
         return not self._holders
 
     def due_at(self, running: Collection[int]) -> float | None:
-        """When the next entry has waited long enough; those left out that wait for ranks to end."""
+        """Return when the next entry has waited long enough, without those that wait for ranks to end."""
         self._look_again()
         heads = (queue.front[0] for queue in self._queues.values() if queue.front)
         return min((head.due for head in heads if not (head.is_result and running)), default=None)
 
     def take(self, now: float, running: Set[int], *, results: bool = False) -> list[Row]:
-        """Return what is to be shown, in order: what is due by ``now`` or stands in front of all running ranks.
+        """Return the rows to show, in order: those due by ``now``, and those in front of all running ranks.
 
         results: those too for which ranks that run may yet have equals.
         """
@@ -138,7 +138,7 @@ class Alignment:
     # ---- private ------------------------------------------------------------------------------------------------
 
     def _take(self, now: float, running: Set[int], *, hold: bool) -> list[Row]:
-        """As `take`; ``hold``: except for results, and what stands behind them."""
+        """Do the work of `take`; ``hold`` keeps back results and the entries behind them."""
         rows: list[Row] = []
         self._look_again()
         candidates = {queue.front[0].key for queue in self._queues.values() if queue.front}
@@ -163,7 +163,7 @@ class Alignment:
         return queue
 
     def _look_again(self) -> set[_Key]:
-        """Bring `front` up to date; returns the keys that came there."""
+        """Bring `front` up to date; returns the keys that came to stand there."""
         keys: set[_Key] = set()
         fronts = self._front
         for rank in self._changed:
@@ -181,7 +181,7 @@ class Alignment:
         return keys
 
     def _may_go(self, key: _Key, now: float, running: Set[int], hold: bool) -> bool:
-        """Whether those with this key that stand in front are to be shown, and no rank has one further back."""
+        """Whether the entries with this key that stand in front may be shown, and no rank has one further back."""
         ranks = self._front.get(key)
         if not ranks or len(ranks) < len(self._holders[key]):
             return False
@@ -194,13 +194,13 @@ class Alignment:
         return False
 
     def _overdue(self, now: float, hold: bool) -> Iterator[_Key]:
-        """The keys of first entries that must be shown, whoever else has them."""
+        """Yield the keys of first entries that must be shown, whichever ranks have them."""
         for queue in self._queues.values():
             if queue.front and _must_go(queue, now) and not (queue.front[0].is_result and hold):
                 yield queue.front[0].key
 
     def _draw(self, now: float, hold: bool) -> set[_Key]:
-        """Have what stands before an entry that others wait for go too; returns the keys that may go now."""
+        """Let the entries go that stand before one that others wait for; returns the keys that may go now."""
         keys: set[_Key] = set()
         for key in self._overdue(now, hold):
             if key in self._drawn:
@@ -215,22 +215,22 @@ class Alignment:
         return keys
 
     def _in_circles(self, now: float, hold: bool) -> list[_Key]:
-        """The keys that must go and wait for each other; the one that most ranks have in front comes first."""
+        """Return the keys that must go and wait for each other; the one that most ranks have in front comes first."""
         keys = set(self._overdue(now, hold))
         return sorted(keys, key=lambda key: (-len(self._front[key]), self._place(key)))
 
     def _place(self, key: _Key) -> tuple[int, int]:
-        """What comes out together is sorted by the first rank, so that cells read the same from run to run."""
+        """Return the key's place among those shown together, by its first rank: cells read the same at each run."""
         rank = min(self._front[key])
         return rank, self._entry(rank, key).number
 
     def _entry(self, rank: int, key: _Key) -> Entry:
-        """The entry that the rank has in front."""
+        """Return the entry with this key that the rank has in front."""
         front = self._queues[rank].front
         return front[0] if front[0].key == key else next(entry for entry in front if entry.key == key)
 
     def _pop(self, key: _Key) -> Row:
-        """Take out what stands in front with this key."""
+        """Take the entries with this key out of the fronts."""
         entries: dict[int, Entry] = {}
         holders = self._holders[key]
         ranks = self._front.pop(key)

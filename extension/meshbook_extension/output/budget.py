@@ -1,4 +1,4 @@
-"""How much of one cell's output is shown, and an exact account of what is not. Pure."""
+"""The budget of one cell's output, and an exact account of the text beyond it. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from meshbook.formatting import format_bytes, name_ranks
 from meshbook_extension.output.line_merging import LinePiece
 
 SHOWN_CHARACTERS = 200_000
-"""Text of one cell that goes to the front end; fifty times this freezes JupyterLab for a minute."""
+"""The text of one cell that goes to the front end; fifty times this freezes JupyterLab for a minute."""
 SHOWN_DISPLAY_CHARACTERS = 20_000_000
 """The same for plots and other rich output."""
 LAST_LINES = 20
-"""Of a cell that printed more, so many lines are shown at its end."""
+"""The last lines that are shown of a cell that printed more."""
 LINE_CHARACTERS = 1000
-"""Of each of them."""
+"""The characters of each of them."""
 KEPT_CHARACTERS = 4000
-"""Of each rank and stream, to have its last lines."""
+"""The text that is kept of each rank and stream, to have its last lines."""
 LABEL_CHARACTERS = 6
-"""What a label adds to a line, or about that."""
+"""The characters that a label adds to a line, about."""
 NAMED_PATHS = 2
 
 
 class Budget:
-    """Decides piece by piece. What it refuses is counted, except for the last lines, which wait for `report`."""
+    """A budget that decides piece by piece, and counts text that it refuses but for the last lines."""
 
     def __init__(self, characters: int = SHOWN_CHARACTERS, display_characters: int = SHOWN_DISPLAY_CHARACTERS) -> None:
         self.exceeded = False
@@ -39,7 +39,7 @@ class Budget:
         self._cut_bytes: dict[int, int] = {}
         self._cut_paths: dict[int, str] = {}
         self.lacks = ""
-        """Why logs do not have all of it; empty if they do."""
+        """The reason why logs lack some of the text; empty if they have all."""
         self._reported: tuple[int, int] = (0, 0)
 
     def admit(self, piece: LinePiece) -> bool:
@@ -69,7 +69,7 @@ class Budget:
         return any(skipped == rank for skipped, _ in self._skipped)
 
     def take_skipped(self) -> list[tuple[int, str, str]]:
-        """The last of what was skipped, as (rank, stream, text)."""
+        """Return the last of the skipped text, as (rank, stream, text)."""
         skipped, self._skipped = self._skipped, {}
         return [(rank, stream, text) for (rank, stream), text in skipped.items()]
 
@@ -93,7 +93,7 @@ class Budget:
 
     @property
     def hidden_bytes(self) -> int:
-        """What no front end has seen, in all."""
+        """The bytes that no front end has seen, in all."""
         return sum(self._hidden_bytes.values()) + sum(self._cut_bytes.values())
 
     @property
@@ -102,7 +102,7 @@ class Budget:
         return bool(self._last or self._skipped) or (self.hidden_bytes, self.displays_hidden) != self._reported
 
     def report(self, log_paths: Mapping[int, str]) -> tuple[str, list[LinePiece]]:
-        """Say what is not shown.
+        """Report the text and displays that are not shown.
 
         Returns: a text that ends with a newline, and the last lines, which come after it.
         """
@@ -140,7 +140,7 @@ class Budget:
 
 
 def name_paths(paths: list[str]) -> str:
-    """Some log files for people to open, followed by a separator for the command that shows all."""
+    """Name some log files for people to open, followed by a separator for the command that shows all."""
     if not paths:
         return ""
     named = ", ".join(paths[:NAMED_PATHS])

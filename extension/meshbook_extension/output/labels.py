@@ -12,13 +12,13 @@ from meshbook_extension.output.line_merging import LinePiece
 from meshbook_extension.output.publisher import CellSink
 
 MANY_RUNS = 40
-"""What changes more often between stdout and stderr, and is shown at once, is sorted by stream."""
+"""The most changes between stdout and stderr in texts shown together; with more, they are sorted by stream."""
 RUNS = 6
-"""The same for a cell that has shown many of them."""
+"""The same for a cell that has shown many changes."""
 
 
 class Text(NamedTuple):
-    """Something to append to a stream."""
+    """A text to append to a stream."""
 
     stream: str
     text: str
@@ -30,13 +30,13 @@ def label(ranks: Iterable[int]) -> str:
 
 
 def label_block(ranks: Iterable[int], block: str) -> str:
-    """Several lines behind one label; the second and later ones are indented by its width."""
+    """Write several lines behind one label; the second and later ones are indented by its width."""
     head = f"{label(ranks)} "
     return head + block.replace("\n", "\n" + " " * len(head))
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.34 s``, ``12.3 s``, ``2 min 5 s``, ``3 h 20 min``"""
+    """Write a time as ``0.34 s``, ``12.3 s``, ``2 min 5 s`` or ``3 h 20 min``."""
     if seconds < 100:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -44,13 +44,13 @@ def format_seconds(seconds: float) -> str:
 
 
 class Labeller:
-    """Writes pieces one after the other, and remembers the line that is not ended."""
+    """A writer of pieces, one after the other, which remembers the line that is not ended."""
 
     def __init__(self) -> None:
         self._open: LinePiece | None = None
 
     def write(self, piece: LinePiece) -> list[Text]:
-        """The text for ``piece``: a label, or just the rest of the line that is still open."""
+        """Return the text for ``piece``: with a label, or just the rest of the line that is still open."""
         rest = (
             self._open is not None
             and piece.continues
@@ -63,13 +63,13 @@ class Labeller:
         return [*written, Text(piece.stream, text)]
 
     def end_line(self) -> list[Text]:
-        """The newline that is missing before something else can be shown."""
+        """Return the newline that is missing before another text can be shown."""
         opened, self._open = self._open, None
         return [Text(opened.stream, "\n")] if opened else []
 
 
 def join_runs(texts: Sequence[Text], most: int = MANY_RUNS) -> list[Text]:
-    """Neighbours of one stream become one; if that leaves more than ``most``, all of a stream becomes one."""
+    """Join neighbours of one stream; if that leaves more than ``most`` texts, join all of each stream."""
     runs: list[tuple[str, list[str]]] = []
     for stream, text in texts:
         if not runs or runs[-1][0] != stream:
@@ -92,7 +92,7 @@ _WHOLE = re.compile(rf"(?:{_PART.pattern})+")
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Seconds. Raises: UsageError that shows what would be one."""
+    """Return the seconds of ``30m`` or ``1h30m``. Raises: UsageError that shows an example."""
     if not _WHOLE.fullmatch(text):
         unit = f" {text} what? For example" if text.replace(".", "", 1).isdigit() else " Write it as"
         number = text if text.isdigit() else "90"
@@ -105,7 +105,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """``45 s``, ``10 min``, ``1 h 58 min``, ``3 d 2 h``: rounded to what matters."""
+    """Write a long time as ``45 s``, ``10 min``, ``1 h 58 min`` or ``3 d 2 h``, rounded."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -126,15 +126,15 @@ def columns(rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
 
 
 TOGETHER_S = 0.02
-"""How long a first failure waits for equal ones of other ranks."""
+"""The time that a first failure waits for equal ones of other ranks."""
 FULL = 4
-"""Different failures of one cell that are shown with their tracebacks."""
+"""The most different failures of one cell that are shown with their tracebacks."""
 BRIEF = 20
-"""Further ones that get a line."""
+"""The most further failures that get a line."""
 INTERRUPT = "KeyboardInterrupt"
 DISAGREE = "RanksDisagree"
 LOST = "WorkerLost"
-"""Not raised by the rank, which has ended; in place of a traceback it has the last lines of the rank's log."""
+"""The name of a failure for a rank that has ended; its traceback is the last lines of the rank's log."""
 
 
 class FailureView:
@@ -146,16 +146,16 @@ class FailureView:
         self._due_at: float | None = None
 
     def add(self, failure: Failure, now: float) -> None:
-        """Take a failure, to be shown within `TOGETHER_S`."""
+        """Add a failure, to be shown within `TOGETHER_S`."""
         self._waiting.append(failure)
         self._due_at = self._due_at or now + TOGETHER_S
 
     def due_at(self) -> float | None:
-        """When `show` should be called; None when nothing waits."""
+        """Return when `show` should be called; None when no failure waits."""
         return self._due_at
 
     def is_due(self, now: float) -> bool:
-        """Whether it should be called by now."""
+        """Whether `show` should be called by now."""
         return self._due_at is not None and self._due_at <= now
 
     def show(self, sink: CellSink) -> None:
@@ -184,7 +184,7 @@ class FailureView:
 
 
 def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> str:
-    """``ranks 0-3 raised ValueError: bad shard``, in brief with its place and on one line."""
+    """Write ``ranks 0-3 raised ValueError: bad shard``; in brief with its place and on one line."""
     where = f" ({failure.where})" if failure.where and brief else ""
     if failure.ename == INTERRUPT:
         return f"{name_ranks(ranks)} stopped at an interrupt{where}"

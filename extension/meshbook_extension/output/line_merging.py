@@ -16,10 +16,10 @@ from meshbook_extension.output.alignment import Alignment, Row
 from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
 
 WINDOW_S = 0.15
-"""How long a line waits for the other ranks."""
+"""The time that a line waits for the other ranks."""
 
 _SPECIAL = re.compile(r"[\r\x1b|]")
-"""What bars are made of."""
+"""The characters that bars are made of."""
 
 
 class LinePiece(NamedTuple):
@@ -29,16 +29,16 @@ class LinePiece(NamedTuple):
     stream: str
     """``stdout``, ``stderr``, or ``display`` for what is not text."""
     text: str
-    """One line with its newline, or a part of one."""
+    """A line with its newline, or a part of one."""
     continues: bool = False
-    """The beginning of this line was shown before."""
+    """Whether the beginning of this line was shown before."""
     display: object = None
 
 
 class Grouping:
-    """How the output of several ranks becomes one; all times are in seconds on the caller's clock.
+    """A grouping makes one output of those of several ranks; all times are in seconds on the caller's clock.
 
-    Subclasses say what becomes of lines.
+    Subclasses order and merge the lines.
     """
 
     joins_bars = False
@@ -49,38 +49,38 @@ class Grouping:
         self._reader = LineReader()
 
     def feed(self, rank: int, stream: str, text: str, now: float, place: int = 0) -> None:
-        """Take what ``rank`` printed. Between stdout and stderr of one ``place`` nobody knows the order."""
+        """Take the text that ``rank`` printed. Between stdout and stderr of one ``place`` the order is not known."""
         self._add_lines(self._reader.feed(rank, stream, text, now), now)
 
     def feed_display(self, rank: int, key: Hashable, display: object, now: float, *, is_result: bool = False) -> None:
-        """Take something that is not text; equal keys mean that it looks the same.
+        """Take a display of ``rank``; displays with equal keys look the same.
 
         is_result: the value of the cell's last expression; it waits until no rank runs any more.
         """
         raise NotImplementedError
 
     def end(self, rank: int, now: float) -> None:
-        """``rank`` has ended; an unfinished line of it counts as a line."""
+        """Note that ``rank`` has ended; an unfinished line of it counts as a line."""
         self._add_lines(self._reader.end(rank), now)
         self._running.discard(rank)
 
     def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
-        """What is to be shown by now; ``at_once``: all that could be, except for what waits for ranks to end."""
+        """Return the pieces to show by now; ``at_once``: all but those that wait for ranks to end."""
         self._add_lines(self._reader.take_rested(now), now)
         return self._take(math.inf if at_once else now, results=False)
 
     def close(self, now: float, *, results: bool = True) -> list[LinePiece]:
-        """Everything that is left, begun lines too; without ``results`` as `take`. More may be fed afterwards."""
+        """Return all pieces that are left, begun lines too; without ``results`` as `take`. More may be fed later."""
         for rank in self._reader.ranks():
             self._add_lines(self._reader.end(rank), now)
         return self._take(math.inf, results=results)
 
     def due_at(self) -> float | None:
-        """When `take` will give something, if nothing more is fed; None: never."""
+        """Return when `take` will give something, if nothing more is fed; None: never."""
         return self._reader.due_at()
 
     def bars(self) -> list[tuple[tuple[int, ...], str]]:
-        """The progress bars as they stand, equal ones once, each with its ranks."""
+        """Return the progress bars as they stand, equal ones once, each with its ranks."""
         return self._reader.bars()
 
     def _add_lines(self, lines: Iterable[Line], now: float) -> None:
@@ -91,7 +91,7 @@ class Grouping:
 
 
 class LineMerger(Grouping):
-    """Merges equal lines (``--group equal``), as `meshbook_extension.output.alignment` lays them side by side.
+    """The grouping of ``--group equal``, which merges equal lines (`meshbook_extension.output.alignment`).
 
     As long as all ranks print the same, line by line, their texts are compared as they are: it takes a tenth of the
     time. What differs, or is more than lines of stdout, is aligned.
@@ -104,7 +104,7 @@ class LineMerger(Grouping):
         self._alignment = Alignment()
         self._place: dict[int, int] = {}
         self._whole: dict[int, deque[tuple[float, str]]] = {}
-        """Per rank what came of stdout, and when, that is compared as it is."""
+        """The texts of stdout of each rank, with their times, that are compared as they are."""
         self._ready: list[LinePiece] = []
         self._all = frozenset(self._running)
 
@@ -175,7 +175,7 @@ class LineMerger(Grouping):
         self._align_whole()
 
     def _align_whole(self) -> None:
-        """Have the texts aligned, line by line, as if they had been when they came."""
+        """Align the texts line by line, as if that had been done when they came."""
         whole, self._whole = self._whole, {}
         for rank, came in whole.items():
             for at, text in came:
@@ -186,7 +186,7 @@ class LineMerger(Grouping):
 
 
 def _shared_lines(texts: Sequence[str]) -> int:
-    """Of how many characters the whole lines are with which all ``texts`` begin."""
+    """Count the characters of the whole lines with which all ``texts`` begin."""
     first, last = min(texts), max(texts)  # what these two share, all share
     least, most = 0, min(len(first), len(last))
     while least < most:
@@ -199,7 +199,7 @@ def _shared_lines(texts: Sequence[str]) -> int:
 
 
 def _without(came: deque[tuple[float, str]], size: int) -> deque[tuple[float, str]]:
-    """What is left without the first ``size`` characters."""
+    """Return the texts without their first ``size`` characters."""
     while came and size >= len(came[0][1]):
         size -= len(came.popleft()[1])
     if size:
@@ -218,10 +218,10 @@ def _piece(row: Row) -> LinePiece:
 
 
 class ByRank(Grouping):
-    """Merges nothing: each line at once with its rank (``--group none``), or each rank's as one block (``--group
-    rank``, ``blocks=True``), which comes when it and the ranks before it have ended.
+    """The grouping that merges nothing: each line goes at once with its rank (``--group none``), or in a block.
 
-    Without blocks, results wait until no rank runs any more, and come in the order of ranks.
+    A block (``--group rank``, ``blocks=True``) comes when its rank and the ranks before it have ended. Without blocks,
+    results wait until no rank runs any more, and come in the order of ranks.
     """
 
     def __init__(self, ranks: Iterable[int], *, blocks: bool) -> None:
@@ -273,7 +273,7 @@ class ByRank(Grouping):
 
 
 def grouping_for(name: str, ranks: Iterable[int]) -> Grouping:
-    """The grouping that ``--group`` names: ``equal``, ``rank`` or ``none``."""
+    """Make the grouping that ``--group`` names: ``equal``, ``rank`` or ``none``."""
     if name == "equal":
         return LineMerger(ranks)
     return ByRank(ranks, blocks=name == "rank")

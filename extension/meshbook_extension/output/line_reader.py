@@ -1,4 +1,4 @@
-"""Cuts what each rank prints into lines, and keeps the one that it has not ended yet.
+"""The reader of ranks' texts, which cuts them into lines and keeps the one that a rank has not ended yet.
 
 Lines end with a newline. A carriage return begins the line anew: such a line is a progress bar, whose states replace
 each other, and only the last one ever becomes a line. Bars of several ranks that have the same title and count to the
@@ -16,33 +16,33 @@ from meshbook.formatting import name_ranks
 
 _BAR = re.compile(r"(?:^|(?P<title>[^|]*?):?\s*)(?P<percent>\d{1,3})%\|[^|]*\|\s*(?:(?P<done>\S+?)/(?P<total>\S+))?")
 _BAR_WITHIN = 500
-"""Characters: so early a bar begins in its line."""
+"""The most characters before a bar in its line."""
 _LEFT = re.compile(r"<\s*(?P<left>[\d:]+)")
 _PERCENT = re.compile(r"(?P<percent>\d{1,3})(?:\.\d+)?\s*%")
 
 
 _ENDED = re.compile(r"(?P<bar>.*\d{1,3}%\|[^|]*\| *\S+/\S+) \[[\d:]+<[\d:?]+, *[^],]+(?P<said>(?:, [^]]*)?)\]\s*")
 _BEHIND = 0.05
-"""Ranks that are further apart than this are named."""
+"""The difference in progress from which on the first and last ranks are named."""
 
 
 class BarProgress(NamedTuple):
-    """How far the ranks with a bar are."""
+    """The progress of the ranks that show a bar."""
 
     title: str
-    """What the bars call themselves; empty where they have no name, or several."""
+    """The title of the bars; empty where they have none, or several."""
     ranks: int
     mean: float
-    """Between 0 and 1."""
+    """The mean of the ranks' fractions, each between 0 and 1."""
     least: float
     slowest: int
-    """The rank that is least far."""
+    """The rank with the least progress."""
     left: str
     """The longest time left as tqdm writes it, ``01:30``; empty where it is not known."""
 
 
 def merge_bars(bars: Iterable[tuple[Sequence[int], str]]) -> BarProgress | None:
-    """One progress for the bars of all ranks; each bar with the ranks that show it. None without a readable bar."""
+    """Return one progress for the bars, each given with the ranks that show it; None without a readable bar."""
     read = [(ranks, bar) for ranks, text in bars if ranks and (bar := _read(text)) is not None]
     count = sum(len(ranks) for ranks, _ in read)
     if not count:
@@ -60,7 +60,7 @@ def merge_bars(bars: Iterable[tuple[Sequence[int], str]]) -> BarProgress | None:
 
 
 def _read(text: str) -> tuple[str, float, str] | None:
-    """(title, fraction, time left) of the bar in ``text``."""
+    """Return (title, fraction, time left) of the bar in ``text``."""
     found = _BAR.search(text, 0, _BAR_WITHIN)
     if found is None:
         plain = _PERCENT.search(text)
@@ -75,7 +75,7 @@ def _read(text: str) -> tuple[str, float, str] | None:
 
 
 def join_bars(bars: Iterable[tuple[Sequence[int], str]]) -> list[tuple[Sequence[int], str]]:
-    """A line for all bars that belong together, in the state of the rank that is least far; the others as they are."""
+    """Join bars that belong together into one line, in the state of the slowest rank; others stay as they are."""
     joined: list[tuple[Sequence[int], str]] = []
     together: dict[tuple[str, str], list[tuple[float, Sequence[int], str]]] = {}
     for ranks, text in bars:
@@ -98,23 +98,23 @@ def _join(alike: Sequence[tuple[float, Sequence[int], str]]) -> tuple[Sequence[i
 
 
 def ended_bar(line: str) -> str:
-    """What a bar that has become a line has in common with those of other ranks: all but its time and rate; else ""."""
+    """Return the text of an ended bar without its time and rate, in which ranks differ; "" for another line."""
     found = _ENDED.fullmatch(line)
     return f"{found['bar']}\0{found['said']}" if found else ""
 
 
 REST_S = 0.5
-"""How long a line without its end waits for it."""
+"""The time that an unfinished line waits for its end."""
 
 LONGEST_TAIL = 8192
-"""Characters after which a line without its end is given out as far as it goes."""
+"""The characters after which an unfinished line is given out as far as it goes."""
 
 _NESTED_BAR = re.compile(r"\n+([^\n]*?)((?:\x1b\[A)+)")
-"""tqdm draws the bar of an inner loop one line further down, and goes back up."""
+"""The bar of an inner loop, which tqdm draws one line further down before it goes back up."""
 
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
-"""rich hides the cursor of a terminal and shows it again, on a line of its own; a cell has none."""
+"""The codes by which rich hides and shows a terminal's cursor, on a line of their own; a cell has none."""
 
 
 class Line(NamedTuple):
@@ -123,9 +123,9 @@ class Line(NamedTuple):
     rank: int
     stream: str
     text: str
-    """With its newline if the line has ended."""
+    """The text, with its newline if the line has ended."""
     continues: bool
-    """Its beginning was given out before."""
+    """Whether its beginning was given out before."""
 
 
 @dataclass
@@ -133,9 +133,9 @@ class _Tail:
     """The line that a rank has not ended yet."""
 
     text: str = ""
-    """What of it was not given out yet."""
+    """The part of the line that was not given out yet."""
     since: float = 0.0
-    """When the first character of ``text`` came."""
+    """The time at which the first character of ``text`` came."""
     begun: bool = False
     bar: bool = False
     below: str = ""
@@ -149,7 +149,7 @@ class LineReader:
         self._tails: dict[tuple[int, str], _Tail] = {}
 
     def feed(self, rank: int, stream: str, text: str, now: float) -> list[Line]:
-        """Take what ``rank`` printed, in any cut; returns the lines that it ended."""
+        """Take a text that ``rank`` printed, cut anywhere; returns the lines that it ended."""
         tail = self._tails.setdefault((rank, stream), _Tail())
         if "\x1b[A" in text:
             text = _lift_inner_bar(text, tail)
@@ -168,7 +168,7 @@ class LineReader:
         return lines
 
     def end(self, rank: int) -> list[Line]:
-        """``rank`` prints nothing more to its unfinished lines: returns what there is of them."""
+        """Return the unfinished lines of ``rank``, which prints no more to them."""
         lines = []
         for stream, tail in self._of(rank):
             del self._tails[rank, stream]
@@ -180,11 +180,11 @@ class LineReader:
         return lines
 
     def take_begun(self, rank: int) -> list[Line]:
-        """Returns what ``rank`` has begun to print, except for bars; the rest of those lines will follow."""
+        """Return the lines that ``rank`` has begun, except for bars; the rest of those lines will follow."""
         return [line for stream, tail in self._of(rank) for line in _give_out(rank, stream, tail)]
 
     def take_rested(self, now: float) -> list[Line]:
-        """Returns the beginnings of lines that have waited for their end long enough."""
+        """Return the beginnings of lines that have waited for their end long enough."""
         lines: list[Line] = []
         for (rank, stream), tail in self._tails.items():
             if now >= tail.since + REST_S or len(tail.text) > LONGEST_TAIL:
@@ -192,7 +192,7 @@ class LineReader:
         return lines
 
     def due_at(self) -> float | None:
-        """When `take_rested` will find something."""
+        """Return when `take_rested` will find something."""
         waiting = (tail.since + REST_S for tail in self._tails.values() if tail.text and not tail.bar)
         return min(waiting, default=None)
 
@@ -202,11 +202,11 @@ class LineReader:
         return not any(tail.text or tail.begun or tail.below for tail in self._tails.values())
 
     def ranks(self) -> list[int]:
-        """The ranks with an unfinished line."""
+        """Return the ranks with an unfinished line."""
         return sorted({rank for rank, _ in self._tails})
 
     def bars(self) -> list[tuple[tuple[int, ...], str]]:
-        """The progress bars as they stand, equal ones once, each with its ranks."""
+        """Return the progress bars as they stand, equal ones once, each with its ranks."""
         equal: dict[str, list[int]] = {}
         for (rank, _), tail in sorted(self._tails.items()):
             for state in (_last_state(tail.text), tail.below) if tail.bar else ():
@@ -228,7 +228,7 @@ def _give_out(rank: int, stream: str, tail: _Tail) -> list[Line]:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal would show of a line with carriage returns."""
+    """Return the part of a line with carriage returns that a terminal would show."""
     return _without_cursor(line).rstrip("\r").rpartition("\r")[2]
 
 
@@ -237,7 +237,7 @@ def _without_cursor(text: str) -> str:
 
 
 def _compact(line: str) -> str:
-    """The part of an unfinished line that still matters: its last state, between its carriage returns."""
+    """Return the last state of an unfinished line, between its carriage returns."""
     body = line.rstrip("\r")
     return body[max(body.rfind("\r"), 0) :] + ("\r" if len(body) < len(line) else "")
 

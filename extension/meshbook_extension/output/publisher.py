@@ -39,7 +39,7 @@ BARS_WIDTH = 160
 
 
 class CellSink(Protocol):
-    """Where the output of one cell goes."""
+    """A sink, to which the output of one cell goes."""
 
     def stream(self, name: str, text: str) -> None:
         """Append to ``stdout`` or ``stderr``."""
@@ -51,16 +51,16 @@ class CellSink(Protocol):
         """Show an exception; the lines may have ANSI colours."""
 
     def bars(self, lines: Sequence[str]) -> None:
-        """Show progress bars in the place of those shown before; none: take them away."""
+        """Show progress bars in the place of those shown before; without lines, take those away."""
 
 
 def is_attended(parent: JupyterMessage) -> bool:
-    """Whether a person is at the front end that sent a request: it shows what comes late, others have left the cell."""
+    """Whether a person is at the front end that sent a request: only such a front end shows late output."""
     return bool((parent.get("content") or {}).get("allow_stdin", True))
 
 
 class KernelSink:
-    """Sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
+    """A sink that sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
 
     def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
@@ -98,7 +98,7 @@ class KernelSink:
 
 
 class ServedCell:
-    """The request of the cell that runs now, and what waits for the next one."""
+    """The request of the running cell, and the messages that wait for the next one."""
 
     def __init__(self) -> None:
         self.parent: JupyterMessage = {}
@@ -107,7 +107,7 @@ class ServedCell:
         self._shell: InteractiveShell
 
     def watch(self, shell: InteractiveShell) -> None:
-        """Know from now on which cell of ``shell`` runs; one does now."""
+        """Follow the cells of ``shell`` from now on, the running one included."""
         self._shell = shell
         shell.events.register("pre_run_cell", self._begin)
         shell.events.register("post_run_cell", self._end)
@@ -142,7 +142,7 @@ served_cell = ServedCell()
 
 
 class StreamSink:
-    """Writes to the streams that were there when the cell began: a terminal's, or those of ``%%capture``."""
+    """A sink that writes to the streams of the cell's beginning: a terminal's, or those of ``%%capture``."""
 
     def __init__(self, publish_display: Callable[..., None]) -> None:
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
@@ -177,7 +177,7 @@ class StreamSink:
 
 
 def sink_for(shell: InteractiveShell) -> CellSink:
-    """The sink for the cell that ``shell`` runs now; to be called on the thread that runs it."""
+    """Return the sink for the cell that ``shell`` runs now; to be called on the thread that runs it."""
     kernel = kernel_of(shell)
     captured = getattr(sys.stdout, "pub_thread", None) is None
     if kernel is None or captured:
@@ -186,14 +186,14 @@ def sink_for(shell: InteractiveShell) -> CellSink:
 
 
 class StartLine:
-    """One line below the running cell that says how far a start has come, until it is there."""
+    """The line below the running cell on the progress of a start, until the mesh is ready."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._sink: CellSink | None = None
 
     def show(self, text: str) -> None:
-        """Replace the line; empty: take it away. A start that no cell waits for has none."""
+        """Replace the line; an empty text takes it away. A start that no cell waits for shows none."""
         if threading.current_thread() is not threading.main_thread():
             return
         if text and self._sink is None:
@@ -205,36 +205,36 @@ class StartLine:
 
 
 def kernel_of(shell: InteractiveShell) -> IPythonKernel | None:
-    """The kernel that ``shell`` runs in; None in a terminal."""
+    """Return the kernel that ``shell`` runs in; None in a terminal."""
     kernel: IPythonKernel | None = getattr(shell, "kernel", None)
     return kernel
 
 
 def session_of(kernel: IPythonKernel) -> Session:
-    """What makes and reads the messages of a kernel, which has it as soon as it serves."""
+    """Return the session that makes and reads a kernel's messages, which it has as soon as it serves."""
     assert kernel.session is not None
     return kernel.session
 
 
 def parent_of(shell: InteractiveShell) -> JupyterMessage:
-    """The request that ``shell`` serves now; empty without a kernel."""
+    """Return the request that ``shell`` serves now; empty without a kernel."""
     kernel = kernel_of(shell)
     return dict(kernel.get_parent("shell") or {}) if kernel is not None else {}
 
 
 def frame_bytes(frame: bytes | Frame) -> bytes:
-    """What a part of a message has, however the socket gave it."""
+    """Return the bytes of a part of a message, whichever form the socket gave it."""
     return frame if isinstance(frame, bytes) else frame.bytes
 
 
 class Scheduled(Protocol):
-    """What has something to publish from time to time."""
+    """An object that publishes something from time to time."""
 
     def pump(self, now: float) -> float | None:
-        """Publish what is due by ``now``; returns when to call again, None: when scheduled anew."""
+        """Publish everything due by ``now``; returns when to call again, None: when it is scheduled again."""
 
     def fail(self, error: Exception) -> None:
-        """`pump` raised: whoever waits for it should know."""
+        """Take the error that `pump` raised, for callers that wait."""
 
 
 class Publisher:
@@ -245,9 +245,9 @@ class Publisher:
         self._due: dict[Scheduled, float] = {}
         self._thread: threading.Thread | None = None
         self.is_stopping = False
-        """What is not due yet must go now, or never will."""
+        """Whether the thread ends, so that everything is due now."""
         self._wakes_at = 0.0
-        """Until when the thread waits."""
+        """The time until which the thread waits."""
 
     def schedule(self, output: Scheduled, at: float) -> None:
         """Call ``output.pump`` at ``at`` (monotonic clock), or sooner if that was asked for. From any thread."""
@@ -262,7 +262,7 @@ class Publisher:
                 self._changed.notify()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Publish what is there and end the thread. Idempotent."""
+        """Publish everything that is there and end the thread. Idempotent."""
         with self._changed:
             self.is_stopping = True
             self._changed.notify()
@@ -283,7 +283,7 @@ class Publisher:
                     self.schedule(output, again)
 
     def _wait(self) -> list[Scheduled] | None:
-        """What is due, as soon as something is; None when all is published and the end has come."""
+        """Wait for the next outputs that are due; returns None when all is published and the end has come."""
         with self._changed:
             while True:
                 now = time.monotonic()

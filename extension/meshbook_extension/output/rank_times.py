@@ -1,4 +1,4 @@
-"""How long the ranks of a cell took: who is slow, also where all end together since they wait for each other.
+"""The times of a cell's ranks, which show a slow rank also where all end together since they wait for each other.
 
     [0-7] 0.98 s (slowest rank 3: 0.97 s of own work, median 0.33 s; up to 0.65 s waiting in collectives)
       rank 2  0.98 s  █████████░░░░░░░░░░░░░░░░░░░
@@ -19,15 +19,15 @@ from meshbook.formatting import format_some_ranks
 from meshbook_extension.output.labels import columns, format_seconds, label
 
 ROWS = 16
-"""More ranks than this are grouped."""
+"""The most ranks that are shown one by one; more are grouped."""
 WIDTH = 32
 BINS = 8
 SLOWEST = 3
-"""Of many ranks, so many are shown one by one."""
+"""The number of slowest ranks that are shown one by one where there are many."""
 SLOW_FACTOR, SLOW_S = 1.25, 0.02
-"""A straggler works so many times as long as the median, and so much longer."""
+"""A straggler works this many times as long as the median, and this much longer."""
 WAITED_SHARE, WAITED_S = 0.02, 0.002
-"""Shorter waits are not told: a part of the cell's time, seconds."""
+"""The shortest waits that are shown: a part of the cell's time, seconds."""
 WORK, WAIT = "█", "░"
 
 
@@ -40,12 +40,12 @@ class RankTime(NamedTuple):
 
     @property
     def own_s(self) -> float:
-        """Without its waits in collectives."""
+        """The time without the rank's waits in collectives."""
         return max(0.0, self.total_s - self.waited_s)
 
 
 class Bin(NamedTuple):
-    """Ranks that worked about as long."""
+    """The ranks that worked about equally long."""
 
     low_s: float
     high_s: float
@@ -60,7 +60,7 @@ class Timed(Protocol):
 
 
 def times_of(run: Timed) -> list[RankTime]:
-    """By rank, of those that have ended."""
+    """Return the times of the ranks that have ended, by rank."""
     waited_s: Mapping[int, float] = run.waited_s
     return [RankTime(rank, run.durations_s[rank], waited_s.get(rank, 0.0)) for rank in sorted(run.durations_s)]
 
@@ -77,14 +77,14 @@ def slowest_of(times: Sequence[RankTime]) -> RankTime:
 
 
 def stragglers(times: Sequence[RankTime]) -> frozenset[int]:
-    """Ranks that work much longer than most."""
+    """Return the ranks that work much longer than most."""
     median_s = statistics.median(time.own_s for time in times)
     limit_s = max(SLOW_FACTOR * median_s, median_s + SLOW_S)
     return frozenset(time.rank for time in times if time.own_s > limit_s)
 
 
 def headline(times: Sequence[RankTime]) -> str:
-    """``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``, in terms of own work where ranks waited."""
+    """Write ``[0-7] 0.98 s (slowest rank 3: 0.98 s, median 0.41 s)``, in terms of own work where ranks waited."""
     text = f"{label(time.rank for time in times)} {format_seconds(max(time.total_s for time in times))}"
     waited = has_waits(times)
     waited_s = format_seconds(max(time.waited_s for time in times))
@@ -98,7 +98,7 @@ def headline(times: Sequence[RankTime]) -> str:
 
 
 def chart(times: Sequence[RankTime]) -> str:
-    """A bar per rank, or for many ranks the slowest, the median, the fastest and a histogram; nothing for one rank."""
+    """Draw a bar per rank, or of many the slowest, the median, the fastest and a histogram; nothing for one rank."""
     if len(times) < 2:
         return ""
     lines = _bars(rows_of(times), max(time.total_s for time in times))
@@ -110,7 +110,7 @@ def chart(times: Sequence[RankTime]) -> str:
 
 
 def rows_of(times: Sequence[RankTime]) -> list[tuple[RankTime, str]]:
-    """The ranks to show, each with what it is: all in their order, or of many those that stand for them."""
+    """Return the ranks to show, each with its note: all in their order, or of many the slowest, median and fastest."""
     slow, slowest = stragglers(times), slowest_of(times)
     if len(times) <= ROWS:
         return [(time, "slowest" if slow and time is slowest else "") for time in times]
@@ -142,7 +142,7 @@ def _cells(seconds: float, longest_s: float) -> int:
 
 
 def bins(times: Sequence[RankTime]) -> list[Bin]:
-    """Equal spans of own work from the fastest to the slowest, with the ranks in each; one where all are alike."""
+    """Return equal spans of own work from fastest to slowest, with the ranks in each; one span where all are alike."""
     low_s, high_s = min(time.own_s for time in times), max(time.own_s for time in times)
     if high_s - low_s <= max(0.001, 0.01 * high_s):
         return [Bin(low_s, high_s, tuple(time.rank for time in times))]
@@ -173,7 +173,7 @@ def _count_bar(count: int, most: int) -> str:
 
 
 def few_ranks(each: Bin) -> str:
-    """Who they are, where they are few: ``rank 17``, ``ranks 3,9``."""
+    """Name the ranks where they are few: ``rank 17``, ``ranks 3,9``."""
     if not 0 < len(each.ranks) <= ROWS:
         return ""
     return f"rank{'' if len(each.ranks) == 1 else 's'} {format_some_ranks(each.ranks, 30)}"

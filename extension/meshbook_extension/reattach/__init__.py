@@ -1,1 +1,1 @@
-"""The next kernel of a notebook finds its meshes."""
+"""The return of a notebook's meshes in its next kernel."""

@@ -1,4 +1,4 @@
-"""What a notebook leaves for its next kernel: how its meshes are arranged, slices, setup cells, the numbers of jobs.
+"""The state that a notebook leaves for its next kernel: arranged meshes, slices, setup cells, numbers of jobs.
 
 It is remembered with the session that the meshes belong to, so it lives exactly as long. A *trace*
 outside of the session tells the next kernel which meshes there were, should they have ended meanwhile.
@@ -33,7 +33,7 @@ KEY = "notebook"
 
 
 class View(msgspec.Struct, frozen=True):
-    """Members of a mesh, arranged."""
+    """Members of a mesh as they are arranged."""
 
     sizes: dict[str, int]
     ranks: tuple[int, ...]
@@ -43,45 +43,45 @@ class View(msgspec.Struct, frozen=True):
         return cls(procs.sizes, procs.ranks)
 
     def restore(self, mesh: ProcMesh) -> ProcMesh | None:
-        """The view of ``mesh``; None if it has other ranks by now."""
+        """Return the view of ``mesh``; None if the mesh has other ranks by now."""
         known = set(mesh.ranks)
         return arrange_ranks(mesh, self.sizes, self.ranks) if known.issuperset(self.ranks) else None
 
 
 class SavedSlice(msgspec.Struct, frozen=True):
-    """A part of a mesh that has a name."""
+    """A named part of a mesh."""
 
     mesh: str
     view: View
     pairs: dict[str, str] | None
-    """How it was cut."""
+    """The target as it was written."""
 
 
 class NotebookState(msgspec.Struct, frozen=True):
-    """Of one session; a notebook mostly has one."""
+    """The state of a notebook's session, of which it mostly has one."""
 
     notebook: str
-    """Names the notebook; empty where nothing does."""
+    """The notebook's key; empty where there is none."""
     current: str | None
     meshes: dict[str, View]
     slices: dict[str, SavedSlice]
     setups: tuple[Setup, ...]
     """Cells for ranks that are started later, in the order in which they were run."""
     jobs: dict[int, int]
-    """Output id of a cell to its number as a job."""
+    """The number of each job by the output id of its cell."""
     next_job: int
     limits: dict[str, Limit] = {}
-    """Of meshes that stop by themselves."""
+    """The limits of meshes that stop by themselves."""
     errors: tuple[LoggedError, ...] = ()
-    """The last failures of its ranks."""
+    """The last failures of the session's ranks."""
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """That a notebook has a session."""
+    """The trace of a notebook's session."""
 
     session: str
     meshes: dict[str, dict[str, int]]
-    """Name to sizes."""
+    """The sizes of each mesh by its name."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -90,7 +90,7 @@ _decode_traces = msgspec.json.Decoder(list[Trace]).decode
 
 
 def encode(value: object) -> bytes:
-    """As JSON; a cell or a notebook's name may have text that is not UTF-8."""
+    """Return JSON; a cell or a notebook's name may have text that is not UTF-8."""
     try:
         return _encode(value)
     except UnicodeEncodeError:
@@ -98,14 +98,14 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | None) -> NotebookState | None:
-    """None for what another version has written."""
+    """Return the state; None for one that another version has written."""
     with contextlib.suppress(msgspec.DecodeError):
         return _decode(data or b"")
     return None
 
 
 def notebook_key(shell: InteractiveShell) -> str:
-    """What the next kernel of the same notebook has in common with this one; empty without a kernel.
+    """Return a key that the next kernel of the same notebook has too; empty without a kernel.
 
     Jupyter's server puts the notebook's path into JPY_SESSION_NAME; elsewhere a restarted kernel keeps its connection
     file.
@@ -123,13 +123,13 @@ def notebook_key(shell: InteractiveShell) -> str:
 
 
 def describe_notebook(key: str) -> str:
-    """``train.ipynb``; empty where only a connection file names it, which says nothing to anyone."""
+    """Return ``train.ipynb``; empty for the name of a connection file, which says nothing to a person."""
     name = Path(key).name
     return "" if name.endswith(".json") else name
 
 
 class StateWriter:
-    """Writes the `NotebookState` of a `Session` when something has changed."""
+    """The writer of a session's `NotebookState` when something has changed."""
 
     def __init__(self, session: Session) -> None:
         self._session, self.notebook = session, session.notebook
@@ -138,11 +138,11 @@ class StateWriter:
         self._closed = False
 
     def close(self) -> None:
-        """The kernel leaves its meshes to the next one: a cell that ends later must not write that there are none."""
+        """Write no more: meshes that are left to the next kernel must not be removed by a cell that ends later."""
         self._closed = True
 
     def save(self, *_: object) -> None:
-        """After each cell, and when a job begins; writes only what is new."""
+        """Write the state if it is new; called after each cell, and when a job begins."""
         if self._closed:
             return
         from meshbook.mesh.driven import own_sessions
@@ -158,7 +158,7 @@ class StateWriter:
         )
 
     def drop_traces(self) -> None:
-        """The person ends the meshes with the kernel."""
+        """Remove the notebook's trace: the person ends the meshes with the kernel."""
         drop_traces(self.notebook)
 
     def _make(self, id: str) -> NotebookState:
@@ -195,7 +195,7 @@ class StateWriter:
 
 
 def read_traces(notebook: str) -> list[Trace]:
-    """The sessions that the last kernel of the notebook had, living or not."""
+    """Return the traces of sessions that the last kernel of the notebook had, living or not."""
     from meshbook.system.user_folders import read_private
 
     with contextlib.suppress(msgspec.DecodeError):
@@ -204,7 +204,7 @@ def read_traces(notebook: str) -> list[Trace]:
 
 
 def drop_traces(notebook: str) -> None:
-    """Remove the notebook's trace: all of it was told."""
+    """Remove the notebook's trace."""
     if notebook:
         _trace_path(notebook).unlink(missing_ok=True)
 

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _CELL = re.compile(r"cell \d+")
 ANSWERS_S = 5.0
-"""How long answers that are on their way may take."""
+"""The time that answers on their way may take."""
 _NOTHING = NotebookState("", None, {}, {}, (), {}, 1)
 
 
 def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
-    """Know the meshes of ``attachment``, say so, and show what came of its calls; while a cell runs.
+    """Add the meshes of ``attachment`` to the session, report them, and show its calls' outcomes, while a cell runs.
 
     again: an earlier kernel of this notebook had them.
     """
@@ -99,7 +99,7 @@ def _arranged(mesh: ProcMesh, notebook_state: NotebookState) -> ProcMesh:
 
 
 def _restore_slices(session: Session, attachment: Attachment, notebook_state: NotebookState) -> list[str]:
-    """Returns the names of those that cannot be made again."""
+    """Restore named slices; returns the names of those that cannot be made again."""
     meshes = {mesh.name: mesh for mesh in attachment.meshes}
     gone = []
     for name, saved in notebook_state.slices.items():
@@ -126,13 +126,13 @@ def _describe_stopped(mesh: ProcMesh) -> list[str]:
 
 
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
-    """A cell that has not listened yet to what the call prints."""
+    """Return a cell for the call that does not listen to its output yet."""
     procs = arrange_ranks(mesh, {"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
     return RunningCell(procs, call, open_output(session, procs), call.what)
 
 
 def _make_job(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> Job:
-    """A call that runs on becomes a job."""
+    """Make a job of a call that runs on."""
     number = notebook_state.jobs.get(call.id)
     return session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
 
@@ -142,7 +142,7 @@ def _describe_job(call: ResumedCall, job: Job) -> str:
 
 
 def _show_ended(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> None:
-    """What a call printed and returned while nobody listened; only cells are worth telling of."""
+    """Show the output and result of a call that ended meanwhile, if it was a cell."""
     if not _CELL.fullmatch(call.what):
         return
     cell = _cell_of(session, call, mesh)
@@ -167,11 +167,11 @@ def _show_ended(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_st
 
 
 WAIT_S = 20.0
-"""How long the first cell waits for what is being attached."""
+"""The time that the first cell waits for meshes that are being attached."""
 
 
 class AutoAttach:
-    """One per kernel, and none where nothing names the notebook."""
+    """The attaching of a notebook's meshes; it does nothing where there is no key of the notebook."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -181,7 +181,7 @@ class AutoAttach:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, and tell of it at the first cell."""
+        """Begin to attach, and report at the first cell."""
         if not self._notebook:
             return
         self._thread = threading.Thread(target=self._attach, name="meshbook.auto_attach", daemon=True)
@@ -189,13 +189,13 @@ class AutoAttach:
         self._session.shell.events.register("pre_run_cell", self._tell)
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Until all that can be attached is attached."""
+        """Wait until all meshes that can be attached are."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
     def _attach(self) -> None:
-        """On a thread of its own."""
+        """Attach, on a thread of its own."""
         try:
             self._attach_all()
         except Exception as error:  # told at the first cell; the kernel is as good as new
@@ -228,7 +228,7 @@ class AutoAttach:
                     self._problems.append(f"mesh {names} could not be attached again: {error}")
 
     def _tell(self, *_info: object) -> None:
-        """Before the first cell: all is here, or is said to be gone."""
+        """Restore the attached meshes before the first cell, and report those that are gone."""
         from meshbook_extension.reattach.restore import restore
 
         started = time.monotonic()
@@ -248,7 +248,7 @@ class AutoAttach:
 
 
 def _explain_end(trace: Trace, names: str) -> str:
-    """Why a session is gone: its agents say so in their logs."""
+    """Explain why a session is gone, by the last lines of its agents' logs."""
     from meshbook.system.user_folders import log_base
 
     logs = log_base() / trace.session

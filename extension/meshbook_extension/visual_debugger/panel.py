@@ -35,26 +35,26 @@ _ON_RANK = re.compile(r"<cell @(\w+)>")
 
 
 def panel_path(text: str) -> str:
-    """The file that stands for a cell in the panel."""
+    """Return the file that stands for a cell in the panel."""
     from ipykernel.compiler import get_file_name
 
     return str(get_file_name(text))
 
 
 def rank_name(text: str) -> str:
-    """The file name of the same cell on a rank."""
+    """Return the file name of the same cell on a rank."""
     return f"<cell @{Path(panel_path(text)).stem}>"
 
 
 def panel_folder() -> str:
-    """Where the panel's files lie."""
+    """Return the folder of the panel's files."""
     from ipykernel.compiler import get_tmp_directory
 
     return str(get_tmp_directory())
 
 
 def to_rank(message: Message) -> Message:
-    """The message with the rank's names for cells."""
+    """Return the message with the rank's names for cells."""
     folder = panel_folder() + os.sep
 
     def rename(path: str) -> str:
@@ -64,7 +64,7 @@ def to_rank(message: Message) -> Message:
 
 
 def to_panel(message: Message) -> Message:
-    """The message with the panel's names for cells."""
+    """Return the message with the panel's names for cells."""
     folder = panel_folder()
 
     def rename(path: str) -> str:
@@ -85,13 +85,13 @@ def _with_paths(value: object, rename: Callable[[str], str]) -> object:
 ANSWER_TIMEOUT_S = 60.0
 NAMES_TIMEOUT_S = 2.0
 HASH_SEED = 0xC70F6907
-"""With which ipykernel hashes a cell's text, and the front end does too."""
+"""The seed with which ipykernel and the front end hash a cell's text."""
 
 _HIDDEN = {"exit", "quit", "open", "In", "Out", "get_ipython", "special variables", "function variables"}
 
 
 class RankPanel:
-    """The panel's debugger for one rank; `is_started` from ``initialize`` to ``disconnect`` or the rank's end."""
+    """The panel's debugger for one rank, started from ``initialize`` to ``disconnect`` or the rank's end."""
 
     def __init__(self, rank: ProcMesh, publish: Callable[[Message], None]) -> None:
         """publish: sends an event to the front end, on the control thread."""
@@ -101,9 +101,9 @@ class RankPanel:
         self._numbers = itertools.count(1)
         self._breakpoints: dict[str, list[Message]] = {}
         self._references: dict[str, int] = {}
-        """Files that only the rank has, by the number under which it gives their text."""
+        """The numbers under which the rank gives the text of files that only it has."""
         self._requests: dict[str, Message] = {}
-        """Those that made the session what it is, in order: for `go_on_from`."""
+        """The requests that set the session up, in order: for `go_on_from`."""
         self._is_moving = False
         self._stopped: list[int] = []
         self._initialized = asyncio.Event()
@@ -172,7 +172,7 @@ class RankPanel:
     # ---- to the rank and back -----------------------------------------------------------------------------------
 
     async def _forward(self, message: Message) -> Message:
-        """The rank's answer to a request. Raises: DebugError."""
+        """Return the rank's answer to a request. Raises: DebugError."""
         tunnel = self._tunnel
         if tunnel is None or tunnel.ended:
             why = tunnel.ended if tunnel is not None else "the panel is not attached"
@@ -193,7 +193,7 @@ class RankPanel:
         self._loop.call_soon_threadsafe(self._take, to_panel(message))
 
     def _on_end(self, reason: str) -> None:
-        """On the tunnel's thread: the rank, or its mesh, is gone, or another debugger has it."""
+        """Handle the end of the rank, of its mesh, or of our turn at it, on the tunnel's thread."""
         self._loop.call_soon_threadsafe(self._take_end, reason)
 
     def _take(self, message: Message) -> None:
@@ -312,7 +312,7 @@ class RankPanel:
         )
 
     async def _inspect(self, message: Message) -> Message:
-        """The rank's variables, in short: the panel asks after each cell."""
+        """Return the rank's variables in short: the panel asks after each cell."""
         variables = [
             {"name": name, "type": type_name, "value": text, "evaluateName": name, "variablesReference": 0}
             for name, type_name, text in await self._names()

@@ -1,4 +1,4 @@
-"""The rank that is debugged: what `%mesh debug` sets up and takes down, in the place of ipykernel's debugger too.
+"""The rank under `%mesh debug`: a debugger in the place of ipykernel's, and a door for editors.
 
 All of it works on the instance, so a stock kernel that has loaded the extension is served as well as ours.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DebuggerSwitch:
-    """Sends each debug session of the panel to where it belongs; all else is ipykernel's debugger."""
+    """The kernel's debugger, which sends sessions of the panel to a rank or to ipykernel's own debugger."""
 
     def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel, self._own = kernel, kernel.debugger
@@ -30,7 +30,7 @@ class DebuggerSwitch:
 
     @classmethod
     def of(cls, kernel: IPythonKernel | None) -> DebuggerSwitch | None:
-        """The switch of this kernel, put in place at the first call; None for a kernel that cannot debug."""
+        """Return the switch of this kernel, put in place at the first call; None for a kernel that cannot debug."""
         debugger = getattr(kernel, "debugger", None)
         if isinstance(debugger, cls):
             return debugger
@@ -69,7 +69,7 @@ class DebuggerSwitch:
 
 
 class DebugTarget:
-    """One rank with a door for editors, and the panel pointed at it where there is one."""
+    """A rank with a door for editors, and the panel pointed at it where there is one."""
 
     def __init__(self, kernel: IPythonKernel | None, rank: ProcMesh) -> None:
         """rank: a mesh of one rank, that is prepared (`meshbook.mesh.dap_client.prepare`).
@@ -96,19 +96,19 @@ class DebugTarget:
         return panel is not None and panel.is_started
 
     def name_cell(self, procs: ProcMesh, text: str) -> str:
-        """How ranks shall call the file of a cell; nothing when the panel does not look at them."""
+        """Return the name of a cell's file on ranks; nothing when the panel does not look at them."""
         watched = self.is_attached and procs.name == self.rank.name and self.rank.ranks[0] in procs.ranks
         return rank_name(text) if watched else ""
 
     def close(self, *, keep_panel: bool = False) -> None:
-        """The rank goes on without a debugger, and the panel is the notebook's again, unless it is to move on."""
+        """Leave the rank without a debugger, and the panel to the notebook, unless it is to move on."""
         if self.switch is not None and not keep_panel:
             self.switch.point_at(None)
         self.door.close()
 
 
 class Debugged:
-    """The rank of a session that `%mesh debug` is about, if there is one."""
+    """The rank of a session under `%mesh debug`, if there is one."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -125,7 +125,7 @@ class Debugged:
         return self._target
 
     def end(self) -> DebugTarget | None:
-        """No rank is under the visual debugger any more. Returns: the one that was."""
+        """Take the rank from the visual debugger. Returns: the target that there was."""
         target, self._target = self._target, None
         if target is not None:
             target.close()

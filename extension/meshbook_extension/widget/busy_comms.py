@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Listener: TypeAlias = Callable[[Mapping[str, object]], None]
-"""Takes the content of a custom message, on any thread, and returns soon."""
+"""A function that takes the content of a custom message, on any thread, and returns soon."""
 
 Taker: TypeAlias = "Callable[[list[Frame]], bool]"
-"""Looks at a message as it came from the socket, and says whether it has served it."""
+"""A function that looks at a message as it came from the socket, and returns whether it has served it."""
 
 _MARK = "_meshbook_busy_comms"
 
 
 class BusyComms:
-    """The comms of one kernel that are listened to while it is busy."""
+    """The comms of one kernel whose messages are served while it is busy."""
 
     def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel = kernel
         self._listeners: dict[str, Listener] = {}
         self._taker: Taker | None = None
         self._schedule: Callable[..., None] = lambda dispatch, message: None
-        """Puts a message into ipykernel 6's queue."""
+        """The function that puts a message into ipykernel 6's queue."""
 
     @classmethod
     def of(cls, kernel: IPythonKernel) -> BusyComms:
-        """The one of this kernel; made, and put in place, at the first call."""
+        """Return the object of this kernel, made and put in place at the first call."""
         found: BusyComms | None = getattr(kernel, _MARK, None)
         if found is None:
             found = cls(kernel)
@@ -58,7 +58,7 @@ class BusyComms:
         return found
 
     def listen(self, comm_id: str, listener: Listener) -> None:
-        """Give custom messages of this comm to ``listener`` and to nobody else."""
+        """Give custom messages of this comm to ``listener`` alone."""
         self._listeners[comm_id] = listener
 
     def forget(self, comm_id: str) -> None:
@@ -66,11 +66,11 @@ class BusyComms:
         self._listeners.pop(comm_id, None)
 
     def take_with(self, taker: Taker | None) -> None:
-        """Show every message to ``taker`` before anybody else."""
+        """Show every message to ``taker`` before others."""
         self._taker = taker
 
     def _drain(self) -> None:
-        """Serve what waits in the shell socket; called on the main thread while it waits, under ipykernel 6."""
+        """Serve messages that wait in the shell socket; called on the main thread while it waits, under ipykernel 6."""
         import zmq
 
         if threading.current_thread() is not threading.main_thread():
@@ -106,7 +106,7 @@ class BusyComms:
         thread.io_loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
     def _take(self, message: list[Frame]) -> bool:
-        """Whether ``message`` was for one of us, and has been served."""
+        """Serve ``message`` if it is ours; returns whether it was."""
         try:
             if self._taker is not None and self._taker(message):
                 return True

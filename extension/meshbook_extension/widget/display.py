@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from meshbook_extension.notebook.session import Session
 
 ROWS = 64
-"""A larger mesh gets a row per host and state."""
+"""The most rows of ranks; a larger mesh gets a row per host and state."""
 
 
 WORTH_BYTES = 1_000_000
-"""Less is not worth a word."""
+"""The least memory that is worth a word."""
 
 
 def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> str:
@@ -37,7 +37,7 @@ def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus
 
 
 def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
-    """``mesh "main": gpus=4, cpu; 4 ranks on 1 host; slices: left; 1 job runs``"""
+    """Write ``mesh "main": gpus=4, cpu; 4 ranks on 1 host; slices: left; 1 job running``."""
     parts = [
         f'mesh "{procs.name}": {format_sizes(procs.sizes)}, {states.device_of(procs)}',
         f"{count(len(procs), 'rank')} on {count(hosts, 'host')}",
@@ -52,7 +52,7 @@ def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
 
 
 def rank_table(statuses: Sequence[RankStatus]) -> str:
-    """A row per rank, or per host and state of many."""
+    """Draw a row per rank, or of many a row per host and state."""
     if len(statuses) > ROWS:
         return _table(["ranks", "host", "state", "memory"], _summaries(statuses))
     rows = [
@@ -86,7 +86,7 @@ def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns of equal width; those without content are left out."""
+    """Draw columns of equal width, without empty ones."""
     kept = [index for index in range(len(head)) if any(row[index] for row in rows)]
     return "\n".join(columns([[row[index] for index in kept] for row in [head, *rows]]))
 
@@ -96,7 +96,7 @@ _CELL = "text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid rgba(128
 
 
 def as_html(snapshot: Snapshot) -> str:
-    """A table of the ranks. No style sheet and no script: viewers of saved notebooks drop both."""
+    """Draw a table of the ranks without style sheet and script: viewers of saved notebooks drop both."""
     rows = _rows(snapshot)
     heads = ["rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at"]
     counts = Counter(snapshot.states)
@@ -148,7 +148,7 @@ def _rows(snapshot: Snapshot) -> list[list[str]]:
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLACES = 4
-"""Outputs of one widget that are kept up to date."""
+"""The outputs of one widget that are kept up to date."""
 
 
 class HealthDisplays:
@@ -176,7 +176,7 @@ class HealthDisplays:
 
 
 class ShownWidget:
-    """One widget, and the outputs that show it."""
+    """A widget, and the outputs that show it."""
 
     def __init__(self, session: Session, procs: ProcMesh) -> None:
         from meshbook_extension.widget.busy_comms import BusyComms
@@ -195,16 +195,16 @@ class ShownWidget:
         self._comms.listen(self._comm_id, self.widget.on_message)
 
     def close(self) -> None:
-        """It is not shown any more; what it showed last stays."""
+        """Stop updating the widget; its last state stays."""
         self._comms.forget(self._comm_id)
         self._places.clear()
 
     def follows(self, procs: ProcMesh) -> bool:
-        """Whether it can show ``procs`` again: not after a front end closed it, or another mesh took the name."""
+        """Whether the widget can show ``procs`` again: not if a front end closed it, or another mesh took the name."""
         return self.widget.comm is not None and self._source.procs.sizes == procs.sizes and self._source.procs.alive
 
     def add_place(self, sink: KernelSink) -> None:
-        """Show it in one more output."""
+        """Show the widget in one more output."""
         snapshot = self._source.snapshot()
         self.widget.refresh(snapshot)
         self._saved_states = snapshot.states
@@ -213,7 +213,7 @@ class ShownWidget:
         sink.display(self._bundle(snapshot), {}, display_id)
 
     def _on_rest(self, snapshot: Snapshot) -> None:
-        """Nobody looks, so nobody sees the output being made anew."""
+        """Replace the outputs of a widget that is not looked at, for the saved notebook."""
         if snapshot.states == self._saved_states:
             return
         self._saved_states = snapshot.states

@@ -1,4 +1,4 @@
-"""The widget itself: what it shows comes from a `Source`, what is clicked goes to it."""
+"""The widget itself: its content comes from a `Source`, and clicks go to it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _LOG = logging.getLogger(__name__)
 
 TICK_S = 1.0
 LOOK_S = 30.0
-"""So long a view counts as looked at; the browser says it again every 10 s."""
+"""The time that a view counts as looked at; the browser says it again every 10 s."""
 
 
 class ButtonAnswer(NamedTuple):
-    """What the widget shows after a button was pressed."""
+    """The text that the widget shows after a button was pressed."""
 
     title: str
     text: str
     copied: str = ""
-    """What the button Copy copies; empty for the text."""
+    """The text that the button Copy copies; empty for the same text."""
 
 
 class Source(Protocol):
-    """Where the widget's content comes from."""
+    """The source of the widget's content."""
 
     def snapshot(self) -> Snapshot:
-        """The mesh, now. Raises: MeshError where it cannot be known any more."""
+        """Return the state of the mesh. Raises: MeshError where the mesh cannot be asked any more."""
 
     def actions(self) -> Sequence[str]:
-        """The buttons: of interrupt, stacks, pdb, logs, heal."""
+        """Return the buttons: some of interrupt, stacks, pdb, logs, heal."""
 
     def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
-        """Do what a button says, on ``ranks`` where the person has chosen some. Raises: MeshError."""
+        """Do the action of a button, on ``ranks`` where the person has chosen some. Raises: MeshError."""
 
 
 class HealthWidget(anywidget.AnyWidget):
@@ -81,7 +81,7 @@ class HealthWidget(anywidget.AnyWidget):
     # ---- messages: on any thread -----------------------------------------------------------------------------
 
     def on_message(self, content: object) -> None:
-        """``{kind: look, view, visible}`` or ``{kind: act, action, ranks}``; anything else is ignored."""
+        """Serve ``{kind: look, view, visible}`` or ``{kind: act, action, ranks}``; other messages are ignored."""
         match content:
             case {"kind": "look", "view": str(view), "visible": bool(visible)}:
                 self._look(view, visible)
@@ -133,7 +133,7 @@ class HealthWidget(anywidget.AnyWidget):
         self._rest(phase, note)
 
     def _is_seen(self) -> bool:
-        """Wait for the next tick, or for news; whether somebody looks then."""
+        """Wait for the next tick, or for news; returns whether a view is looked at then."""
         with self._changed:
             if self._snapshot is not None and time.time() - self._snapshot.at < TICK_S:
                 self._changed.wait(TICK_S)

@@ -1,4 +1,4 @@
-"""What the widget shows of a mesh, and what its buttons do to it."""
+"""The source of the widget for a mesh: its state, and the actions of the buttons."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 LOG_LINES = 20
 LOG_RANKS = 16
-"""Logs of more ranks than this are not shown at once."""
+"""The most ranks whose logs are shown at once."""
 
 
 class MeshSource:
-    """One mesh of a session, or a view of a part of it. Safe from any thread."""
+    """The source for a mesh of a session, or a part of it. Safe from any thread."""
 
     def __init__(self, session: Session, procs: ProcMesh) -> None:
         self._session, self._procs = session, procs
@@ -41,11 +41,11 @@ class MeshSource:
 
     @property
     def procs(self) -> ProcMesh:
-        """The ranks shown. The whole mesh is followed when it is arranged anew."""
+        """The ranks shown. A whole mesh is followed when it gets other axes."""
         return self._session.meshes.get(self._procs.name, self._procs) if self._whole else self._procs
 
     def snapshot(self) -> Snapshot:
-        """One query to the ranks; the rest is known here."""
+        """Return the state of the mesh, by one query to the ranks."""
         procs = self.procs
         statuses = procs.status()
         cells = self._cells()
@@ -74,11 +74,11 @@ class MeshSource:
     # ---- buttons ---------------------------------------------------------------------------------------------
 
     def actions(self) -> Sequence[str]:
-        """The buttons, from left to right."""
+        """Return the buttons, from left to right."""
         return ("interrupt", "stacks", "pdb", "logs", "heal")
 
     def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
-        """Raises: MeshError."""
+        """Do the action of a button. Raises: MeshError."""
         procs = self.procs
         known = [rank for rank in ranks if rank in set(procs.ranks)]
         chosen = procs.select(known) if known else procs
@@ -93,7 +93,7 @@ class MeshSource:
         return _logs(chosen)
 
     def _interrupt(self) -> ButtonAnswer:
-        """What the notebook's stop button does, and jobs too; without a cell that waits, all that runs on the ranks."""
+        """Interrupt the cell as the notebook's stop button does, and jobs; without a cell, all calls on the ranks."""
         cells = self._cells()
         foreground = [cell for cell in cells if cell in self._session.part(Jobs).foreground]
         if not foreground or getattr(self._session.shell, "kernel", None) is None:
@@ -112,7 +112,7 @@ class MeshSource:
         )
 
     def _pdb(self, procs: ProcMesh, is_chosen: bool) -> ButtonAnswer:
-        """A cell that waits for the ranks opens the prompt itself; else what to type is said, and can be copied."""
+        """Open the prompt in a cell that waits for the ranks; else return the command to type, which can be copied."""
         stopped = states.stopped(procs)
         ranks = stopped or states.busy(procs)
         if not ranks:
@@ -139,7 +139,7 @@ class MeshSource:
         return ButtonAnswer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
 
     def _heal(self) -> ButtonAnswer:
-        """As ``%mesh heal``, but for the setup cells: those write to the notebook, and need its main thread."""
+        """Heal the mesh as ``%mesh heal``, but for setup cells, which need the notebook's main thread."""
         notes: list[str] = []
         repaired = self.procs.base().heal(note=notes.append)
         owing = self._session.setups.owe(repaired.mesh, repaired.ranks)
@@ -179,12 +179,12 @@ def _logs(procs: ProcMesh) -> ButtonAnswer:
 
 
 def shown(errors: Iterable[LoggedError]) -> list[LoggedError]:
-    """Without ranks that were interrupted, and those that ended, which their state tells."""
+    """Return the errors without those of ranks that were interrupted or ended, whose state says so."""
     return [error for error in errors if error.ename not in (INTERRUPT, LOST)]
 
 
 def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[LoggedError]:
-    """The same for failures of a cell that runs on; equal ones once."""
+    """Return the errors of a cell that runs on, equal ones once."""
     now = time.time()
     return shown(
         LoggedError(0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now)

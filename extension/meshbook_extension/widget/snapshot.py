@@ -1,4 +1,4 @@
-"""What the widget knows at one moment, in the compact form in which it travels to the browser. Pure.
+"""The content of the widget at one moment, in the compact form in which it travels to the browser. Pure.
 
 Two parts: the *layout* (axes, hosts, pids, devices) changes only when the mesh does; the *live* part goes out at each
 tick. Both hold columns over all ranks, and repeated texts once, so that 4,096 ranks are some 50 kB.
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from meshbook.system.devices import GpuUse
 
 ERRORS = 6
-"""The newest errors that travel."""
+"""The number of newest errors that travel."""
 LONGEST = 300
-"""Characters of each."""
+"""The characters of each."""
 
 KB, MB = 1_000, 1_000_000
 
@@ -45,7 +45,7 @@ _NAMED = {"idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT}
 
 
 def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
-    """The letter for a rank; ``interrupted``: the call that it runs was interrupted, and it has not ended it."""
+    """Return the letter for a rank; ``interrupted``: whether its call was interrupted and has not ended."""
     if status.state == "dead":
         return DEAD
     if not status.pid or status.state == "starting":
@@ -67,7 +67,7 @@ class CellNow:
     seconds: float
     ranks: int
     ended: int
-    """Ranks that have ended it."""
+    """The number of ranks that have ended it."""
     progress: BarProgress | None = None
 
 
@@ -80,17 +80,17 @@ class Snapshot:
     sizes: Mapping[str, int]
     statuses: Sequence[RankStatus]
     interrupted: frozenset[int] = frozenset()
-    """Ranks that run or await a call that was interrupted."""
+    """The ranks that run or await a call that was interrupted."""
     cells: Sequence[CellNow] = ()
     errors: Sequence[LoggedError] = ()
     at: float = 0.0
-    """Seconds since the epoch."""
+    """The time in seconds since the epoch."""
     moved: Sequence[int] = ()
-    """Bytes per second through the process groups, per rank; empty where it is not known."""
+    """The bytes per second through the process groups, per rank; empty where they are not known."""
 
     @property
     def states(self) -> str:
-        """A letter per rank; see `states`."""
+        """A letter per rank, of `NAMES`."""
         return "".join(letter_of(one, interrupted=one.rank in self.interrupted) for one in self.statuses)
 
     @property
@@ -100,12 +100,12 @@ class Snapshot:
 
     @property
     def moved_kb_s(self) -> list[int]:
-        """Throughput of the process groups per rank."""
+        """The throughput of the process groups per rank."""
         return [round(rate / KB) for rate in self.moved]
 
     @property
     def gpu_percent(self) -> list[int]:
-        """How busy the device of each rank is, -1 where that is not known; empty without a GPU."""
+        """The load of each rank's device, -1 where it is not known; empty without a GPU."""
         return self._of_gpus(lambda gpu: gpu.busy_percent if gpu is not None else -1)
 
     def _of_gpus(self, figure: Callable[[GpuUse | None], int]) -> list[int]:
@@ -113,7 +113,7 @@ class Snapshot:
         return [figure(gpu) for gpu in gpus] if any(gpus) else []
 
     def layout(self) -> dict[str, object]:
-        """The part that rarely changes."""
+        """Return the part that rarely changes."""
         hosts, host_of = _table(one.host for one in self.statuses)
         devices, device_of = _table(one.device for one in self.statuses)
         ranks = [one.rank for one in self.statuses]
@@ -132,7 +132,7 @@ class Snapshot:
         }
 
     def live(self) -> dict[str, object]:
-        """The part that changes at each tick."""
+        """Return the part that changes at each tick."""
         texts, text_of = _table("" if one.where == one.state else one.where for one in self.statuses)
         kept = [round(one.kept_bytes / MB) for one in self.statuses]
         return {
@@ -162,24 +162,24 @@ def _travelling(error: LoggedError) -> dict[str, object]:
 
 
 def _table(values: Iterable[str]) -> tuple[list[str], list[int]]:
-    """The distinct values, and for each entry the index of its own."""
+    """Return the distinct values, and for each entry the index of its own."""
     numbers: dict[str, int] = {}
     indices = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), indices
 
 
 POINTS = 120
-"""Ticks that the charts show."""
+"""The number of ticks that the charts show."""
 
 LEAST_S = 0.4
-"""Two readings that are closer tell no rate."""
+"""The least time between two readings that give a rate."""
 
 Spread: TypeAlias = tuple[int, int, int]
 """The least, the median and the largest of the ranks."""
 
 
 class History:
-    """The last `POINTS` ticks. A chart whose values nobody has stays empty."""
+    """The last `POINTS` ticks. A chart without values stays empty."""
 
     def __init__(self) -> None:
         names = ("memory_mb", "moved_kb_s", "gpu_percent")
@@ -202,7 +202,7 @@ class History:
 
 
 class Throughput:
-    """What each rank moves per second, from counters that only grow."""
+    """The bytes that each rank moves per second, from counters that only grow."""
 
     def __init__(self) -> None:
         self._counted: Mapping[int, tuple[int, int]] = {}
@@ -210,7 +210,7 @@ class Throughput:
         self._rates: dict[int, int] = {}
 
     def rates(self, statuses: Sequence[RankStatus], at_s: float) -> list[int]:
-        """Bytes per second since the last reading, for each rank; 0 at first, and for a rank that was started since.
+        """Return bytes per second since the last reading, for each rank; 0 at first, and for a rank started since.
 
         at_s: monotonic.
         """

@@ -1,4 +1,4 @@
-"""The cell that a text belongs to which a rank prints or shows.
+"""The link from a text that a rank prints, or shows, to the cell that it belongs to.
 
 Where the main thread prints many lines in a row on one stream, C code writes them, without a call of Python:
 
@@ -33,21 +33,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BEGIN_AFTER = 32
-"""So many lines in a row make a run."""
+"""The number of lines in a row after which a run begins."""
 
 
 class RunStream(Protocol):
-    """A stream that may have runs."""
+    """A stream that C code may write to for a while."""
 
     def begin_run(self) -> bool:
-        """Have C code write from now on; False where that cannot be."""
+        """Have C code write from now on; returns False where it cannot."""
 
     def end_run(self) -> None:
         """Write in Python again; what C code has begun is written out."""
 
 
 class LineRuns:
-    """The runs of a process; one stream at a time has one. Any thread may end it."""
+    """The runs of a process, in which C code writes; one stream at a time has one. Any thread may end it."""
 
     def __init__(self) -> None:
         self.stream: RunStream | None = None
@@ -55,7 +55,7 @@ class LineRuns:
         self._generation = forks.generation
 
     def begin(self, stream: RunStream) -> None:
-        """The caller has printed many lines on ``stream``: from now on C code writes them, if nobody else can print."""
+        """Begin a run on ``stream``, on which many lines were printed, if no other thread or task can print."""
         is_alone = (
             threading.get_ident() == forks.main_thread
             and forks.generation == self._generation
@@ -68,14 +68,14 @@ class LineRuns:
                 self.stream = None
 
     def end(self) -> None:
-        """Something begins that C code knows nothing of."""
+        """End the run, since something begins that C code knows nothing of."""
         if (stream := self.stream) is not None:
             stream.end_run()
             self.stream = None  # last: after an interrupt the next end writes what is left
 
     @contextlib.contextmanager
     def held_off(self) -> Iterator[None]:
-        """Inside the block the text of the calling thread is not the running cell's, so there is no run."""
+        """Have no run inside the block, in which the calling thread's text is not the running cell's."""
         self._held_off.add(thread := threading.get_ident())
         try:
             self.end()
@@ -84,7 +84,7 @@ class LineRuns:
             self._held_off.discard(thread)
 
     def end_before_strangers(self) -> None:
-        """From now on runs end before an event loop runs, and before user code leads a descriptor elsewhere."""
+        """End runs from now on before an event loop runs, and before user code leads a descriptor elsewhere."""
         patch(asyncio.BaseEventLoop, "run_forever", self._ends_before(asyncio.BaseEventLoop.run_forever))
         patch(os, "dup2", self._ends_before(os.dup2))
 
@@ -98,10 +98,10 @@ class LineRuns:
 
 
 CELL_OF_CONTEXT: ContextVar[int | None] = ContextVar("meshbook_cell", default=None)
-"""The cell that a task comes from; negative within `meshbook.shell.streams.OutputBeside`."""
+"""The cell that a task comes from, negative within `meshbook.shell.streams.OutputBeside`."""
 
 UNHEARD: ContextVar[bool] = ContextVar("meshbook_unheard", default=False)
-"""Whether what is printed is dropped, unless it is the running cell's."""
+"""Whether text is dropped, unless it is the running cell's."""
 
 
 class Attribution:
@@ -112,19 +112,19 @@ class Attribution:
     """
 
     def __init__(self, late_text: Callable[[str, str, int], None], mark_place: Callable[[], None]) -> None:
-        """mark_place: called where what is written from now on must come behind what was written."""
+        """mark_place: called where the next text must come behind all text that was written before."""
         self.late_text = late_text
         self._mark_place = mark_place
         self.last_stream: object = None
-        """On which Python has printed last."""
+        """The stream on which Python has printed last."""
         self.running: int | None = None
         self.forked = False
-        """Whether this process was forked by user code: then the sink is not ours."""
+        """Whether this process was forked by user code; then the sink is not ours."""
         self.runs = LineRuns()
 
     @contextlib.contextmanager
     def cell(self, cell_id: int) -> Iterator[None]:
-        """What the main thread starts inside the block belongs to ``cell_id``."""
+        """Give threads and tasks that the main thread starts inside the block to ``cell_id``."""
         self.runs.end()
         token = CELL_OF_CONTEXT.set(cell_id)
         outer, self.running = self.running, cell_id
@@ -136,7 +136,7 @@ class Attribution:
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """What the calling thread prints inside the block is dropped: nobody has asked for it."""
+        """Drop the calling thread's text inside the block, since no person has asked for it."""
         with self.runs.held_off():
             token = UNHEARD.set(True)
             try:
@@ -145,14 +145,14 @@ class Attribution:
                 UNHEARD.reset(token)
 
     def origin(self) -> int | None:
-        """The cell that the calling thread or task comes from, None when it comes from no cell."""
+        """Return the cell that the calling thread or task comes from, None when it comes from no cell."""
         cell = CELL_OF_CONTEXT.get()
         if cell is None:
             cell = getattr(threading.current_thread(), "_meshbook_cell", None)
         return None if cell is None else abs(cell)
 
     def late_cell(self) -> int | None:
-        """The cell of the caller's text if that is not the running one."""
+        """Return the cell of the caller's text if that is not the running one."""
         cell = self.origin()
         if self.forked:
             return None
@@ -160,14 +160,14 @@ class Attribution:
         return cell if is_beside or cell != self.running else None
 
     def turn_to(self, stream: object) -> None:
-        """Python prints on another stream than before."""
+        """Note that Python prints on another stream than before."""
         self.runs.end()
         if self.last_stream is not None and not self.forked:
             self._mark_place()
         self.last_stream = stream
 
     def mark_threads(self) -> None:
-        """From now on threads remember the cell that starts them."""
+        """Have threads remember the cell that starts them, from now on."""
         start = threading.Thread.start
 
         @wraps(start)

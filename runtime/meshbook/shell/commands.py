@@ -13,10 +13,10 @@ from meshbook.system.descriptors import open_above
 from meshbook.system.processes import descendants, is_same_process, start_time
 
 PATIENCE_S = 0.5
-"""How long an interrupted command may take to obey SIGINT, and then SIGTERM."""
+"""The time that an interrupted command has to obey SIGINT, and then SIGTERM."""
 
 OURS: set[int] = set()
-"""Commands that run now; this module tells them of interrupts itself."""
+"""The pids of commands that run now; this module passes interrupts to them itself."""
 
 
 def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
@@ -39,7 +39,7 @@ def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
 
 
 def run_script(interpreter: str, script: str) -> int:
-    """Have ``interpreter`` run the text of a script; returns and raises as `run_command`."""
+    """Have ``interpreter`` run the text of a script; returns its exit code and raises as `run_command`."""
     with open_above(tempfile.TemporaryFile) as file:
         file.write(script.encode("utf-8", "surrogateescape"))
         file.seek(0)

@@ -1,4 +1,4 @@
-"""From a cell's text to code: IPython's syntax made Python, compiled under the cell's name and line numbers.
+"""The compiler of a rank's cells: IPython's syntax becomes Python, under the cell's name and line numbers.
 
 Most cells are plain Python. IPython would take them apart twice, for its syntax and to see whether they await; eight
 ranks on two cores do so one after the other, and a person waits for that four times. So its syntax is looked for only
@@ -26,11 +26,11 @@ class CellCompiler(CachingCompiler):
         super().__init__()
         self._filename_map: dict[str, int] = {}
         self._above: dict[str, str] = {}
-        """Blank lines for what stood above the code of each file."""
+        """The blank lines that stand for lines above the code of each file."""
         self.begin("", None, 0)
 
     def begin(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> None:
-        """The cell that runs next. lines_above: how many lines stood above ``code`` in the notebook's cell.
+        """Note the cell that runs next. lines_above: the number of lines above ``code`` in the notebook's cell.
 
         debug_name: the name of its file, where a debugger has set breakpoints by it.
         """
@@ -52,7 +52,7 @@ class CellCompiler(CachingCompiler):
         return tree
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """The words before ``, line 3`` in a traceback."""
+        """Return the words before ``, line 3`` in a traceback."""
         label = cell_label(name)
         if label is None:
             return None
@@ -60,7 +60,7 @@ class CellCompiler(CachingCompiler):
         return ("Cell", f"[{number}]") if kind == "cell" else ("A", "cell")
 
     def _count_above(self, code: str) -> int | None:
-        """Lines above ``code`` if it is the cell, or the body of a magic such as ``%%capture`` at its end."""
+        """Count the lines above ``code`` if it is the cell, or the body of a magic such as ``%%capture`` at its end."""
         cell, body = self._code.rstrip("\n"), code.rstrip("\n")
         if not cell.endswith(body):
             return None  # code that the cell has put together
@@ -75,7 +75,7 @@ _KNOWN = [
         "SystemAssign", "EscapedCommand", "HelpEnd",
     )
 ]  # fmt: skip
-"""None of these changes a cell in which `_MAY_BE_SPECIAL` finds nothing."""
+"""IPython's transformers that change no cell in which `_MAY_BE_SPECIAL` finds nothing."""
 
 _MAY_BE_SPECIAL = re.compile(
     r"""[%!?]                                     # magics, commands, help: anywhere
@@ -89,7 +89,7 @@ _MAY_BE_SPECIAL = re.compile(
 
 
 class RankTransformers(TransformerManager):
-    """IPython's, but plain Python is left alone at once, unless a user or a newer IPython has added others."""
+    """IPython's transformers, but plain Python skips them unless a user or a newer IPython has added others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,5 +106,5 @@ class RankTransformers(TransformerManager):
 
 
 def may_await(python: str) -> bool:
-    """Whether ``python`` may need an event loop; else there is no need to compile it to find out."""
+    """Whether ``python`` may need an event loop; only then is it compiled to find out."""
     return "await" in python or "async" in python

@@ -1,4 +1,4 @@
-"""Results and `display()` on a rank: MIME bundles for the shell's sink, made fit to be sent; and plain bars of tqdm.
+"""Results and `display()` on a rank, as MIME bundles that are fit to be sent; and plain bars of tqdm.
 
 tqdm's bars for notebooks are widgets of their process, which no front end can reach from a rank. So ``tqdm.notebook``
 gives plain bars there, and the notebook shows those of all ranks as one.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from meshbook.shell.ipython import RankIPython
 
 MimeBundle: TypeAlias = dict[str, object]
-"""A representation, or what there is to know of it, by MIME type."""
+"""A representation, or its metadata, by MIME type."""
 
 TEXT_PLAIN_MAX_CHARS = 100_000
-"""Of a representation as plain text; what the notebook shows of more is of no use to anyone."""
+"""The most plain text of one representation; a notebook with more of it helps no reader."""
 
 BUNDLE_MAX_CHARS = 32 << 20
-"""Of all representations together: it travels as one frame, whose size peers limit, and is stored in the notebook."""
+"""The most text of a bundle: it travels as one frame, whose size peers limit, and is stored in the notebook."""
 
 
 class RankDisplayPublisher(DisplayPublisher):
@@ -54,19 +54,19 @@ class RankDisplayPublisher(DisplayPublisher):
         self.shell.show_data(data, metadata, transient, update=update)
 
     def clear_output(self, wait: bool = False) -> None:
-        """The cell's output is shared with other ranks: it stays."""
+        """Do nothing: the cell's output is shared with other ranks."""
 
 
 class RankDisplayHook(DisplayHook):
-    """What becomes of a cell's last expression."""
+    """The hook that shows a cell's last expression."""
 
     shell: RankIPython
 
     def write_output_prompt(self) -> None:
-        """The notebook labels results."""
+        """Write no prompt: the notebook labels results."""
 
     def compute_format_data(self, result: object) -> tuple[MimeBundle, MimeBundle]:
-        """Raises: what a result raises that cannot be shown in any way; other ranks may wait in its representation."""
+        """Format a result. Raises: its error where it has no representation at all; other ranks may wait in one."""
         with self.shell.formatting_result() as errors:
             data, metadata = super().compute_format_data(result)
         if not data and errors:
@@ -80,14 +80,14 @@ class RankDisplayHook(DisplayHook):
         self.shell.show_data(format_dict, md_dict, is_result=True)
 
     def log_output(self, format_dict: object) -> None:
-        """No history of outputs: it would hold all of them in memory."""
+        """Keep no history of outputs: it would hold all of them in memory."""
 
     def finish_displayhook(self) -> None:
         self._is_active = False
 
 
 def sendable(data: Mapping[str, object]) -> MimeBundle:
-    """The bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
+    """Return the bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
     bundle = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
     size = sum(len(value) for value in bundle.values() if isinstance(value, str))
     if size > BUNDLE_MAX_CHARS:
@@ -107,7 +107,7 @@ _NAME = "tqdm.notebook"
 
 
 def plain_progress_bars() -> None:
-    """From now on, or when it is imported, ``tqdm.notebook`` makes plain bars in this process."""
+    """Have ``tqdm.notebook`` make plain bars in this process, now or once it is imported."""
     if (loaded := sys.modules.get(_NAME)) is not None:
         _make_plain(loaded)
     else:
@@ -115,7 +115,7 @@ def plain_progress_bars() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Is asked for every module that is imported, so it goes when its own was loaded."""
+    """The finder of ``tqdm.notebook``, which removes itself once that is loaded: it is asked for every import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _NAME:
@@ -138,7 +138,7 @@ def _make_plain(module: ModuleType) -> None:
     std: Any = sys.modules["tqdm.std"]
 
     class PlainBar(std.tqdm):  # type: ignore[misc]
-        """tqdm's own, which knows no ``display``."""
+        """tqdm's plain bar, which takes and ignores ``display``."""
 
         def __init__(self, *args: object, display: bool = True, **options: object) -> None:
             super().__init__(*args, **options)

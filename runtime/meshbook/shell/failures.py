@@ -1,4 +1,4 @@
-"""From an exception in user code to a `Failure`: the traceback as IPython draws it, without our own frames.
+"""Failures of user code: an exception becomes a `Failure`, its traceback drawn by IPython without our own frames.
 
 Frames are dropped from the exception itself too, so that post-mortem debugging and the notebook see the same ones.
 
@@ -38,7 +38,7 @@ from meshbook.source.location import drop_own_frames, name_line, traceback_entri
 QUIT = "ended by q at its prompt"
 EVALUE_MAX_CHARS = 4096
 NAME_MAX_CHARS = 200
-"""Of a class."""
+"""The longest name of an exception's class."""
 TRACEBACK_MAX_PARTS = 60
 """IPython gives one part per frame; the middle of longer tracebacks is left out."""
 
@@ -103,7 +103,7 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
 
 
 def _value_of(error: BaseException) -> str:
-    """As `text_of`; without the place, which `Failure.where` has, if Python puts it there."""
+    """Return `text_of` the error, without a place that Python puts there: `Failure.where` has it."""
     return error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_of(error)
 
 
@@ -126,14 +126,14 @@ def cut_text(text: str, limit: int) -> str:
 
 
 def keep_for_postmortem(error: BaseException) -> None:
-    """Make the exception the one that debuggers look at."""
+    """Make the exception the last one, which debuggers look at."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
 
 
 def let_go_of_last_error(shell: InteractiveShell) -> bool:
-    """Hold the last exception's frames no longer; the collector may have to free them. Returns: whether it had any."""
+    """Drop the references to the last exception's frames; the collector frees them. Returns: whether there were any."""
     kept = [vars(sys).pop(name, None) for name in ("last_value", "last_type", "last_traceback", "last_exc")]
     vars(shell.InteractiveTB).pop("tb", None)
     shell.SyntaxTB.last_syntax_error = None
@@ -148,7 +148,7 @@ def forget_last_error(shell: InteractiveShell) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of a cell: in the traceback, or what the parser complains about."""
+    """Return the innermost line of a cell in the traceback, or the line that the parser complains about."""
     for entry in reversed(list(traceback_entries(error.__traceback__))):
         if place := name_line(entry.tb_frame.f_code.co_filename, entry.tb_lineno):
             return place
@@ -164,13 +164,13 @@ def _explain_exit(error: SystemExit) -> SystemExit:
 
 
 def _explain_quit(error: BdbQuit) -> BdbQuit:
-    """The person asked for it, so its frames are no news."""
+    """Return the error without its frames, since the person has quit the debugger."""
     error.args = error.args or (QUIT,)
     return type(error)(*error.args)
 
 
 def _holds_group(error: BaseException | None) -> bool:
-    """IPython cannot draw exception groups; Python can."""
+    """Whether there is an exception group in the chain, which IPython cannot draw and Python can."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, _ExceptionGroup):
@@ -188,23 +188,22 @@ def _limit(parts: list[str]) -> tuple[str, ...]:
 
 
 _STYLES = 8
-"""Kept, with their colours; a shell uses one."""
+"""The number of styles that are kept with their colours; a shell uses one."""
 
 
 class _Lexer(PythonLexer):  # type: ignore[misc]
-    """Marks what is being executed, by the spans of it in the text."""
+    """A lexer that marks the code being executed, by its spans in the text."""
 
     executing: Sequence[tuple[int, int]] = ()
 
     def get_tokens_unprocessed(self, text: str, *args: Any) -> Iterator[tuple[int, Any, str]]:
-        """As of any lexer."""
         for at, kind, value in super().get_tokens_unprocessed(text, *args):
             marked = any(start <= at < end for start, end in self.executing)
             yield at, kind.ExecutingNode if marked else kind, value
 
 
 def quicken_tracebacks() -> None:
-    """From now on IPython draws so in this process. IPython 7 does without stack_data, and stays as it is."""
+    """Have IPython draw tracebacks faster in this process; IPython 7, which has no stack_data, stays as it is."""
     try:
         import stack_data
         from stack_data import core
@@ -216,7 +215,7 @@ def quicken_tracebacks() -> None:
 
 
 def know_modules(entry: TracebackType | None) -> None:
-    """Have ``inspect`` find the modules of frames without a search, which is in vain for what cells define."""
+    """Have ``inspect`` find the modules of frames without a search, which is in vain for code of cells."""
     known = vars(inspect)["modulesbyfile"]
     while entry is not None:
         name, module = entry.tb_frame.f_code.co_filename, entry.tb_frame.f_globals.get("__name__")
@@ -227,7 +226,7 @@ def know_modules(entry: TracebackType | None) -> None:
 
 
 def _highlight(formatter: Any, code: str, ranges: Sequence[tuple[int, int]]) -> list[str]:
-    """The lines of ``code`` with the colours of the formatter's style."""
+    """Return the lines of ``code`` with the colours of the formatter's style."""
     lexer = _Lexer(stripnl=False)
     lexer.executing = ranges
     try:

@@ -43,12 +43,12 @@ _RUNS = (InteractiveShell.safe_execfile.__code__, InteractiveShell.safe_run_modu
 
 
 class Show(NamedTuple):
-    """How the shell reaches its rank."""
+    """The functions by which the shell reaches its rank."""
 
     display: Callable[[dict[str, object], dict[str, object], dict[str, object], bool, bool], None]
     """data, metadata, transient, update, is_result"""
     mark_place: Callable[[], None]
-    """Write out all text; what comes now is behind it."""
+    """Write out all text, so that the next text comes behind it."""
 
 
 class CellResult(NamedTuple):
@@ -59,7 +59,7 @@ class CellResult(NamedTuple):
 
 
 class RankIPython(InteractiveShell):
-    """The shell. Make it with `create_shell`; starts no thread and writes no file."""
+    """A rank's IPython, which `create_shell` makes; it starts no thread and writes no file."""
 
     displayhook_class = Type(RankDisplayHook)
     display_pub_class = Type(RankDisplayPublisher)
@@ -69,9 +69,9 @@ class RankIPython(InteractiveShell):
     rank_debugger: RankDebugger
     _user_code_depth = 0
     _held: list[tuple[BaseException, bool]] | None = None
-    """While a cell runs: errors shown outside of its code, and whether each is its outcome when it has no other."""
+    """Errors shown outside of the running cell's code, and whether each is its outcome if it has no other."""
     _of_result: list[BaseException] | None = None
-    """While a result is formatted: what its representations raise."""
+    """Errors of the representations of the result that is being formatted, else None."""
     _rank_names: dict[str, object]
 
     def run_rank_cell(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> CellResult:
@@ -97,7 +97,7 @@ class RankIPython(InteractiveShell):
         return CellResult(result.result, error, ran=result.error_before_exec is None)
 
     def warm_up(self) -> None:
-        """Use once what a rank's first cells would otherwise import or compile, so that ranks share it."""
+        """Import and compile once, for all ranks, the code that a rank's first cells need."""
         for name in ("time", "timeit", "matplotlib", "cd"):
             self.find_line_magic(name)
         self.transform_cell("!true\n%time 1\nname?\n")
@@ -204,7 +204,7 @@ class RankIPython(InteractiveShell):
         return SList(text.splitlines()) if split else LSString(text)
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> object:
-        """Any cell magic; ``%%bash`` and ``%%sh`` without options are run as commands are."""
+        """Run a cell magic; ``%%bash`` and ``%%sh`` without options run as commands do."""
         if magic_name not in ("bash", "sh") or line.strip():
             result: object = super().run_cell_magic(magic_name, line, cell)
             return result
@@ -216,7 +216,7 @@ class RankIPython(InteractiveShell):
         return None
 
     def debugger(self, force: bool = False) -> None:
-        """``%debug``: force is true there."""
+        """Open the prompt of ``%debug``, for which ``force`` is true."""
         error = getattr(sys, "last_value", None)
         if force and error is not None and error.__traceback__ is not None:
             self.rank_debugger.post_mortem(error.__traceback__, describe_briefly(error))
@@ -225,7 +225,7 @@ class RankIPython(InteractiveShell):
 
     @property
     def call_pdb(self) -> bool:
-        """``%pdb`` sets this, which is refused."""
+        """Whether ``%pdb`` is on; setting it is refused."""
         return False
 
     @call_pdb.setter
@@ -237,7 +237,7 @@ class RankIPython(InteractiveShell):
             )
 
     def ask_exit(self) -> None:
-        """``exit`` and ``quit`` call this."""
+        """End the cell; ``exit`` and ``quit`` call this."""
         raise SystemExit
 
     def enable_gui(self, gui: str | None = None) -> None:
@@ -247,13 +247,13 @@ class RankIPython(InteractiveShell):
     # ---- what IPython does at start, and we do not --------------------------------------------------------------
 
     def init_prompts(self) -> None:
-        """No ``sys.ps1``: libraries take it for a person who types here, and refuse to train on several ranks."""
+        """Set no ``sys.ps1``: libraries take it for a person who types here, and refuse to train on several ranks."""
 
     def init_virtualenv(self) -> None:
-        """The worker's ``sys.path`` is the runtime's to decide."""
+        """Leave ``sys.path`` alone, which the runtime sets."""
 
     def init_sys_modules(self) -> None:
-        """The template keeps its ``__main__``; `enter_main` makes ours the rank's."""
+        """Leave the template's ``__main__`` in place; `enter_main` makes ours the rank's."""
 
     def init_user_ns(self) -> None:
         super().init_user_ns()
@@ -266,11 +266,11 @@ class RankIPython(InteractiveShell):
         self.user_ns.update(self._rank_names)
 
     def _tee(self, channel: str) -> Any:
-        """No copy of all output in memory (IPython 9 keeps one for its history)."""
+        """Keep no copy of all output in memory, as IPython 9 does for its history."""
         return contextlib.nullcontext()
 
     def _format_exception_for_storage(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """No tracebacks in the history either (IPython 9): each costs as much as the one that is shown."""
+        """Keep no tracebacks in the history either (IPython 9): each costs as much as the one that is shown."""
         return {}
 
     def enter_main(self) -> None:
@@ -288,7 +288,7 @@ class RankIPython(InteractiveShell):
             inputs += [""] * (number - len(inputs))
 
     def print_error(self, error: BaseException) -> None:
-        """Print past ``%%capture``, as Jupyter kernels do: else nobody would hear of it."""
+        """Print an error past ``%%capture``, which would hide it, as Jupyter kernels do."""
         drop_own_frames(error)
         print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.__stderr__)
 

@@ -1,4 +1,4 @@
-"""What the frames of a kept exception hold, and giving it back.
+"""The memory that the frames of a kept exception hold, measured and given back.
 
 A post-mortem needs the frames of the last exception, and those hold the tensors of their local variables. What the
 rank's own names refer to as well is not counted: it stays when the frames go.
@@ -26,44 +26,44 @@ if TYPE_CHECKING:
     from meshbook.shell.shell import KeptError, RankShell
 
 DEPTH = 4
-"""Containers in containers that are looked into."""
+"""The depth to which containers in containers are searched."""
 ITEMS = 100_000
-"""Values that are looked at, at most."""
+"""The most values that are looked at."""
 WORTH_BYTES = 1_000_000
-"""Less is not worth a word."""
+"""The least memory that is worth a word."""
 
 _libc = ctypes.CDLL(None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is Python's or torch's own error for that."""
+    """Whether the error is Python's or torch's own for a lack of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 class Freed(NamedTuple):
-    """What one rank gave back."""
+    """The memory that one rank gave back."""
 
     ename: str
-    """The exception whose frames were let go; empty if none was kept."""
+    """The class of the exception whose frames were freed; empty if none was kept."""
     held_bytes: int
-    """What its frames held."""
+    """The memory that its frames held."""
     resident_bytes: int
-    """By how much the process is smaller."""
+    """The memory by which the process is smaller."""
     device_bytes: int
-    """By how much less it holds of CUDA devices, caches included."""
+    """The memory of CUDA devices that was given back, caches included."""
 
 
 class HeldMemoryGauge:
-    """What the exception that a rank keeps holds; measured aside, once for each."""
+    """The gauge of the memory that a rank's kept exception holds, measured once for each on a thread of its own."""
 
     def __init__(self) -> None:
         self._measured_at = -1.0
         self._bytes = 0
 
     def last(self, shell: RankShell) -> int:
-        """Bytes; 0 where none is kept, and until it is known."""
+        """Return the bytes; 0 where no exception is kept, and until the measurement is done."""
         kept = shell.last_error
         if kept is None:
             return 0
@@ -84,7 +84,7 @@ class HeldMemoryGauge:
 
 
 def free(shell: RankShell) -> Freed:
-    """Let go of the last exception and of device caches. On the main thread, between cells."""
+    """Free the last exception's frames and device caches; called on the main thread, between cells."""
     kept = shell.last_error
     ename = type(kept.error).__name__ if kept is not None else ""
     held = held_bytes(kept.error, shell.namespace) if kept is not None else 0
@@ -102,7 +102,7 @@ def free(shell: RankShell) -> Freed:
 
 
 def memory_advice(error: BaseException, before: KeptError | None, namespace: Mapping[str, object]) -> list[str]:
-    """Lines for an out-of-memory error: what kept frames held then, and hold now. before: the exception before it."""
+    """Return lines on the memory that kept frames held, for an out-of-memory error. before: the exception before it."""
     if not is_out_of_memory(error):
         return []
     lines = []
@@ -120,14 +120,14 @@ def memory_advice(error: BaseException, before: KeptError | None, namespace: Map
 
 
 def held_bytes(error: BaseException, namespace: Mapping[str, object]) -> int:
-    """The memory of tensors and arrays in the local variables of the exception's frames."""
+    """Return the bytes of tensors and arrays that only local variables of the exception's frames hold."""
     named = dict(_storages(list(namespace.values())))
     values = (value for frame in _frames(error) for value in list(frame.f_locals.values()))
     return sum(size for pointer, size in dict(_storages(values)).items() if pointer not in named)
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
-    """Of the exception and of those that led to it; module-level frames have the rank's own names, and are left out."""
+    """Yield the frames of the exception and its causes, without module-level ones: those have the rank's own names."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -140,7 +140,7 @@ def _frames(error: BaseException | None) -> Iterator[FrameType]:
 
 
 def _storages(values: Iterable[object]) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the memory behind tensors and arrays, in containers, modules and optimizers too."""
+    """Yield (address, bytes) of the memory behind tensors and arrays, in containers, modules and optimizers too."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     left = [(value, 0) for value in values]
     seen: set[int] = set()
@@ -181,7 +181,7 @@ def _inside(value: object) -> list[object]:
 
 
 def _reserved_bytes() -> int:
-    """What torch has of CUDA devices."""
+    """Return the bytes of CUDA devices that torch has reserved."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0

@@ -53,11 +53,11 @@ _COLOURS_AND_PAGERS = {
     "PAGER": "cat",
     "GIT_PAGER": "cat",
 }
-"""What Jupyter kernels tell the commands that a cell runs, and that a rank has no cursor."""
+"""The variables by which Jupyter kernels give commands colours and no pager; a rank has no cursor."""
 
 
 class OutputSink(Protocol):
-    """Takes what a rank shows; called from any thread."""
+    """The receiver of everything that a rank shows; called from any thread."""
 
     def display(
         self,
@@ -72,18 +72,18 @@ class OutputSink(Protocol):
     ) -> None:
         """Show a MIME bundle; binary data is in base64. Text printed before has been written to its pipe.
 
-        is_late: the text of whoever shows it is late text.
+        is_late: whether text of the same thread or task is late text.
         """
 
     def mark_place(self) -> None:
-        """What is written to fd 1 and 2 from now on comes behind what was written to either."""
+        """Mark a place in the output: later text on fd 1 and 2 comes behind earlier text on either."""
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         """Show text that belongs to another cell than the running one. stream: ``stdout`` or ``stderr``."""
 
 
 class CellOutcome(NamedTuple):
-    """How a cell ended. ``failure`` is None exactly when ``ok``."""
+    """The outcome of a cell. ``failure`` is None exactly when ``ok``."""
 
     ok: bool
     value: object
@@ -95,24 +95,24 @@ class CellOutcome(NamedTuple):
 
 
 class KeptError(NamedTuple):
-    """The exception that a post-mortem is of."""
+    """The exception that a post-mortem looks at."""
 
     error: BaseException
     at: float
-    """When it was kept, monotonic."""
+    """The monotonic time at which it was kept."""
     call: int
-    """In which call it was raised."""
+    """The call that raised it."""
 
 
 class RankShell:
     """IPython for one rank; one per process."""
 
     def __init__(self) -> None:
-        """In the template: everything that ranks can share."""
+        """Make everything that ranks can share, in the template."""
         self.debugger = RankDebugger()
         self.last_error: KeptError | None = None
         self.is_untidy = False
-        """There is something for `tidy` to free."""
+        """Whether there is something for `tidy` to free."""
         self._ipython = create_shell(self._run_on_loop, self.debugger)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
         self._interrupts = 0
@@ -127,7 +127,7 @@ class RankShell:
         flush_c_streams()
 
     def start_rank(self, *, rank: int, host: str, sink: OutputSink, namespace: Mapping[str, object]) -> None:
-        """In the forked child, with fds 1 and 2 in place: become the rank's shell.
+        """Become the rank's shell, in the forked child with fds 1 and 2 in place.
 
         namespace: the names that cells find defined; cells may rebind them.
         """
@@ -149,17 +149,17 @@ class RankShell:
         self.debugger.begin()
 
     def become(self, rank: int) -> None:
-        """Have another number from now on."""
+        """Take another rank's number from now on."""
         self._rank = rank
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """What cells that await run on."""
+        """The event loop of cells that await."""
         return self._loop
 
     @property
     def namespace(self) -> dict[str, object]:
-        """The rank's global names, the ``__dict__`` of its ``__main__``."""
+        """The rank's global names, which are the ``__dict__`` of its ``__main__``."""
         names: dict[str, object] = self._ipython.user_ns
         return names
 
@@ -233,33 +233,33 @@ class RankShell:
     # ---- for whoever types in the notebook: on any thread, unheard and unseen by the cell that runs -----------------
 
     def complete(self, code: str, cursor: int) -> Completions:
-        """What may stand at ``cursor`` of a cell, by the rank's living names. Raises: whatever user code raises."""
+        """Return the texts that may stand at ``cursor``, by the rank's living names. Raises: errors of user code."""
         with self._attribution.unheard():
             return complete(self._ipython, code, cursor)
 
     def inspect(self, code: str, cursor: int, detail: int) -> str:
-        """Signature, docstring and more of the name at ``cursor``; empty: no such name. Raises: as `complete`."""
+        """Return the text about the name at ``cursor``; empty: no such name. Raises: as `complete`."""
         with self._attribution.unheard():
             return describe(self._ipython, code, cursor, detail)
 
     def names(self, prefix: str) -> list[str]:
-        """The names that the user has bound."""
+        """Return the names that the user has bound."""
         return user_names(self._ipython, prefix)
 
     def describe(self, error: BaseException) -> Failure:
-        """Make a failure of an exception that user code raised outside of `run_cell`."""
+        """Return the failure for an exception that user code raised outside of `run_cell`."""
         return describe_error(self._ipython, error, rank=self._rank, host=self._host, ran=True)
 
     def output_of(self, cell_id: int) -> contextlib.AbstractContextManager[None]:
-        """Inside the block ``cell_id`` is the running cell: its text goes to the pipes, that of others is late."""
+        """Make ``cell_id`` the running cell inside the block: its text goes to the pipes, that of others is late."""
         return self._attribution.cell(cell_id)
 
     def output_beside(self, cell_id: int) -> OutputBeside:
-        """The same on another thread than the main one, or in a task."""
+        """Give the text of the calling thread, or task, to ``cell_id`` inside the block."""
         return OutputBeside(self._streams, cell_id)
 
     def keep_error(self, error: BaseException, call: int) -> None:
-        """Keep the exception for a post-mortem, until the next one; those that ``call`` raised elsewhere belong to it.
+        """Keep the exception, which ``call`` raised on this rank, for a post-mortem until the next one.
 
         The frames of the one before are freed, and their tensors with them.
         """
@@ -270,13 +270,13 @@ class RankShell:
         self.last_error = KeptError(error, time.monotonic(), call)
 
     def tidy(self) -> None:
-        """Between calls: free what `keep_error` has let go of."""
+        """Free the frames that `keep_error` has dropped; called between calls."""
         self.is_untidy = False
         gc.collect()  # what drew the traceback left cycles around the frames
 
     @property
     def output_here(self) -> int:
-        """The cell that the calling thread or task prints for; 0 for none."""
+        """The cell that the calling thread or task prints for, 0 for none."""
         return self._attribution.origin() or 0
 
     def forget_last_error(self) -> None:
@@ -301,7 +301,7 @@ class RankShell:
         self.flush_text()
 
     def reopen(self) -> None:
-        """On the main thread: open stdin, stdout and stderr again if user code has closed them."""
+        """Open stdin, stdout and stderr again if user code has closed them; called on the main thread."""
         if self._ends.poll(0):
             null = open_above(lambda: os.open(os.devnull, os.O_RDONLY))
             fill(0, null)
@@ -330,7 +330,7 @@ class RankShell:
             )
 
     def _mark_place(self) -> None:
-        """Before and after a command: what is printed meanwhile, on either stream, is in its place."""
+        """Mark a place in the output before and after a command, so that its text on either stream stands between."""
         self.flush_text()
         if not self._attribution.forked:
             self._sink.mark_place()

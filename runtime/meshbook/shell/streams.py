@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RankPipe:
-    """One of them. Any thread may call any method."""
+    """The pipe behind one descriptor. Any thread may call any method."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -44,7 +44,7 @@ class RankPipe:
         self._file = self._open()
 
     def write(self, data: bytes) -> None:
-        """Write all of it as text. What an interrupt leaves over follows with the next write.
+        """Write all of the text. The rest of an interrupted write follows with the next one.
 
         Raises: BrokenPipeError when the agent is gone.
         """
@@ -62,7 +62,7 @@ class RankPipe:
                     raise
 
     def mark(self, mark: bytes) -> None:
-        """Write something for the agent, behind the text so far; at most PIPE_BUF bytes, which are never torn.
+        """Write a mark for the agent behind the text so far, of at most PIPE_BUF bytes, which are never torn.
 
         Raises: BrokenPipeError when the agent is gone.
         """
@@ -74,7 +74,7 @@ class RankPipe:
                 _await_room(self._kept)
 
     def reopen(self) -> None:
-        """Open the descriptor again if it was closed: else the next file gets its number, and the text."""
+        """Open the descriptor again if it was closed; else the next file would get its number, and the text."""
         descriptors.fill(self._fd, self._kept)
 
     def leads_to_agent(self) -> bool:
@@ -98,7 +98,7 @@ class RankPipe:
         return open(fd, "w", 1, "utf-8", "backslashreplace", "\n", closefd=False)
 
     def after_fork(self) -> None:
-        """In a forked child: another thread may hold the file's lock, and unwritten text is the parent's to write."""
+        """Replace the file in a forked child: its lock may be held for ever, and the parent writes the text in it."""
         self._parents_file = self._file  # kept, since a file writes its buffer when it is collected
         self.reopen()
         self._file = self._open()
@@ -107,7 +107,7 @@ class RankPipe:
         return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False))
 
     def _lead_back(self) -> bool:
-        """Whether the descriptor led elsewhere, or nowhere; now it leads to the agent."""
+        """Lead the descriptor to the agent again; returns whether it led elsewhere, or nowhere."""
         if descriptors.fill(self._fd, self._kept):
             return True
         try:
@@ -126,7 +126,7 @@ def _await_room(fd: int) -> None:
 
 
 PARTIAL_LINE_MAX = 8192
-"""Characters of an unfinished line that may wait."""
+"""The most characters of an unfinished line that wait."""
 
 _IOLBF = 1
 _libc = ctypes.CDLL(None)
@@ -147,10 +147,10 @@ class RankStream(io.TextIOBase):
         self._fd = fd
         self._attribution = attribution
         self.partial: dict[tuple[int, int] | int, str] = {}
-        """Unfinished lines by thread, or (late cell, thread)."""
+        """The unfinished lines by thread, or by (late cell, thread)."""
         self._flushing = threading.RLock()  # a signal handler may print in the midst of it
         self.is_flushing = False
-        """Set before a line is taken from ``partial``, so whoever finds its own taken sees who writes it."""
+        """Whether a thread writes out unfinished lines; set before it takes them, so that others wait for it."""
         self._in_a_row = 0
         self._run: io.TextIOWrapper | None = None
         self.in_run = False
@@ -189,7 +189,7 @@ class RankStream(io.TextIOBase):
         return len(text)
 
     def flush(self, thread: int = 0) -> None:
-        """Write out what threads have begun; only what ``thread`` has, if one is given."""
+        """Write out the lines that threads have begun; only those of ``thread``, if one is given."""
         if self.in_run and self._run is not None:
             self._run.flush()
         if not self.partial and not self.is_flushing:
@@ -211,13 +211,13 @@ class RankStream(io.TextIOBase):
             self._attribution.late_text(self._stream, text, late)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write all of it; waits while the pipe is full. What an interrupt leaves over follows with the next write."""
+        """Write all of the data, waiting while the pipe is full. The next write ends an interrupted one."""
         if self._attribution.last_stream is not self:
             self._attribution.turn_to(self)
         self._pipe.write(data)
 
     def begin_run(self) -> bool:
-        """On the main thread: from now on ``write`` is C code's, which can do nothing else than print."""
+        """Replace ``write`` by that of C code, which can only print; called on the main thread."""
         if self._run is None:
             self._run = self._pipe.open_text()
         if self._run is None or not self._pipe.leads_to_agent():
@@ -227,14 +227,14 @@ class RankStream(io.TextIOBase):
         return True
 
     def end_run(self) -> None:
-        """``write`` is ours again. On any thread; called again when it was interrupted."""
+        """Put our ``write`` back, on any thread; called again when it was interrupted."""
         vars(self).pop("write", None)
         if self._run is not None:
             self._run.flush()
         self.in_run = False
 
     def after_fork(self) -> None:
-        """In a forked child: what waits is the parent's to write."""
+        """Forget unfinished lines in a forked child, since the parent writes them."""
         vars(self).pop("write", None)
         self._parents_run, self._run, self.in_run = self._run, None, False  # kept, since it writes when it is collected
         self._pipe.after_fork()
@@ -251,14 +251,14 @@ class RankStream(io.TextIOBase):
         return True
 
     def reconfigure(self, **options: object) -> None:
-        """Nothing to change: the encoding is UTF-8 and lines are written at once."""
+        """Change nothing: the encoding is UTF-8 and lines are written at once."""
 
     def close(self) -> None:
         self.flush()
 
 
 class _ByteStream(io.RawIOBase):
-    """``sys.stdout.buffer``: bytes follow the text that was printed before them."""
+    """The stream ``sys.stdout.buffer``, whose bytes follow the text that was printed before them."""
 
     def __init__(self, text: RankStream, fd: int) -> None:
         self._text = text
@@ -277,7 +277,7 @@ class _ByteStream(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Stays open, as the stream that it belongs to."""
+        """Stay open, as the text stream does."""
 
 
 def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
@@ -297,7 +297,7 @@ def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
 
 
 class OutputBeside:
-    """What the calling thread or task starts inside the block belongs to ``cell_id``, whatever cell runs.
+    """A block in which the calling thread's or task's text belongs to ``cell_id``, whichever cell runs.
 
     All of its text is late text, also while a call of the same output runs: so it keeps its order. All of it has been
     written at the end.
@@ -334,7 +334,7 @@ def flush_c_streams() -> None:
 
 
 def _line_buffer_c_stdout() -> None:
-    """C's stdout would keep 4 kB back on a pipe, and so come out of order."""
+    """Have C's stdout write each line at once: on a pipe it would keep 4 kB back, and come out of order."""
     try:
         c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
     except ValueError:

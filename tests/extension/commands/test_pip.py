@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshbook.workspace.packages import run_pip
+from meshbook_extension.commands.packages import print_results
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,19 @@ def test_what_pip_refuses_is_an_error_below_its_words(mesh: Any) -> None:
     said = mesh.fail("%mesh pip install --no-index far-package-that-is-nowhere")
     assert "No matching distribution found for far-package-that-is-nowhere" in said
     assert "MeshError: rank 0: pip ended with exit code 1, its words are above\n" in said
+
+
+def test_hosts_that_say_the_same_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    done = "Collecting einops\nInstalling collected packages: einops\nSuccessfully installed einops-0.8\n"
+    there = "Requirement already satisfied: einops in /env\n"
+    print_results({"host a": done, "host b": f"  WARNING: einops 0.8 has a conflict\n{done}", "host c": there})
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "host a, host b: Successfully installed einops-0.8",
+        "host b: WARNING: einops 0.8 has a conflict",
+        "host c: Requirement already satisfied: einops",
+    ]
+    print_results({"host a": done, "host b": done})
+    assert capsys.readouterr().out == "Successfully installed einops-0.8\n"
 
 
 def test_nothing_to_do_shows_an_example(mesh: Any) -> None:
