@@ -26,12 +26,12 @@ from meshbook.formatting import name_ranks
 from meshbook.groups.progress import Collectives, Entered, GroupProgress, Messages
 
 KEPT_NUMBERS = 64
-"""Of so many numbers per group digests are kept, the newest."""
+"""The number of newest digests that are kept per group."""
 _WEIGHTS = 1 << 64
 
 
 class Progress(NamedTuple):
-    """How far one group is on one rank, or the messages from one member to another; as it travels with answers."""
+    """The progress of one group on one rank, or of the messages from one member to another; it travels with answers."""
 
     group: str
     number: int
@@ -43,23 +43,23 @@ class Splits(NamedTuple):
 
     group: str
     number: int
-    """How many such operations there were."""
+    """The count of such operations."""
     weight: int
-    """Those of all members add up to 0, modulo 2 ** 64, where what one gives is what the other takes."""
+    """The weights of all members add up to 0, modulo 2 ** 64, where each gives as much as the others take."""
     members: int
 
 
 class Told(NamedTuple):
-    """What travels with an answer of a rank that has used its groups since the one before."""
+    """The news of groups that travels with the answer of a rank that has used them since its last answer."""
 
     epoch: int
     groups: tuple[Progress, ...]
     torn: tuple[str, ...] = ()
-    """What operations that were given up have left half done, for good: ``x may be half reduced``."""
+    """Texts on what operations that were given up have left half done, for good: ``x may be half reduced``."""
     copied: tuple[str, ...] = ()
     """The same of what there is a copy of: it is put back when the groups are formed again."""
     restored: tuple[str, ...] = ()
-    """What of that is as it was before, by now."""
+    """The texts of ``copied`` whose tensors are as they were before, by now."""
     broken: bool = False
     """Groups have become of no use, or the default one was destroyed."""
     splits: tuple[Splits, ...] = ()
@@ -81,7 +81,7 @@ class Disagreement(NamedTuple):
 
 
 class Agreements:
-    """What the ranks of one mesh have told with their answers."""
+    """The comparison of the news that came with the answers of one mesh's ranks."""
 
     def __init__(self) -> None:
         self.doubted = False
@@ -153,7 +153,7 @@ def _find_in(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | 
 def _find_between_parts(
     name: str, number: int, members: tuple[int, ...], entered: Mapping[int, Entered]
 ) -> Disagreement | None:
-    """What one member of an all_to_all gave and another took as something else."""
+    """Compare what the members of an all_to_all gave each other with what these took."""
     parts = {at: entered[rank].parts for at, rank in enumerate(members) if rank in entered}
     told = {at: each for at, each in parts.items() if each is not None}
     pairs = [(i, j) for i, j in itertools.product(told, told) if told[i].given[j] != told[j].taken[i]]
@@ -175,7 +175,7 @@ def _more_pairs(count: int) -> str:
 
 
 def _find_between(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
-    """What one member sent and another received as something else."""
+    """Compare the messages that members sent with those that others received."""
     pairs: dict[tuple[int, int], dict[int, Messages]] = {}
     for rank, group in sorted(members.items()):
         for each in group.messages:
@@ -206,7 +206,7 @@ def _compare_messages(sent: Messages, received: Messages) -> str:
 
 
 def _find_long_ago(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
-    """By the digests alone: nobody remembers the operation itself."""
+    """Compare the digests alone, for operations that no rank remembers."""
     digests: dict[int, dict[int, list[int]]] = {}
     for rank, group in sorted(members.items()):
         digests.setdefault(group.number, {}).setdefault(group.digest, []).append(rank)

@@ -1,4 +1,4 @@
-"""One incarnation of a process group: the C++ group behind an `AbortableGroup`, from its making to its end.
+"""The C++ group behind an `AbortableGroup`, one incarnation of it, from its making to its end.
 
 Each gloo group has a device of its own, that is a listening socket and a thread: groups that share one confuse their
 connections when these are made lazily. The device's address is what finds the sockets of a group that was given up.
@@ -57,7 +57,7 @@ _device_lock = threading.Lock()
 
 
 class GroupSpec(NamedTuple):
-    """All that it takes to make a group again, equal on all members but for ``rank``."""
+    """The recipe to make a group again, equal on all members but for ``rank``."""
 
     name: str
     ranks: tuple[int, ...]
@@ -65,11 +65,11 @@ class GroupSpec(NamedTuple):
     rank: int
     """Ours, within the group."""
     backend: str
-    """As given: ``gloo``, ``cpu:gloo,cuda:nccl``."""
+    """The backend as it was given: ``gloo``, ``cpu:gloo,cuda:nccl``."""
     timeout_s: float
     description: str
     tag: str
-    """As given to torch; empty for the default one."""
+    """The tag that torch was given; empty for the default group."""
 
     @property
     def devices(self) -> dict[str, str]:
@@ -95,18 +95,18 @@ class BackendGroup:
         self.guard = guard
         self.name, self.timeout_s = recipe.name, recipe.timeout_s
         self.dead = ""
-        """Why nothing more comes of it."""
+        """The reason why the group is of no use any more; empty while it is."""
         self.closed = ""
-        """Why operations are not begun in it: it is dead, or being formed."""
+        """The reason why no operation begins in it: it is dead, or being formed."""
         self.failures, self.users = Failures(guard.note_broken), Users()
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._torn: dict[tuple[str, int], Torn] | None = {}
         """Operations that were given up, by name and number; None when that was taken."""
         self.begun: deque[BegunOperation] = deque()
-        """What is under way, in the order in which it was begun."""
+        """The operations that are under way, in the order in which they were begun."""
         self.on_device: deque[BegunOperation] = deque()
-        """Of that what CUDA is at."""
+        """The operations of these that CUDA works on."""
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int, int], SerialQueue] = {}
         self._listening: list[tuple[str, int]] = []
@@ -183,9 +183,9 @@ class BackendGroup:
         return noted[key].text
 
     def _note_under_way(self) -> None:
-        """Nobody will see the end of what is under way, but for those who wait for it: they note it themselves.
+        """Note the operations under way that no thread waits for, since nothing sees their end; threads note their own.
 
-        Now, while C++ still is at it: works that have failed can be asked for their error only once.
+        This is done while C++ still works on them: works that have failed can be asked for their error only once.
         """
         waited = {(work.operation, work.number) for work in list(self.guard.waits.values()) if work.inner is self}
         with self._lock:

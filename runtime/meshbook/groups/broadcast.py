@@ -52,7 +52,7 @@ _Header: TypeAlias = _TensorHeader | _PickleHeader | _Refusal
 
 
 class _Parcel(NamedTuple):
-    """What the source sends, and the value that stays with it."""
+    """The header and pieces that the source sends, and the value that stays with it."""
 
     header: _Header
     pieces: list[torch.Tensor]

@@ -66,7 +66,7 @@ def refuse_if_off(operation: str) -> None:
 
 
 def leave_to_parent(generation: int) -> None:
-    """In a child that a rank of this `forks.generation` has forked: the groups are the rank's to use."""
+    """Refuse collectives in a child that a rank of this `forks.generation` has forked: groups are the rank's to use."""
     global _parent, may_refuse
     _parent, may_refuse = generation, True
 
@@ -119,7 +119,7 @@ WITHOUT_TORCH = (
 
 
 class NoGroups:
-    """As much of `meshbook.groups.rank_groups.RankGroups` as ranks without torch are asked for."""
+    """The part of `meshbook.groups.rank_groups.RankGroups` that ranks without torch are asked for."""
 
     formed = destroyed = False
     moved_bytes = 0

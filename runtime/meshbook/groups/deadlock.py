@@ -28,14 +28,14 @@ from typing import NamedTuple
 from meshbook.groups.progress import ANY_PEER, CellCounts, Collectives, GroupProgress, Waiting
 
 DELIVERED_S = 0.25
-"""What was sent before has arrived after so long; only asked for where receives from anybody blur the counts."""
+"""The time in which a message has arrived; only asked for where receives from anybody blur the counts."""
 
 ALL_SENT_S = 2.0
-"""Of a member whose group was aborted nothing more comes: what it had sent before has arrived after so long."""
+"""The time in which the last messages of a member whose group was aborted have arrived: it sends no more."""
 
 
 class WaitGraph:
-    """What ranks have told of their groups, by rank and name of group."""
+    """The answers of ranks about their groups, by rank and name of group, and whom these make a rank wait for."""
 
     def __init__(self, snapshots: Mapping[int, Collectives]) -> None:
         self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
@@ -44,11 +44,11 @@ class WaitGraph:
         whether what aborted members have sent for it has arrived."""
 
     def group(self, rank: int, name: str) -> GroupProgress | None:
-        """None where the rank has not made the group, as far as is known."""
+        """Return what the rank told of the group; None where it has not made the group, as far as is known."""
         return self._groups.get(rank, {}).get(name)
 
     def issued(self, rank: int, name: str) -> int:
-        """How many collectives of the group the rank has begun."""
+        """Return the number of collectives of the group that the rank has begun."""
         group = self.group(rank, name)
         return group.issued if group is not None else 0
 
@@ -143,7 +143,7 @@ def find_deadlocked(
 
 
 class _State:
-    """What is known so far: who is silent for ever, and how far each was."""
+    """The proof so far: which threads are silent for ever, and how far each rank was."""
 
     def __init__(self, snapshots: Mapping[int, Collectives], ended: set[int], dead: set[int], mailbox: int) -> None:
         self.stuck: dict[int, Stuck] = {}
@@ -216,9 +216,9 @@ class Odd(NamedTuple):
     """Empty where the default one is no more, and all that were made from it."""
     reason: str
     is_certain: bool
-    """Else it must be found again, equally far, by another look: who uses it may have begun just now."""
+    """Whether one look is enough; else the group must be found again, equally far: a thread may just have begun."""
     counts: tuple[object, ...] = ()
-    """How far each member was."""
+    """The counts of operations of each member."""
 
 
 def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = True) -> list[Odd]:
@@ -311,7 +311,7 @@ def _differ(groups: Mapping[int, GroupProgress | CellCounts | None]) -> bool:
     if len({group.issued if group else 0 for group in groups.values()}) > 1:
         return True
     sent: dict[int, dict[int, int]] = {}
-    """How many messages went, by receiver and sender."""
+    """The number of messages that went, by receiver and sender."""
     for sender, group in groups.items():
         for receiver, count in (group.sent if group else {}).items():
             if count:

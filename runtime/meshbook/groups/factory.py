@@ -20,7 +20,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,7 @@ from meshbook.groups.backend_group import GroupSpec, NcclOptions, dispose
 from meshbook.groups.gloo import connects_at_once
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
-from meshbook.groups.meeting import meet
-from meshbook.groups.store_client import LinkStore
+from meshbook.groups.meeting import RankMeeting, meet
 from meshbook.torch_internals import PrefixStore, Store, register_process_group, unregister_all_process_groups
 
 _torch_helper: Any = c10d._new_process_group_helper
@@ -50,10 +49,10 @@ class GroupFactory:
         self.groups: dict[str, AbortableGroup] = {}
         """Living groups by name. Keeps them: C++ keeps only its half, which has no Python methods."""
         self.base_store: Store | None = None
-        """Where the keys of the next default group go, instead of where torch would put them."""
+        """The store for the keys of the next default group, instead of the one that torch would make."""
 
     def install(self) -> None:
-        """From now on torch makes guarded groups. Idempotent."""
+        """Have torch make guarded groups from now on. Idempotent."""
         patch(c10d, "_new_process_group_helper", self._helper)
 
     def _helper(
@@ -153,7 +152,7 @@ _AXIS_GROUP = "mesh_"
 
 
 class DeviceMeshes:
-    """Those over the default group that there is."""
+    """The DeviceMeshes over the present default group."""
 
     def __init__(self, factory: GroupFactory) -> None:
         self._factory = factory
@@ -164,7 +163,7 @@ class DeviceMeshes:
     def get(
         self, device_type: str, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None
     ) -> DeviceMesh:
-        """What `meshbook.groups.rank_groups.RankGroups.device_mesh` returns; there is a default group."""
+        """Return the mesh of `meshbook.groups.rank_groups.RankGroups.device_mesh`; there is a default group."""
         axes, sizes = (tuple(axes), tuple(sizes)) if axes else (("rank",), (1,))
         ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         if math.prod(sizes) != len(ranks):
@@ -210,25 +209,15 @@ _torch_destroy: Callable[..., None] = dist.destroy_process_group
 _torch_init_signature = inspect.signature(_torch_init)
 
 
-class MeetingPoint(NamedTuple):
-    """Where the ranks meet."""
-
-    link: LinkStore
-    scope: str
-    """The prefix of this epoch's keys."""
-
-
 class DefaultGroup:
-    """What becomes of ``dist.group.WORLD``."""
+    """The owner of ``dist.group.WORLD`` on a rank."""
 
-    def __init__(self, factory: GroupFactory) -> None:
-        self._factory = factory
-        self.meeting_point: MeetingPoint | None = None
-        """None while there is no link to the others."""
+    def __init__(self, factory: GroupFactory, meeting: RankMeeting) -> None:
+        self._factory, self._meeting = factory, meeting
         self.master = ("", "")
         """MASTER_ADDR and MASTER_PORT as the mesh has set them."""
         self.lineage = ""
-        """What it goes back to: ranks with the same can form it again in place."""
+        """The forming that the group goes back to: ranks with the same lineage can form it again in place."""
         self.is_kept = False
         """The mesh has formed it, and forms it again where cells leave none."""
 
@@ -310,19 +299,16 @@ class DefaultGroup:
         if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
             self._init(**wanted)
             return
-        if self.meeting_point is None:
+        link = self._meeting.link
+        if link is None:
             raise UsageError("this rank has no link to the others any more: stop the mesh and spawn it again")
-        self._init_at(self.meeting_point, wanted)
-
-    def _init_at(self, point: MeetingPoint, wanted: dict[str, Any]) -> None:
-        """Make it with the ranks that have met there."""
         if wanted.get("timeout") is not None:
-            point.link.set_timeout(wanted["timeout"])
+            link.set_timeout(wanted["timeout"])
         given = {"rank": wanted.get("rank", -1), "world_size": wanted.get("world_size", -1)}
         rank, world_size = (number if number >= 0 else int(os.environ[name.upper()]) for name, number in given.items())
-        scope = f"{point.scope}/init{world_size}"
-        prefix = meet(point.link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
-        store = PrefixStore(prefix, point.link)
+        scope = f"{self._meeting.scope}/init{world_size}"
+        prefix = meet(link, scope, rank, world_size, lambda _: f"{scope}/{uuid.uuid4().hex[:12]}")
+        store = PrefixStore(prefix, link)
         self._init_over(**{**wanted, "init_method": None, "store": store, "rank": rank, "world_size": world_size})
         self.lineage = prefix
 

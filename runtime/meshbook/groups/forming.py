@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 class KnownGroups(msgspec.Struct, frozen=True):
-    """What a rank with groups tells the fresh ones."""
+    """The groups of a rank, as it tells them to the fresh ones."""
 
     recipes: list[GroupSpec]
     """Groups that a fresh rank belongs to, in the order in which they were made."""
     made: int
-    """How many groups torch has counted; the next one is named by this number."""
+    """The number of groups that torch has counted; the next one is named by it."""
 
 
 def rebuild(
@@ -86,7 +86,7 @@ def join(
     world_size: int,
     make_default: Callable[[str, Store], None],
 ) -> None:
-    """On a fresh rank: make the groups that the others have, and that it belongs to.
+    """Make, on a fresh rank, the groups that the others have and that it belongs to.
 
     make_default: makes the default group with a backend, over a store.
     """
@@ -164,7 +164,7 @@ def repair_modules(groups: Collection[object] | None = None) -> None:
 
 
 def _renew_reducer(ddp: Any) -> None:
-    """As unpickling a DDP module does; no collective."""
+    """Give a DDP module a new reducer, as unpickling it does; no collective."""
     parameters, sparse = ddp._build_params_for_reducer()
     ddp._has_rebuilt_buckets = False
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)

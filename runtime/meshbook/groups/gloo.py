@@ -42,14 +42,14 @@ _before: int | None = None
 
 
 def gloo_threads() -> set[int]:
-    """All threads of the process that are not Python's."""
+    """Return the kernel's numbers of all threads of the process that are not Python's."""
     known = {thread.native_id for thread in threading.enumerate()}
     with above_standard():
         return {int(entry) for entry in os.listdir("/proc/self/task")} - known
 
 
 def park_threads(gloos: Iterable[int], on_lost: Callable[[], object]) -> None:
-    """From now on these threads do not end the process when gloo gives them up.
+    """Keep these threads from ending the process when gloo gives them up.
 
     on_lost: a method of their group, called on such a thread, which does not come back.
     """
@@ -60,7 +60,7 @@ def park_threads(gloos: Iterable[int], on_lost: Callable[[], object]) -> None:
 
 
 def _on_terminate() -> None:
-    """On the thread whose exception nobody catches; the process ends when this returns."""
+    """Park the calling thread, whose exception nothing catches, if it is gloo's; the process ends when this returns."""
     method = _on_lost.get(threading.get_native_id())
     on_lost = method() if method is not None else None
     if on_lost is None:
@@ -100,7 +100,7 @@ _WATCHED = re.compile(r"^tfd: +(?P<fd>\d+) events: +(?P<events>[0-9a-f]+) .* ino
 
 
 _EVENTS = 0x0FFF_FFFF
-"""Of what epoll calls events; the other bits say how they are told."""
+"""The bits of epoll's events that are events; the other bits say how they are told."""
 
 
 def connects_at_once() -> bool:

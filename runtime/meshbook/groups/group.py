@@ -53,7 +53,7 @@ _COLLECTIVES = (
 
 
 _BARRIER_GRACE = timedelta(seconds=1)
-"""How long C++ may take to end a monitored barrier whose time is over."""
+"""The time that C++ may take to end a monitored barrier after its timeout."""
 
 
 class AbortableGroup(dist.ProcessGroup):
@@ -74,16 +74,16 @@ class AbortableGroup(dist.ProcessGroup):
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self._messages: dict[tuple[str, int], MessageRecord] = {}
-        """By ``send`` or ``recv`` and peer (base rank)."""
+        """The records by ``send`` or ``recv`` and peer (base rank)."""
         self.by_cells = Counts()
-        """Those of them that the main thread has begun."""
+        """The operations of the main thread among these."""
         self._counting = threading.Lock()
         """Numbers are in the order in which C++ gets the operations, whichever threads begin them."""
         self._users = Users()
         self._aborted = ""
-        """Why it cannot be used until it is formed again."""
+        """The reason why the group cannot be used until it is formed again."""
         self.retired = ""
-        """Why it can never be used again."""
+        """The reason why the group can never be used again."""
         self.on_retired: Callable[[], object] = lambda: None
         self._store, self._guard, self._options = store, guard, options
         self._inner: BackendGroup | None = None
@@ -122,7 +122,7 @@ class AbortableGroup(dist.ProcessGroup):
         return self._inner
 
     def _when_open(self, inner: BackendGroup) -> BackendGroup:
-        """For the thread that forms the groups, at once; for others when they are proved."""
+        """Return the group at once to the thread that forms the groups, to others when they are proved."""
         guard = self._guard
         if guard.is_forming and not inner.dead:
             return inner
@@ -172,7 +172,7 @@ class AbortableGroup(dist.ProcessGroup):
             self._inner.give_up("it was aborted on this rank")
 
     def progress(self, recent: int = 0) -> GroupProgress:
-        """How far it is, with its last ``recent`` operations; from any thread."""
+        """Return how far the group is, with its last ``recent`` operations; from any thread."""
         recipe, record, inner, cells = self.recipe, self.record, self._inner, self.by_cells
         entered = record.recent(recent) if recent else ()
         messages = tuple(each.messages(recent) for each in list(self._messages.values())) if recent else ()
@@ -325,7 +325,7 @@ class AbortableGroup(dist.ProcessGroup):
     _get_backend_name = name
 
     def getBackendName(self) -> str:
-        """For C++, which takes a group called gloo for one that holds gloo's own object (DDP's logger does)."""
+        """Return a name for C++ (DDP's logger), which takes a group called gloo for one that holds gloo's object."""
         return f"guarded {self.name()}"
 
     def getGroupName(self) -> str:

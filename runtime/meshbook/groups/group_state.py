@@ -1,4 +1,4 @@
-"""What the process groups of a rank share (`GroupState`), and who uses one of them (`Users`, `Counts`, `Failures`).
+"""The state that the process groups of a rank share (`GroupState`), and the users of each (`Users`, `Counts`).
 
 A cell, an actor and a thread of the user's own may use one group. Whether a call has left a group uneven can only be
 told of what that call has begun, so operations of the main thread are counted apart; and a group that other threads
@@ -52,7 +52,7 @@ class Users:
         self._tasks: dict[int, int] = {}
         """Thread to its task then: the message of an actor, or 0."""
         self._untold: dict[int, int] = {}
-        """Of the former incarnation: who may believe that the operations before still count."""
+        """The tasks that used the former incarnation, and may believe that its operations still count; by thread."""
 
     def note(self) -> None:
         """The calling thread, not the main one, begins an operation.
@@ -90,7 +90,7 @@ class Users:
         )
 
     def mailboxes(self, handled: Handled) -> tuple[int, ...]:
-        """Those of the actors among them, idle ones too."""
+        """Return the mailboxes of the actors among the users, idle ones too."""
         return tuple({handled[thread][0] for thread in list(self._tasks) if thread in handled})
 
 
@@ -105,7 +105,7 @@ class Failures:
     def __init__(self, on_first: Callable[[], object]) -> None:
         """on_first: called when the group has become of no use."""
         self.why = ""
-        """Why it has; of the first one."""
+        """The reason of the first failure; empty while there is none."""
         self._on_first = on_first
         self._first: dict[tuple[str, int | None], int] = {}
 
@@ -116,7 +116,7 @@ class Failures:
         self._first[key] = min(number, self._first.get(key, number))
 
     def note_given_up(self, operation: str) -> None:
-        """Nobody waits for an operation any more that may still be under way."""
+        """Note that an operation which may still be under way is waited for no more."""
         self._say(f"{operation} was given up")
 
     def _say(self, why: str) -> None:
@@ -125,22 +125,22 @@ class Failures:
             self._on_first()
 
     def served(self, peer: int | None, begun: int, operation: str = "") -> int:
-        """How many of the ``begun`` operations others can count on: those up to the first that failed."""
+        """Return how many of the ``begun`` operations others can count on: those up to the first that failed."""
         first = self._first.get((operation, peer))
         return begun if first is None else min(begun, first - 1)
 
 
 STEP_S = 0.025
-"""How long a wait may last before it looks for signals and aborts."""
+"""The time between two looks of a wait for signals and aborts."""
 
 EXPLAIN_S = 0.25
-"""After a lost connection: how long the reason may take to arrive from the controller."""
+"""The time that the reason of an abort may take to arrive from the controller after a connection was lost."""
 
 LOST_CONNECTION = "onnection"
 """Part of what gloo says of one."""
 
 FORMING_S = 30.0
-"""How long operations of actors and threads wait while the main thread forms the groups."""
+"""The time that operations of actors and threads wait while the main thread forms the groups."""
 
 BEING_FORMED = "the process groups are being formed again"
 
@@ -151,7 +151,7 @@ class GroupState:
     def __init__(self) -> None:
         self.epoch = -1
         self.reason = ""
-        """Why the groups were aborted; empty while they work."""
+        """The reason why the groups were aborted; empty while they work."""
         self.reason_epoch = -1
         """Groups of up to this epoch are aborted."""
         self.last_failure: tuple[int, int, dict[str, int]] = (-1, 0, {})
@@ -166,23 +166,23 @@ class GroupState:
         self.handled: Callable[[], Handled] = dict
         """Asked which messages actors handle."""
         self.torn: list[str] = []
-        """What operations that were given up may have left half done, for the next answer; see `torn`."""
+        """Texts on tensors that operations given up may have left half done, for the next answer."""
         self.copied: list[str] = []
         """The same of what there is a copy of."""
         self.restored: list[str] = []
-        """What of that is as it was before."""
+        """The texts of ``copied`` whose tensors are as they were before."""
         self.moved_bytes = 0
         """Payload of all operations so far (`meshbook.groups.group`); never set back."""
         self.waits: dict[int, AbortableWork] = {}
-        """By thread."""
+        """The operation that each thread waits in."""
         self.futures: dict[CollectiveWork, float] = {}
         """Operations whose future somebody holds and that have not ended, and since when (monotonic)."""
         self.backward: set[int] = set()
         """Threads in a backward pass (`meshbook.groups.work`)."""
         self.waited_s: dict[int, float] = {}
-        """By thread: the seconds that it has spent waiting, in all."""
+        """The seconds that each thread has spent waiting, in all."""
         self.log: OperationLog | None = None
-        """While the rank is profiled."""
+        """The log of operations, while the rank is profiled."""
         self.on_future: Callable[[], object] = lambda: None
         """Called when somebody has taken the future of an operation, on that thread."""
         self.told = threading.Event()
@@ -249,7 +249,7 @@ class GroupState:
         return now - self._held_s
 
     def await_reason(self, failure: str) -> None:
-        """Where an operation has lost the connection to a peer: wait a moment for the reason of an abort."""
+        """Wait a moment for the reason of an abort, if this failure is a lost connection to a peer."""
         if LOST_CONNECTION in failure:
             self.told.wait(EXPLAIN_S)
 
@@ -259,7 +259,7 @@ class GroupState:
             raise GroupAborted(self.reason)
 
     def describe_waits(self) -> tuple[Waiting, ...]:
-        """What the threads of this process wait in; from any of them.
+        """Return what the threads of this process wait in; from any of them.
 
         A backward pass that has begun operations and not seen their end counts as waiting for them: it will.
         """

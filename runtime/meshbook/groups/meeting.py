@@ -1,4 +1,4 @@
-"""How the ranks of a mesh meet to form process groups, and the variables that torchrun would have set.
+"""The meeting of a mesh's ranks to form process groups, and the variables that torchrun would have set.
 
 Ranks meet in the runtime's store, where waiting can be interrupted and a round that failed is no burden to the next.
 No port is involved; MASTER_ADDR and MASTER_PORT are for code that uses them itself (torch.distributed.rpc, say).
@@ -34,19 +34,19 @@ from meshbook.wire.messages import Identity
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What a rank says when it comes to form groups."""
+    """The first word of a rank that comes to form groups."""
 
     lineage: str
     """Names the forming that its groups go back to; empty without groups of this many ranks."""
     door: Doorway | None = None
-    """Where hosts are to find out how they reach each other: that of its host, from the first rank there."""
+    """The place to find out how hosts reach each other: that of its host, from the first rank there."""
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """What rank 0 answers to the ranks that form groups again."""
+    """The answer of rank 0 to the ranks that form groups again."""
 
     prefix: str
-    """Of the keys of this epoch's groups."""
+    """The prefix of the keys of this epoch's groups."""
     address: str
     port: str
     lineage: str
@@ -56,7 +56,7 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -> Agreement:
-    """On rank 0: decide. greetings: by rank."""
+    """Decide, on rank 0. greetings: by rank."""
     lineages = {greeting.lineage for greeting in greetings} - {""}
     doors = tuple(greeting.door for greeting in greetings if greeting.door is not None)
     if len(lineages) == 1:
@@ -75,7 +75,7 @@ class RankMeeting:
         self.scope = ""
         """The prefix of this epoch's keys."""
         self._ways: dict[int, Interface] = {}
-        """By which of its addresses each host is known to the others; by its number."""
+        """The address by which each host is known to the others, with its interface; by the host's number."""
 
     def meet(
         self,

@@ -1,4 +1,4 @@
-"""What is described of an operation of a process group: all that must be equal on its members.
+"""The description of an operation of a process group: all that must be equal on its members.
 
     all_reduce, broadcast, reduce           the tensor
     all_gather, reduce_scatter              the list of all parts, so parts of different sizes are fine
@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from meshbook.groups.collectives_off import public_name
 from meshbook.groups.progress import Parts
@@ -37,7 +36,7 @@ MAX_KNOWN = 4096
 
 
 class _NoData:
-    """In the place of the dtype of tensors on the meta device: for them torch ends an operation without the others."""
+    """The stand-in for the dtype of tensors on the meta device: for them torch ends an operation without the others."""
 
     itemsize = 0
 
@@ -49,10 +48,10 @@ NO_DATA = _NoData()
 
 MASK = (1 << 64) - 1
 FACTOR = 1_000_003
-"""What digests of operations are multiplied by before each is added."""
+"""The factor by which a digest of operations is multiplied before the next one is added."""
 
 TorchArgs: TypeAlias = tuple[Any, ...]
-"""What torch hands to an operation of a process group."""
+"""The arguments that torch hands to an operation of a process group."""
 _Shapes: TypeAlias = "torch.Size | tuple[torch.Size, ...]"
 _Dtype: TypeAlias = "torch.dtype | _NoData"
 _OperationKey: TypeAlias = tuple[str, _Shapes, "_Dtype | None", "int | None", "int | None"]
@@ -71,31 +70,31 @@ class Description(NamedTuple):
     values: tuple[str, ...]
     """Shape, dtype, reduction, root; in words, empty where it has none."""
     size_bytes: int
-    """Of the tensors that are described."""
+    """The size of the tensors that are described."""
 
 
 def describe_message(operation: str, tensor: torch.Tensor) -> Description:
-    """What a send or a receive of this tensor is; the code is the same for both."""
-    key = (operation, tensor.numel(), NO_DATA if tensor.is_meta else tensor.dtype)
+    """Return the description of a send or a receive of this tensor; the code is the same for both."""
+    key = (operation, tensor.numel(), _dtype(tensor))
     return _known_messages.get(key) or _learn_message(key)
 
 
 def describe(method: str, args: TorchArgs) -> Description:
-    """What an operation with these arguments is; ``method`` is torch's name of it within process groups."""
+    """Return the description of an operation with these arguments; ``method`` is torch's name within process groups."""
     try:
-        if method == "allreduce" and len(args[0]) == 1:  # as `_reduced`: by far the most frequent, so kept short
+        if method == "allreduce" and len(args[0]) == 1:  # by far the most frequent, so kept short
             tensor = args[0][0]
             dtype = NO_DATA if tensor.is_meta else tensor.dtype
             key: _OperationKey = (method, tensor.shape, dtype, hash(args[1].reduceOp), None)
         else:
-            key = _KEYS[method](method, *args)
-    except (IndexError, AttributeError, TypeError, KeyError):  # arguments that torch will refuse, or that are new to us
-        key = _bare(method)
+            key = _key_of(method, args)
+    except (IndexError, AttributeError, TypeError):  # arguments that torch will refuse, or that are new to us
+        key = (method, (), None, None, None)
     return _known.get(key) or _learn(key)
 
 
 def parts_of(args: TorchArgs, members: int) -> Parts | None:
-    """What an all_to_all with these arguments gives and takes; None for arguments that torch will refuse."""
+    """Return the parts that an all_to_all gives and takes; None for arguments that torch will refuse."""
     try:
         if isinstance(args[0], torch.Tensor):
             parts = Parts(_split(args[1], args[3], members), _split(args[0], args[2], members))
@@ -236,94 +235,56 @@ def _reduction_names() -> dict[int, str]:
 _REDUCTIONS = _reduction_names() if torch.distributed.is_available() else {}
 
 
-# ---- what is read of the arguments, per method -----------------------------------------------------------------------
+class _Described(NamedTuple):
+    """The arguments of a method that are described; torch hands its options over as the last one."""
 
-_Tensors: TypeAlias = Sequence[torch.Tensor]
+    at: int = 0
+    """The argument with the tensors."""
+    in_lists: bool = False
+    """Whether that is a list of lists, of which the first is described."""
+    reduction: bool = False
+    root: bool = False
 
 
-def _key(
-    method: str, tensors: torch.Tensor | _Tensors, reduction: int | None = None, root: int | None = None
-) -> _OperationKey:
+_DESCRIBED: dict[str, _Described] = {
+    "allreduce": _Described(reduction=True),
+    "allreduce_coalesced": _Described(reduction=True),
+    "broadcast": _Described(root=True),
+    "reduce": _Described(reduction=True, root=True),
+    "gather": _Described(1, root=True),
+    "scatter": _Described(root=True),
+    "allgather": _Described(0, in_lists=True),
+    "_allgather_base": _Described(1),
+    "all_gather_single": _Described(1),
+    "allgather_coalesced": _Described(1),
+    "allgather_into_tensor_coalesced": _Described(1),
+    "all_gather_single_coalesced": _Described(1),
+    "reduce_scatter": _Described(1, in_lists=True, reduction=True),
+    "_reduce_scatter_base": _Described(reduction=True),
+    "reduce_scatter_single": _Described(reduction=True),
+    "reduce_scatter_tensor_coalesced": _Described(reduction=True),
+    "reduce_scatter_single_coalesced": _Described(reduction=True),
+}
+_WITHOUT_SHAPES = frozenset({"alltoall", "alltoall_base", "all_to_all_single"})
+"""Methods of whose tensors the dtype alone is described; methods that stand nowhere here have no tensors."""
+
+
+def _key_of(method: str, args: TorchArgs) -> _OperationKey:
+    """Raises: IndexError, AttributeError, TypeError for arguments that torch will refuse, or that are new to us."""
+    described = _DESCRIBED.get(method)
+    if described is None:
+        if method not in _WITHOUT_SHAPES:
+            return (method, (), None, None, None)
+        return (method, (), _dtype(args[0] if isinstance(args[0], torch.Tensor) else args[0][0]), None, None)
+    tensors, options = args[described.at], args[-1]
+    if described.in_lists:
+        tensors = tensors[0]
     if isinstance(tensors, torch.Tensor):
         tensors = (tensors,)
     shapes = tensors[0].shape if len(tensors) == 1 else tuple([tensor.shape for tensor in tensors])
-    return (method, shapes, _dtype(tensors), reduction, root)
+    reduction = hash(options.reduceOp) if described.reduction else None
+    return (method, shapes, _dtype(tensors[0]), reduction, options.rootRank if described.root else None)
 
 
-def _reduced(method: str, tensors: _Tensors, opts: dist.AllreduceOptions) -> _OperationKey:
-    return _key(method, tensors, hash(opts.reduceOp))
-
-
-def _rooted(method: str, tensors: _Tensors, opts: dist.BroadcastOptions) -> _OperationKey:
-    return _key(method, tensors, root=opts.rootRank)
-
-
-def _reduced_to_root(method: str, tensors: _Tensors, opts: dist.ReduceOptions) -> _OperationKey:
-    return _key(method, tensors, hash(opts.reduceOp), opts.rootRank)
-
-
-def _given_to_root(method: str, _outputs: object, tensors: _Tensors, opts: dist.GatherOptions) -> _OperationKey:
-    return _key(method, tensors, root=opts.rootRank)
-
-
-def _got_from_root(method: str, tensors: _Tensors, _inputs: object, opts: dist.ScatterOptions) -> _OperationKey:
-    return _key(method, tensors, root=opts.rootRank)
-
-
-def _gathered(method: str, outputs: Sequence[_Tensors], *_more: object) -> _OperationKey:
-    return _key(method, outputs[0])
-
-
-def _given(method: str, _output: object, given: torch.Tensor | _Tensors, *_more: object) -> _OperationKey:
-    return _key(method, given)
-
-
-def _scattered(
-    method: str, _outputs: object, inputs: Sequence[_Tensors], opts: dist.ReduceScatterOptions
-) -> _OperationKey:
-    return _key(method, inputs[0], hash(opts.reduceOp))
-
-
-def _got_reduced(
-    method: str, got: torch.Tensor | _Tensors, _given: object, opts: dist.ReduceScatterOptions
-) -> _OperationKey:
-    return _key(method, got, hash(opts.reduceOp))
-
-
-def _typed(method: str, outputs: torch.Tensor | _Tensors, *_more: object) -> _OperationKey:
-    return (method, (), _dtype((outputs,) if isinstance(outputs, torch.Tensor) else outputs), None, None)
-
-
-def _bare(method: str, *_args: object) -> _OperationKey:
-    return (method, (), None, None, None)
-
-
-def _dtype(tensors: _Tensors) -> _Dtype:
-    return NO_DATA if tensors[0].is_meta else tensors[0].dtype
-
-
-_KEYS: dict[str, Callable[..., _OperationKey]] = {
-    "allreduce": _reduced,
-    "allreduce_coalesced": _reduced,
-    "broadcast": _rooted,
-    "reduce": _reduced_to_root,
-    "gather": _given_to_root,
-    "scatter": _got_from_root,
-    "allgather": _gathered,
-    "_allgather_base": _given,
-    "all_gather_single": _given,
-    "allgather_coalesced": _given,
-    "allgather_into_tensor_coalesced": _given,
-    "all_gather_single_coalesced": _given,
-    "reduce_scatter": _scattered,
-    "_reduce_scatter_base": _got_reduced,
-    "reduce_scatter_single": _got_reduced,
-    "reduce_scatter_tensor_coalesced": _got_reduced,
-    "reduce_scatter_single_coalesced": _got_reduced,
-    "alltoall": _typed,
-    "alltoall_base": _typed,
-    "all_to_all_single": _typed,
-    "barrier": _bare,
-    "monitored_barrier": _bare,
-    "_end_coalescing": _bare,
-}
+def _dtype(tensor: torch.Tensor) -> _Dtype:
+    return NO_DATA if tensor.is_meta else tensor.dtype

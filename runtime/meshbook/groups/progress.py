@@ -1,4 +1,4 @@
-"""What a rank tells of its process groups: how far each is, what it waits in, what it did while it was profiled. Pure.
+"""The answer of a rank about its process groups: how far each is, its waits, and its operations while profiled. Pure.
 
 Operations of a group are numbered from 1 on every member, so numbers of different ranks can be compared: a rank that
 waits in operation 41 of a group can only be served by members that issue their 41st.
@@ -28,23 +28,23 @@ class Entered(NamedTuple):
     code: int
     """Equal on all members that have begun the same (`meshbook.groups.operands`)."""
     operation: str
-    """As in ``torch.distributed``."""
+    """The name in ``torch.distributed``."""
     values: tuple[str, ...]
-    """What must be equal on all members, in words; as many for each operation of a name: ``(5,)``, ``float32``."""
+    """Words for all that must be equal on all members; as many for each operation of a name: ``(5,)``, ``float32``."""
     place: str
     """``cell 7, line 5``."""
     parts: Parts | None = None
-    """Of an all_to_all."""
+    """The parts of an all_to_all; None for other operations."""
 
 
 class Messages(NamedTuple):
-    """What was sent from one member of a group to another, as one of the two tells (`meshbook.groups.operands`)."""
+    """The messages from one member of a group to another, as one of the two tells (`meshbook.groups.operands`)."""
 
     sender: int
     receiver: int
     """Base ranks."""
     number: int
-    """Of the last one; equal where both have begun as many, with the same tags."""
+    """The number of the last one; equal where both have begun as many, with the same tags."""
     digest: int
     recent: tuple[Entered, ...]
 
@@ -58,7 +58,7 @@ class CellCounts(NamedTuple):
 
 
 class GroupProgress(NamedTuple):
-    """How far one group is on one rank. Counters start anew with each epoch."""
+    """The progress of one group on one rank. Counters begin at 0 in each epoch."""
 
     name: str
     """torch's name of the group, equal on all members."""
@@ -71,24 +71,24 @@ class GroupProgress(NamedTuple):
     received: Mapping[int, int]
     """Peer (base rank, or `ANY_PEER`) to the number of receives, likewise."""
     epoch: int = -1
-    """Since when it counts."""
+    """The epoch in which it counts."""
     number: int = 0
     digest: int = 0
-    """Of the first ``number`` collectives (`meshbook.groups.agreements`)."""
+    """The digest of the first ``number`` collectives (`meshbook.groups.agreements`)."""
     recent: tuple[Entered, ...] = ()
     """The last of them, as many as were asked for."""
     by_cells: CellCounts = CellCounts()
-    """Those that calls on the main thread have begun, failed ones too."""
+    """The operations of calls on the main thread, failed ones too."""
     broken: str = ""
-    """Why it is of no use any more: ``all_reduce failed``; an operation was given up while under way (interrupted)."""
+    """The reason why the group is of no use any more: ``all_reduce failed``, ``all_reduce was given up``."""
     at_work: tuple[int, ...] = ()
     """Threads that have used it and may go on to; neither the main one nor those of actors that are idle."""
     mailboxes: tuple[int, ...] = ()
-    """Of actors that have used it, idle ones too."""
+    """The mailboxes of actors that have used it, idle ones too."""
     aborted: str = ""
-    """Why it was aborted."""
+    """The reason why it was aborted."""
     messages: tuple[Messages, ...] = ()
-    """To and from each peer, where recent operations were asked for."""
+    """The messages to and from each peer, where recent operations were asked for."""
 
     def up_to(self, count: int) -> GroupProgress:
         """Return this without the collectives behind the first ``count``."""
@@ -103,35 +103,35 @@ class Waiting(NamedTuple):
 
     group: str
     operation: str
-    """As in ``torch.distributed``: ``all_reduce``, ``send``."""
+    """The name in ``torch.distributed``: ``all_reduce``, ``send``."""
     number: int
-    """Which collective of the group; for ``send`` and ``recv`` which one with that peer in that direction."""
+    """The number among the group's collectives; for ``send`` and ``recv`` among those to or from that peer."""
     peer: int | None
     """Base rank, for ``send`` and ``recv``; None for collectives."""
     place: str
     """``cell 7, line 5``."""
     since_s: float
-    """How long it has waited."""
     thread: int = 0
-    """Which thread waits; 0: the main one."""
+    """The thread that waits; 0: the main one."""
 
 
 class Collectives(NamedTuple):
-    """All groups of one rank at one moment."""
+    """The groups of one rank at one moment."""
 
     epoch: int
-    """Of the groups; -1 without groups."""
+    """The epoch of the groups; -1 without groups."""
     call: int
     """The call that runs on the main thread; 0 when idle."""
     groups: tuple[GroupProgress, ...]
     waiting: tuple[Waiting, ...]
     aborted: str
-    """Why the groups were aborted; empty while they work."""
+    """The reason why the groups were aborted; empty while they work."""
     waited_s: float = 0.0
-    """How long the rank has waited in operations, in all."""
+    """The time that the rank has waited in operations, in all."""
     under_way: tuple[Waiting, ...] = ()
-    """Of a rank that waits in none: operations that have not ended for a while, asynchronous or on a CUDA stream.
-    Their place is where the main thread is now."""
+    """The operations, of a rank that waits in none, that have not ended for a while: asynchronous or on a CUDA stream.
+    Their place is where the main thread is now.
+    """
     actors: int = 0
     """Actors that handle messages, or have some waiting."""
     destroyed: bool = False
@@ -141,7 +141,7 @@ class Collectives(NamedTuple):
     failed_call: int = 0
     """The last call that has failed on the main thread since the groups were formed; 0: none has."""
     failed_at: Mapping[str, int] = {}
-    """How many collectives of each group the rank had begun by then; further ones are of later calls."""
+    """The number of collectives of each group that the rank had begun by then; further ones are of later calls."""
 
     def up_to_failure(self) -> Collectives:
         """Return what the rank had done when its call failed; threads beside the main one go on."""
@@ -154,7 +154,7 @@ KEPT = 100_000
 
 
 class Operation(NamedTuple):
-    """One operation. Members of a group give equal ones equal numbers."""
+    """An operation. Members of a group give equal ones equal numbers."""
 
     epoch: int
     group: str
@@ -163,7 +163,7 @@ class Operation(NamedTuple):
     is_collective: bool
     begun: float
     ended: float
-    """When its end was noticed: at the latest by whoever waited for it."""
+    """The time at which its end was noticed: at the latest by a thread that waited for it."""
 
 
 class Wait(NamedTuple):

@@ -25,8 +25,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.errors import SpawnError, UsageError
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
 from meshbook.groups.backend_group import BegunOperation
-from meshbook.groups.broadcast import broadcast_value
-from meshbook.groups.factory import DESTROYED, DefaultGroup, DeviceMeshes, GroupFactory, MeetingPoint
+from meshbook.groups.factory import DESTROYED, DefaultGroup, DeviceMeshes, GroupFactory
 from meshbook.groups.forming import join, rebuild, repair_modules, watch_modules
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState, Handled
@@ -40,16 +39,11 @@ from meshbook.source.thread_frames import frame_of
 from meshbook.torch_internals import PrefixStore, Store, forget_traced_rules
 from meshbook.wire.messages import Identity
 
-__all__ = [
-    "LinkStore",
-    "RankGroups",
-    "broadcast_value",
-    "choose_backend",
-    "warm",
-]
+LATE_S = 1.0
+"""Operations that are under way for longer are told of."""
 
 FORM_TIMEOUT_S = 120.0
-"""How long ranks wait for each other when a group is formed."""
+"""The time that ranks wait for each other when a group is formed."""
 
 _OUTGROWN = (
     "this process group was made for {} ranks, and the mesh has {} now. Make again, on all ranks, what uses it: groups "
@@ -89,11 +83,7 @@ class RankGroups:
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)
-        self._default = DefaultGroup(self._factory)
-        reports = GroupReports(self._guard, self._factory)
-        self._report = reports.collectives
-        self.tell: Callable[[], bytes] = reports.tell
-        """What of the groups is news to the controller; from any thread."""
+        self._default = DefaultGroup(self._factory, self._meeting)
         self._device_meshes = DeviceMeshes(self._factory)
         global _own
         _own = self
@@ -191,7 +181,7 @@ class RankGroups:
         keep_link: bool = False,
         reaches: bool = False,
     ) -> Agreement:
-        """As `RankMeeting.meet`; from then on cells may make groups too."""
+        """Meet the other ranks (`RankMeeting.meet`); from then on cells may make groups too."""
         if epoch <= self._guard.epoch:
             raise ValueError(f"epoch {epoch} is not newer than epoch {self._guard.epoch}")
         self._guard.renew(epoch)
@@ -203,7 +193,7 @@ class RankGroups:
         )  # fmt: skip
         master = meeting.master(agreement)
         self._torchrun = set_environment(place, master)
-        self._default.meeting_point, self._default.master = MeetingPoint(self._our_link, meeting.scope), master
+        self._default.master = master
         self._default.wrap_init()
         self._factory.install()
         watch_modules()
@@ -211,7 +201,7 @@ class RankGroups:
         return agreement
 
     def _lineage_for(self, place: Identity) -> str:
-        """What our groups go back to, if they can be rebuilt at this place."""
+        """Return the lineage of our groups, if they can be rebuilt at this place."""
         world = dist.group.WORLD
         if not isinstance(world, AbortableGroup):
             return ""
@@ -247,7 +237,6 @@ class RankGroups:
         self._default.lineage = ""
         if not keep_link:
             self._meeting.close()
-            self._default.meeting_point = None
 
     def forget(self) -> None:
         """Destroy groups that have no peers, at once and on this thread; this process has none, and is no rank."""
@@ -258,7 +247,7 @@ class RankGroups:
             self._default.destroy()
         self._device_meshes.forget()
         self._meeting.close()
-        self._default.meeting_point = _own = None
+        _own = None
 
     def _create(self, backend: str, store: Store) -> None:
         assert self._place is not None
@@ -270,7 +259,7 @@ class RankGroups:
         self._prove(FORM_TIMEOUT_S)
 
     def _prove(self, timeout_s: float) -> None:
-        """All-reduce ones: every rank counts every rank, on each device that the group serves."""
+        """Sum up ones: every rank counts every rank, on each device that the group serves."""
         expected = dist.get_world_size()
         ones = torch.ones(1, dtype=torch.int64, device="cpu")
         try:
@@ -290,7 +279,7 @@ class RankGroups:
     # ---- abort, and what the controller asks -------------------------------------------------------------------------
 
     def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
-        """Where it is known which messages actors handle, and on which threads."""
+        """Set where to ask which messages actors handle, and on which threads."""
         self._guard.handled = handled
 
     def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
@@ -328,63 +317,10 @@ class RankGroups:
         counts = {name: group.issued for name, group in list(self._factory.groups.items())}
         self._guard.last_failure = self._guard.epoch, call, counts
 
-    def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
-        """How far the groups are and what waits; from any thread. call: what runs on the main thread.
-
-        recent: so many of the last operations of each group are told too.
-        look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
-        """
-        return self._report(call, recent, look_deeper, self.destroyed)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Payload of all operations of all groups so far; from any thread."""
-        return self._guard.moved_bytes
-
-    def waits_in(self, thread: int) -> str:
-        """The operation that ``thread`` waits in, or nothing."""
-        work = self._guard.waits.get(thread)
-        return work.operation if work is not None else ""
-
-    def waited_s(self, thread: int) -> float:
-        """The seconds that ``thread`` has spent waiting in operations, in all; not those on CUDA streams."""
-        return self._guard.waited_s.get(thread, 0.0)
-
-    def log_operations(self, log: OperationLog | None) -> None:
-        """From now on put what groups do into ``log``; None: into none."""
-        self._guard.log = log
-
-    def keep_environment(self) -> None:
-        """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""
-        for name in self._torchrun:
-            if name not in os.environ:
-                os.environ[name] = self._torchrun[name]
-
-    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.
-
-        ranks: all by default. Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis
-        that spans all ranks uses the default group. They are named by their ranks, so that no rank needs another to
-        make one, and a rank that was started again finds those of the others.
-        Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
-        """
-        self.require()
-        on_cuda = self._place is not None and self._place.device.startswith("cuda")
-        return self._device_meshes.get("cuda" if on_cuda else "cpu", axes, sizes, ranks)
-
-
-LATE_S = 1.0
-"""Operations that are under way for longer are told of."""
-
-
-class GroupReports:
-    """Read from any thread."""
-
-    def __init__(self, guard: GroupState, factory: GroupFactory) -> None:
-        self._guard, self._factory = guard, factory
+    # ---- reports to the controller; from any thread -----------------------------------------------------------------
 
     def tell(self) -> bytes:
-        """What of the groups is news to the controller (`meshbook.groups.agreements.Told`)."""
+        """Return the news of the groups for the controller (`meshbook.groups.agreements.Told`), packed; or nothing."""
         guard = self._guard
         if not (guard.used or guard.broken or guard.torn or guard.copied or guard.restored):
             return b""
@@ -404,8 +340,13 @@ class GroupReports:
         news = Told(guard.epoch, tuple(told), tuple(torn), tuple(copied), tuple(restored), broken, tuple(splits))
         return encode_told(news)
 
-    def collectives(self, call: int, recent: int, look_deeper: bool, destroyed: bool) -> Collectives:
-        """As `meshbook.groups.rank_groups.RankGroups.collectives`."""
+    def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
+        """Return how far the groups are and what waits.
+
+        call: the one that runs on the main thread.
+        recent: so many of the last operations of each group are told too.
+        look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
+        """
         guard = self._guard
         groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))
         waiting = guard.describe_waits() or self._on_devices()
@@ -413,12 +354,12 @@ class GroupReports:
         waited_s = sum(list(guard.waited_s.values()))  # first: a wait that ends meanwhile is not counted twice
         waited_s += sum(time.monotonic() - work.since for work in list(guard.waits.values()))
         under_way = self._under_way() if look_deeper and not waiting else ()
-        told = Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=destroyed)
+        told = Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=self.destroyed)
         failed_in, call, counts = guard.last_failure
         return told._replace(failed_call=call, failed_at=counts) if failed_in == epoch else told
 
     def _on_devices(self) -> tuple[Waiting, ...]:
-        """What CUDA waits for, and with it whoever needs its results, whether a thread of ours is in a wait or not."""
+        """Return the operations that CUDA waits for; so do threads that need their results, in no wait of ours."""
         inners = [inner for group in list(self._factory.groups.values()) if (inner := group.inner) and inner.on_device]
         if not inners or any(inner.dead for inner in inners):
             return ()
@@ -438,3 +379,39 @@ class GroupReports:
             Waiting(name, operation, number, peer, place, now - since)
             for name, (_, operation, number, peer, since, _) in late
         )
+
+    @property
+    def moved_bytes(self) -> int:
+        """Payload of all operations of all groups so far; from any thread."""
+        return self._guard.moved_bytes
+
+    def waits_in(self, thread: int) -> str:
+        """The operation that ``thread`` waits in, or nothing."""
+        work = self._guard.waits.get(thread)
+        return work.operation if work is not None else ""
+
+    def waited_s(self, thread: int) -> float:
+        """The seconds that ``thread`` has spent waiting in operations, in all; not those on CUDA streams."""
+        return self._guard.waited_s.get(thread, 0.0)
+
+    def log_operations(self, log: OperationLog | None) -> None:
+        """Put the operations of groups into ``log`` from now on; None: into none."""
+        self._guard.log = log
+
+    def keep_environment(self) -> None:
+        """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""
+        for name in self._torchrun:
+            if name not in os.environ:
+                os.environ[name] = self._torchrun[name]
+
+    def device_mesh(self, axes: Sequence[str], sizes: Sequence[int], ranks: Sequence[int] | None = None) -> DeviceMesh:
+        """Return the torch DeviceMesh with these axes, in C order; to be called on all its ranks.
+
+        ranks: all by default. Equal groups are shared: renamed axes and repeated calls make no new ones, and an axis
+        that spans all ranks uses the default group. They are named by their ranks, so that no rank needs another to
+        make one, and a rank that was started again finds those of the others.
+        Raises: LayoutError if the sizes do not multiply to the number of ranks; UsageError without a group.
+        """
+        self.require()
+        on_cuda = self._place is not None and self._place.device.startswith("cuda")
+        return self._device_meshes.get("cuda" if on_cuda else "cpu", axes, sizes, ranks)

@@ -49,16 +49,16 @@ from meshbook.system.processes import network_id
 from meshbook.wire.connections import borrow, last_answer
 
 KNOCK_S, GRACE_S = 6.0, 0.1
-"""How long a door may take to be opened, where packets are lost; and the others once each host has opened one."""
+"""The time that a door may take to be opened, where packets are lost; and the others once each host has opened one."""
 NEIGHBOURS = 16
-"""So many hosts are knocked at by each."""
+"""The number of hosts that each knocks at."""
 _WORD_BYTES = 16
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 class Doorway(msgspec.Struct, frozen=True):
-    """Where the first rank of a host waits."""
+    """The place where the first rank of a host waits for others."""
 
     host: int
     """Its number among those of the mesh."""
@@ -70,7 +70,7 @@ class Doorway(msgspec.Struct, frozen=True):
     network: str = ""
     """Equal for hosts that have one loopback interface; empty where the environment says which interface is meant."""
     problem: str = ""
-    """Why there is none."""
+    """The reason why there is none."""
 
 
 @contextlib.contextmanager
@@ -103,7 +103,10 @@ def _named_by_user() -> bool:
 
 
 def allowed_interfaces(host: str) -> list[Interface]:
-    """Those that the environment allows; all where it says nothing. host: this one, for words. Raises: SpawnError."""
+    """Return the interfaces that the environment allows; all where it says nothing.
+
+    host: the name of this one, for words. Raises: SpawnError.
+    """
     if (named := os.environ.get(_GLOO, "")) not in ("", LOOPBACK):  # of one that is not there torch tells
         return wanted_interfaces(named)
     if not (wanted := os.environ.get(WANTED, "")):
@@ -231,14 +234,14 @@ def use_way(interface: Interface | None) -> None:
 
 
 UNANSWERED_S = 15.0
-"""So long may anything be under way; as an agent's connection to its controller."""
+"""The time that anything may be under way; as an agent's connection to its controller."""
 LOOK_S = 1.0
 
 _Ends = tuple[object, object]
 
 
 class Roads:
-    """Those of one rank, looked at while it waits. A wait on another thread may look too: that does no harm."""
+    """The roads of one rank, looked at while it waits. Two threads that look at once do no harm."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, str] = {}
@@ -263,7 +266,7 @@ class Roads:
                 )
 
     def _look(self, now: float) -> tuple[dict[_Ends, float], dict[str, float]]:
-        """When each connection was last answered, and each address to which there is one."""
+        """Return when each connection was last answered, and when each address to which there is one."""
         connections, addresses = dict[_Ends, float](), dict[str, float]()
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or not connected

@@ -42,9 +42,9 @@ class Record:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.told = (0, 0)
-        """How many there are, with the digest of these; one tuple, since other threads read it."""
+        """The number of operations, with the digest of these; one tuple, since other threads read it."""
         self.splits = (0, 0)
-        """Of those how many have parts, with the weight of these; likewise."""
+        """The number of operations that have parts, with the weight of these; likewise."""
         self._recent: deque[tuple[int, Description, CodeType, int, Parts | None]] = deque(maxlen=REMEMBERED)
 
     def add(self, number: int, what: Description, parts: Parts | None = None, rank: int = 0) -> None:
@@ -97,7 +97,7 @@ class MessageRecord(Record):
         return (self.told[0] * FACTOR + lane) & MASK
 
     def messages(self, count: int) -> Messages:
-        """With the last ``count``; from any thread."""
+        """Return all this as `Messages`, with the last ``count``; from any thread."""
         return Messages(self.sender, self.receiver, *self.told, self.recent(count))
 
 
@@ -134,7 +134,7 @@ COPIED_BYTES = 4096
 """Tensors of up to this size are copied when an operation that writes them begins: it takes half a microsecond."""
 
 SETTLE_S = 0.5
-"""How long C++ may take to let go of tensors before copies are put back."""
+"""The time that C++ may take to let go of tensors before copies are put back."""
 
 SHOWN = 3
 """Tensors of one operation that are named."""
@@ -145,7 +145,7 @@ _arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 Copy: TypeAlias = tuple[int, bytes]
 """An address, and what stood there."""
 Operands: TypeAlias = tuple[object, Copy | None]
-"""What an operation writes, as torch hands it over, and a copy of that."""
+"""The tensors that an operation writes, as torch hands them over, and a copy of them."""
 
 _REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce")
 

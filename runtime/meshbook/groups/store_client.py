@@ -30,7 +30,7 @@ Rpc: TypeAlias = Callable[[StoreOp, float, StoreReply], StoreResult]
 callable from any thread; TimeoutError when nothing came."""
 
 DEFAULT_TIMEOUT_S = 300.0
-"""As torch's own stores; `init_process_group` sets it to the group's timeout."""
+"""The timeout of torch's own stores; `init_process_group` sets it to the group's timeout."""
 
 ANSWER_GRACE_S = 30.0
 """Operations that never wait for keys get at least this long: their answer only has to travel."""
@@ -147,11 +147,11 @@ class LinkStore(Store):
         self._try(StoreOp("delete", (key,)))
 
     def num_keys(self) -> int:
-        """How many keys the server holds, those of other groups and prefixes included."""
+        """Return how many keys the server holds, those of other groups and prefixes included."""
         return self._tell(StoreOp("num_keys")).number
 
     def list_keys(self) -> list[str]:
-        """All keys of the server, those of other groups and prefixes included."""
+        """Return all keys of the server, those of other groups and prefixes included."""
         return [key.decode() for key in self._tell(StoreOp("list_keys")).values]
 
     deleteKey = delete_key  # the names by which C++ looks some of them up

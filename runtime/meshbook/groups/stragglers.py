@@ -1,4 +1,4 @@
-"""Who holds the others up: from what ranks tell of their groups to the odd ones and a sentence. Pure.
+"""The ranks that hold the others up, and a sentence that says so, from what ranks tell of their groups. Pure.
 
     ranks 0,1 wait in all_reduce, operation 41 of "0"        they wait for the members that have issued fewer: rank 3
     rank 2 waits in recv from rank 3                         it waits for rank 3
@@ -26,25 +26,25 @@ SHOWN = 3
 
 
 class RankProgress(NamedTuple):
-    """One rank at one moment."""
+    """The progress of one rank at one moment."""
 
     doing: str
-    """As a sentence goes on: ``is in time.sleep (train.py:41)``, ``does not answer: native code holds the GIL``."""
+    """The end of a sentence: ``is in time.sleep (train.py:41)``, ``does not answer: native code holds the GIL``."""
     collectives: Collectives | None
-    """None where it did not answer."""
+    """The answer of the rank; None where it did not answer."""
 
 
 class Verdict(NamedTuple):
-    """Who waits, and for whom."""
+    """The ranks that wait, and those that they wait for."""
 
     odd: tuple[int, ...]
     """The ranks that hold the others up; where all wait for each other, the fewer ones."""
     waiting: tuple[int, ...]
     """The others that wait."""
     since_s: float
-    """How long all of these have waited by now."""
+    """The time that all of these have waited by now."""
     circular: bool
-    """All wait for each other: none of them can go on."""
+    """Whether they wait for each other: none of them can go on."""
     text: str
 
 
@@ -64,7 +64,7 @@ class _Moment:
         self._told = {rank: look.collectives for rank, look in poll.items() if look.collectives is not None}
         self._graph = WaitGraph(self._told)
         self._blockers: dict[int, set[int]] = {}
-        """Whom each that waits waits for."""
+        """The ranks that each rank waits for."""
         self._many_groups = len({waiting.group for waiting in self._waits.values()}) > 1
 
     def judge(self) -> Verdict | None:
@@ -155,7 +155,7 @@ class _Moment:
         return WRAP.join(shown + ([f"{name_ranks(rest)} do something else"] if rest else []))
 
     def _told_of(self, rank: int, held: set[int]) -> str:
-        """How far it is in the group in which most wait for it."""
+        """Return how far the rank is in the group in which most wait for it."""
         numbers: dict[str, int] = {}
         for each in held:
             waiting = self._waits[each]
@@ -170,7 +170,7 @@ class _Moment:
 
 
 def _ends_of(rank: int, blockers: Mapping[int, set[int]]) -> set[int]:
-    """Whom ``rank`` waits for in the end: ranks that wait in nothing themselves."""
+    """Return the ranks that ``rank`` waits for in the end: they wait in nothing themselves."""
     ends: set[int] = set()
     seen, left = {rank}, list(blockers[rank])
     while left:

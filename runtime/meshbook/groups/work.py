@@ -41,15 +41,15 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class AbortableWork(dist.Work):
-    """One operation. Numbered per group, or per peer and direction."""
+    """An operation as its caller holds it. Numbered per group, or per peer and direction."""
 
     peer: int | None = None
     since = 0.0
-    """When the wait began, monotonic."""
+    """The time when the wait began, monotonic."""
     begun = 0.0
-    """When it began, if the rank is profiled."""
+    """The time when the operation began, if the rank is profiled."""
     torn = ""
-    """What it may have left half done, for good."""
+    """A text on the tensors that it may have left half done, for good."""
     _given_up = _is_noted = False
 
     def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
@@ -108,7 +108,7 @@ class AbortableWork(dist.Work):
         self.wait()
 
     def give_up(self) -> None:
-        """Nobody waits for it any more, and it may never end."""
+        """Note that no thread waits for the operation any more, and that it may never end."""
         if not self._given_up:
             self._given_up = True
             self.inner.failures.note_given_up(self.operation)
@@ -381,7 +381,7 @@ class PeerWork(AbortableWork):
 
     @property
     def _look_s(self) -> float:
-        """How long it may wait at once: nobody need look where there is one host."""
+        """Return how long it may wait at once: there are no roads to look at where there is one host."""
         return LOOK_S if self.inner.guard.roads.hosts else threading.TIMEOUT_MAX
 
     def _finish(self) -> None:
@@ -393,10 +393,10 @@ class PeerWork(AbortableWork):
 
 
 def watch_backward(guard: GroupState) -> None:
-    """From now on backward passes of this process are known to ``guard``. Idempotent."""
+    """Tell ``guard`` of the backward passes of this process from now on. Idempotent."""
 
     computed_at: dict[int, float] = {}
-    """By thread: when its backward pass had only the futures of collectives left to wait for; 0 before."""
+    """The time when the backward pass of a thread had only the futures of collectives left to wait for; 0 before."""
 
     def expect_wait() -> None:
         thread = threading.get_ident()

@@ -38,7 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshbook.errors import MeshError
 from meshbook.groups import factory, rank_groups
-from meshbook.groups.rank_groups import RankGroups, broadcast_value
+from meshbook.groups.broadcast import broadcast_value
+from meshbook.groups.rank_groups import RankGroups
 from meshbook.groups.store_client import LinkStore
 from meshbook.source.location import add_cell, describe_frame
 from meshbook.system.processes import thread_count
