@@ -26,6 +26,8 @@ COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 FENCE_WORD = re.compile(r"^(```\w+) (?:cluster|fragment)$", re.MULTILINE)
 """The mark of a block that no test runs: it needs a cluster, or names of yours."""
+OUTPUT = re.compile(r"^(`{3,})text$", re.MULTILINE)
+"""The fence of an output, which looks other than code."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LEGEND = re.compile(r"^([a-z_]\w*|Returns|Raises|Yields): ")
 """A line of a docstring about one argument, about the result, or about errors."""
@@ -46,7 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Mend the links that lead out of docs/, and take marks for tests from fences."""
     folder = posixpath.dirname(page.file.src_uri)
-    return FENCE_WORD.sub(r"\1", LINK.sub(lambda found: _link(found, folder, files), markdown))
+    mended = LINK.sub(lambda found: _link(found, folder, files), markdown)
+    return OUTPUT.sub(r"\1{.text .output}", FENCE_WORD.sub(r"\1", mended))
 
 
 def _moved(text: str, up: str) -> str:
