@@ -35,7 +35,7 @@ from typing import NamedTuple
 import zmq
 
 from meshbook.calls.call import OpenCall
-from meshbook.concurrency import own_faults
+from meshbook.concurrency import background
 from meshbook.concurrency.future import Future
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.host_state import HostState
@@ -246,7 +246,7 @@ class _Crashes(io.StringIO):
     count = 0
 
     def write(self, text: str) -> int:
-        self.count += text.startswith(("Traceback", own_faults.WORDS))
+        self.count += text.startswith(("Traceback", background.WORDS))
         return sys.__stdout__.write(text) if sys.__stdout__ else len(text)
 
 

@@ -11,9 +11,8 @@ from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor.router import current_router
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, ReplyTo
-from meshbook.calls.request import CallRequest
+from meshbook.calls.call import CallRequest
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.shape.members import Members
 from meshbook.shape.view import members_of

@@ -18,7 +18,7 @@ from meshbook._version import __version__
 
 if TYPE_CHECKING:
     from meshbook import errors
-    from meshbook.actor.proc_ref import ProcRef
+    from meshbook.actor.actor_mesh import ProcRef
     from meshbook.concurrency.future import Future
     from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
@@ -216,9 +216,9 @@ def this_host() -> HostMesh:
 def this_proc() -> ProcRef:
     """Return the process in which this runs, as a mesh without axes: that of a rank, or that of the program."""
     if _is_rank():
-        from meshbook.actor import proc_ref
+        from meshbook.actor import actor_mesh
 
-        return proc_ref.this_proc()
+        return actor_mesh.this_proc()
     from meshbook.mesh.driven import client_proc
 
     return client_proc()

@@ -15,10 +15,9 @@ import numpy as np
 
 from meshbook import ProcMesh
 from meshbook.actor.router import current_router
-from meshbook.calls.answer import Outcome
+from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import RequestFuture
-from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, ReplyTo
-from meshbook.calls.request import CallRequest
+from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Outcome, ReplyTo
 from meshbook.shape.members import Members
 from meshbook.shape.view import members_of
 from meshbook.values.pickling import dumps

@@ -25,7 +25,7 @@ from meshbook_extension.output.publisher import parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
 
 if TYPE_CHECKING:
-    from meshbook.calls.cell_run import CellRun
+    from meshbook.calls.call_future import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
 

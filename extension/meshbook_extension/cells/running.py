@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshbook.concurrency.own_faults import is_from_outside
+from meshbook.concurrency.background import is_from_outside
 from meshbook.errors import (
     GRADIENTS,
     CallError,
@@ -31,7 +31,7 @@ from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import DISAGREE, INTERRUPT, format_seconds, headline
 
 if TYPE_CHECKING:
-    from meshbook.calls.cell_run import CellRun
+    from meshbook.calls.call_future import CellRun
     from meshbook.errors import Failure
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh

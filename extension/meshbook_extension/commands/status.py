@@ -51,7 +51,7 @@ def status(session: Session, arguments: Arguments) -> None:
     notes="Without a current mesh: those of all meshes that this notebook has made in Python.\n",
 )
 def actors(session: Session, arguments: Arguments) -> None:
-    from meshbook.actor.listing import actor_table
+    from meshbook.actor.identity import actor_table
     from meshbook.mesh.driven import own_meshes
 
     if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):

@@ -36,7 +36,7 @@ from meshbook_extension.reattach.notebook_state import (
 )
 
 if TYPE_CHECKING:
-    from meshbook.calls.cell_run import ResumedCall
+    from meshbook.calls.call_future import ResumedCall
     from meshbook.mesh.attach import Attachment
     from meshbook.mesh.proc_mesh import ProcMesh
 

@@ -24,8 +24,8 @@ import importlib
 import warnings
 
 from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.classes import Actor, Endpoint, concurrent_endpoint, endpoint
 from meshbook.actor.context import Context, context, current_actor_name, current_rank, current_size
-from meshbook.actor.decorators import Actor, Endpoint, concurrent_endpoint, endpoint
 from meshbook.actor.endpoint import Accumulator, as_endpoint, send
 from meshbook.actor.errors import (
     ActorError,

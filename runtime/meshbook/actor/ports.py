@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
 from meshbook.actor.router import Place, Router, current_router, router_for
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, ReplyTo
-from meshbook.calls.request import CallRequest
+from meshbook.calls.call import CallRequest
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import MailboxClosed, MeshStoppedError, RanksLeft, UsageError, WorkerLost

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import RequestFuture
 from meshbook.calls.mailboxes import Mailboxes
-from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.errors import RanksLeft, UsageError
@@ -133,7 +133,7 @@ class Router(Protocol):
         """The one actor of this name in the session."""
 
     def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> MeshView:
-        """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.proc_ref.ProcRef`."""
+        """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.actor_mesh.ProcRef`."""
 
 
 _routers: dict[str, tuple[Router, int]] = {}

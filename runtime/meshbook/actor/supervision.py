@@ -24,7 +24,7 @@ SUPERVISE = "__supervise__"
 """What failures of meshes that an actor has spawned come as."""
 
 ABORTED = "ActorAborted"
-"""What a failure is called that an actor has told of itself (`meshbook.actor.instance`)."""
+"""What a failure is called that an actor has told of itself (`meshbook.actor.context`)."""
 
 NOT_STARTED = "ProcsNotStartedError"
 """What it is called where the processes themselves have not come."""

@@ -30,7 +30,7 @@ from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.resources import HostResources, SegmentRefCounts
 from meshbook.agent.spawns import Spawns
-from meshbook.concurrency.own_faults import attempt, tell
+from meshbook.concurrency.background import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError, SpawnError
 from meshbook.errors.advice import set_advice
 from meshbook.launchers.templates import StartedTemplate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshbook.agent.resources import HostResources
-from meshbook.concurrency.own_faults import tell
+from meshbook.concurrency.background import tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.agent.output import RankOutput
 from meshbook.agent.rank_log import RankLog
-from meshbook.concurrency.own_faults import attempt, tell
+from meshbook.concurrency.background import attempt, tell
 from meshbook.errors import PeerProtocolError
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase
 from meshbook.system.event_loop import EventLoop, Watch

@@ -1,4 +1,4 @@
-"""A call from its start until every rank has answered, as the controller keeps it."""
+"""A call to ranks: the request, and the open call as the controller keeps it until every rank has answered."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from meshbook.calls.request import OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import (
     CallError,
@@ -22,10 +21,37 @@ from meshbook.errors import (
     disagreeing,
 )
 from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase
+from meshbook.shape.generations import AS_NOW
 from meshbook.shape.members import Members
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook.values.pickling import loads
+from meshbook.values.pickling import Pickled, loads
 from meshbook.wire import messages as wire
+
+OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
+"""Told as each rank ends: rank, whether all is well, seconds in all, what went wrong, seconds waited in collectives."""
+
+
+class CallRequest(msgspec.Struct, frozen=True):
+    """Run ``endpoint`` on every member; ``pickled`` are its arguments, ``what`` is the call's name for people."""
+
+    endpoint: str
+    members: Members
+    pickled: Pickled
+    what: str
+    mesh: int = 0
+    """The mesh of the members, by its number in the session; 0 is the controller's process."""
+    mailbox: int = 0
+    """As in `meshbook.wire.messages.Call`."""
+    generation: int = AS_NOW
+    """In which the members' ranks are meant: if they get other numbers before the call arrives, it fails."""
+    fail_fast: bool = True
+    """Whether the call completes at the first failure, rather than when every rank has ended."""
+    beside: bool = False
+    """Whether other messages to the mailbox may be handled while this one is."""
+    reply: bool = True
+    """Without a reply the future is complete at once; a rank that ends before the message has come never gets it."""
+    on_reply: OnReply | None = None
+
 
 _decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str, bool]).decode
 _NOTHING = object()

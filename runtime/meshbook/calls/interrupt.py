@@ -10,12 +10,15 @@ A press while a stage waits begins the next one at once. A rank that obeys later
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from meshbook.calls.rank_state import Reaction, Reactions, place_of
-from meshbook.concurrency.sigint import InterruptCounter, noticed
+from meshbook.concurrency.future import Future
+from meshbook.concurrency.interrupts import SigintScope
 from meshbook.errors import CallInterrupted
 from meshbook.formatting import name_ranks
 from meshbook.lifecycle import CallPhase
@@ -200,3 +203,48 @@ def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = Fa
     return "\n".join(
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {text}" for text, ranks in texts.items()
     )
+
+
+class InterruptCounter:
+    """How often interrupt was pressed since the last look."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._wake: Future[None] = Future()
+
+    def press(self, signum: int, frame: FrameType | None) -> None:
+        """The handler. A future may be completed in the midst of anything."""
+        self._count += 1
+        self._wake.set_result(None)
+
+    def wake(self) -> None:
+        """End a `wait`; from any thread."""
+        self._wake.set_result(None)
+
+    def take(self) -> bool:
+        """Whether there was a press; it is answered for now."""
+        if not self._count:
+            return False
+        self._count = 0
+        return True
+
+    def wait(self, until: float) -> None:
+        """Wait for `wake`, a press, or the moment ``until`` on the monotonic clock."""
+        with contextlib.suppress(TimeoutError):
+            self._wake.get(max(0.0, until - time.monotonic()))
+        self._wake = Future()
+        if self._count:
+            self._wake.set_result(None)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[InterruptCounter]:
+    """Inside of the block presses are counted rather than raised."""
+    interrupt_counter = InterruptCounter()
+    scope = SigintScope(interrupt_counter.press)
+    opened = scope.open()
+    try:
+        yield interrupt_counter
+    finally:
+        if opened:
+            scope.close()

@@ -1,22 +1,116 @@
-"""Mailboxes of a process: an actor or a port each. Calls to them never wait for the main thread, nor it for them.
+"""Mailboxes of a process, one for each actor or port; the calls that come to them; and the answers.
 
     agent ──mail lane──> reader of the mail ──handler(call, load_args, reply)──> an actor's queue, say
           <─────────────────── reply(answer), on any thread
 
-The thread hands out calls in the order in which they have come; a handler only takes note and returns. Messages of one
-sender to one mailbox come in the order of sending.
+Calls to mailboxes never wait for the main thread, nor the main thread for them. The reader hands out calls in the order
+in which they have come; a handler only takes note and returns. Messages of one sender to one mailbox come in the order
+of sending. Nothing here needs torch, so that the notebook need not import it to answer.
 """
 
 from __future__ import annotations
 
+import builtins
+import functools
+import time
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from meshbook.calls.answer import Outcome
-from meshbook.errors import MailboxClosed
+from meshbook.concurrency.future import in_background
+from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.shape.members import Region
+from meshbook.values.main_names import ATOMS
+from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.wire import messages as wire
+from meshbook.wire.frames import Buffer
+
+
+class Outcome(NamedTuple):
+    """A value, or a failure."""
+
+    status: int
+    value: object = None
+    has_value: bool = False
+    failure: Failure | None = None
+    pickled: Pickled | None = None
+    """The value's pickle, where it is known already."""
+    what: str = "the result"
+    """How an error names the value that cannot travel."""
+    position: int = 0
+    """Which of as large values it is that are to be joined."""
+
+
+Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]
+"""An outcome as it travels: its status, frames, head where that is small, and large buffers in shared memory."""
+
+EXCEPTION_MAX_BYTES = 1 << 16
+EXCEPTION_S = 1.0
+"""An exception whose pickle is larger, or takes longer, stays on its rank; its text always travels."""
+
+
+def pack_failure(failure: Failure) -> list[Buffer]:
+    """The payload of a reply that failed: its text, and the exception if that can travel."""
+    try:
+        fields = wire.encode((*failure[:6], failure.unmade))
+    except Exception as problem:  # whoever waits needs some answer
+        why = f"what was raised cannot travel: {type(problem).__name__}"
+        return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), "", failure.unmade))]
+    pickled = _pickled_exception(failure.exception)
+    return [fields] if pickled is None or pickled.buffers else [fields, pickled.head]
+
+
+def _pickled_exception(error: object) -> Pickled | None:
+    """None where it cannot travel, or its own code takes too long, which nobody could interrupt here."""
+    pickle = functools.partial(dumps_bounded, error, EXCEPTION_MAX_BYTES)
+    is_plain = type(error) in ATOMS or (
+        isinstance(error, Exception)
+        and getattr(builtins, type(error).__name__, None) is type(error)
+        and all(type(each) in ATOMS for each in (*error.args, *vars(error).values()))
+    )
+    try:
+        return pickle() if is_plain else in_background(pickle).get(EXCEPTION_S)
+    except BaseException:  # a user's class may raise anything when it is pickled
+        return None
+
+
+def pack(
+    answer: Outcome,
+    write: Callable[[Sequence[Buffer]], wire.SegmentRef],
+    describe: Callable[[BaseException], Failure],
+) -> Packed:
+    """Make a reply of an outcome; where its value cannot travel, the one that says so.
+
+    write: copies large buffers into shared memory. describe: makes a failure of what a value raises.
+    """
+    if answer.failure is not None:
+        return answer.status, pack_failure(answer.failure), b"", None
+    if not answer.has_value:
+        return answer.status, [], b"", None
+    try:
+        pickled = answer.pickled or dumps(answer.value, what=answer.what)
+        head, large = pickled.head, pickled.buffers
+        frames: list[Buffer]
+        inline, frames = (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
+        return answer.status, frames, inline, write(large) if large else None
+    except BaseException as error:
+        return wire.RAISED, pack_failure(describe(error)), b"", None
+
+
+class Unavailable(tuple[object, ...]):
+    """Stands for buffers that could not be had here; whoever iterates over them gets the reason."""
+
+    def __new__(cls, error: MeshError) -> Unavailable:
+        made = super().__new__(cls, (None,))
+        made.error = error
+        return made
+
+    error: MeshError
+
+    def __iter__(self) -> Iterator[object]:
+        raise self.error
+
 
 CONTROLLER_MESH, CONTROLLER = 0, Region.of({"process": 1})
 """Under which mesh, and as which member of it, workers call mailboxes of the controller's process."""
@@ -86,3 +180,88 @@ class Mailboxes:
         if mailbox is None:
             raise MailboxClosed(rank, id, self._closed.get(id, ""))
         return mailbox
+
+
+class IncomingCall:
+    """What a handler gets of a call; each part is used once, on any thread."""
+
+    __slots__ = ("_came_at", "_discard", "_left", "call", "on_cancel")
+
+    def __init__(
+        self,
+        call: wire.Call,
+        load: Callable[[], CallArguments],
+        discard: Callable[[], object],
+        send: Callable[[Outcome, float], object],
+    ) -> None:
+        """load: builds the arguments. discard: lets go of them. send: takes the answer and the time since we began."""
+        self.call = call
+        self.on_cancel: Callable[[wire.Call, bool], None] | None = None
+        """That of its mailbox, which may have closed since."""
+        self._left: dict[str, Callable[..., Any]] = {"load": load, "send": send}
+        """What was not used yet: the interpreter never splits a `dict.pop`, so each goes to one thread."""
+        self._discard = discard
+        self._came_at = time.monotonic()
+
+    def load(self) -> CallArguments:
+        """Build the arguments, as `meshbook.calls.mailboxes.LoadArgs` says."""
+        load = self._left.pop("load", None)
+        assert load is not None, "arguments are loaded once"
+        args: CallArguments = load()
+        return args
+
+    def reply(self, answer: Outcome) -> None:
+        """Answer, as `meshbook.calls.mailboxes.ReplyTo` says."""
+        if (send := self._left.pop("send", None)) is None:
+            return
+        if self._left.pop("load", None) is not None:
+            self._discard()
+        if self.call.reply:
+            send(answer, time.monotonic() - self._came_at)
+
+
+class IncomingCalls:
+    """The calls that have come to the mailboxes of this process. ``boxes`` and `give_up` are for any thread."""
+
+    def __init__(self) -> None:
+        self.boxes = Mailboxes()
+        self.open: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
+        """Those that wait for their reply; whoever sends one takes its call out."""
+
+    def deliver(self, incoming: IncomingCall, rank: int, host: str) -> Exception | None:
+        """Hand a call to its mailbox; what that raises is the answer, and returned. rank, host: ours."""
+        call = incoming.call
+        if call.reply:
+            self.open[call.origin, call.id] = incoming
+        try:
+            mailbox = self.boxes.find(call.mailbox, rank)
+            incoming.on_cancel = mailbox.on_cancel
+            mailbox.handler(call, incoming.load, incoming.reply)
+        except Exception as error:
+            incoming.reply(refusal(error, rank, host))
+            return error
+        return None
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Tell the mailbox of a call that has no answer yet."""
+        incoming = self.open.get((cancel.origin, cancel.call))
+        if incoming is not None and incoming.on_cancel is not None:
+            incoming.on_cancel(incoming.call, cancel.insist)
+
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer the open calls that nobody else will answer any more. From any thread."""
+        for incoming in list(self.open.values()):
+            if is_meant(incoming.call):
+                incoming.reply(answer)
+
+
+def refusal(error: Exception, rank: int, host: str) -> Outcome:
+    """The answer when a mailbox could not take a call."""
+    return Outcome(wire.RAISED, failure=describe(error, rank, host))
+
+
+def describe(error: BaseException, rank: int, host: str) -> Failure:
+    """Make a failure of what our own code has raised; our own errors have no traceback that tells a person anything."""
+    text, name = str(error), type(error).__name__
+    lines = (f"{name}: {text}",) if isinstance(error, MeshError) else tuple(traceback.format_exception(error))
+    return Failure(rank, host, name, text, lines, "", error if isinstance(error, Exception) else None)

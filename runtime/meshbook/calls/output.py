@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from meshbook.calls.stopped import Stop
+from meshbook.calls.rank_state import Stop
 from meshbook.errors import Failure
 from meshbook.formatting import format_bytes
 from meshbook.wire.messages import DisplayData, OutputDropped, StreamText

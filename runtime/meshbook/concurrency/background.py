@@ -1,18 +1,111 @@
-"""Threads for calls into C++ that block and cannot be interrupted, so that the main thread waits in Python instead.
+"""Threads of our own: jobs that run aside, and faults that no thread of ours may end by.
 
-They are kept for the next call and end when idle, so their number follows what blocks at the same time.
+A call into C++ that blocks cannot be interrupted, so a thread aside makes it and the main thread waits in Python. These
+threads are kept for the next call and end when idle, so their number follows what blocks at the same time.
+
+Users' errors are answers to calls, and what a peer sends that it must not costs that peer its link. What is left is a
+fault of ours: it is told once in full, as ours, and costs the action or the message that met it, never the thread,
+since all meshes hang on that.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import signal
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable
+from types import CodeType
 from typing import TypeAlias
 
+from meshbook.concurrency import forks
 from meshbook.concurrency.forks import at_fork
+
+REPEAT_S = 60.0
+"""A fault at the same place is told again after so long only: a timer may meet it many times a second."""
+
+WORDS = "meshbook: a fault of its own in"
+"""What each report of a fault begins with."""
+
+_told: dict[tuple[str, int], float] = {}
+
+serving: set[int] = set()
+"""Threads that serve the sockets, while they do: what would complete a future is done by them, so they cannot wait."""
+forks.at_fork(in_child=serving.clear)
+
+
+def tell(error: BaseException, what: str) -> None:
+    """Say on stderr that ``error`` is a fault of ours, with its traceback; never raises. what: where it was met."""
+    entries = traceback.extract_tb(error.__traceback__)
+    place = (entries[-1].filename, entries[-1].lineno or 0) if entries else ("", 0)
+    now = time.monotonic()
+    if now < _told.get(place, 0.0):
+        return
+    _told[place] = now + REPEAT_S
+    text = "".join(traceback.format_exception(error))
+    try:
+        print(f"{WORDS} {what}; it goes on. Please report this:\n{text}", file=sys.stderr)
+    except Exception:  # stderr is closed, or cannot write it
+        pass
+
+
+_OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec", "_pickle", "struct", "zlib"})
+"""Packages that define what our own code, and what it calls, raises on the thread that serves."""
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it was raised into this thread, the main one, and is for the user's code that waits: a time limit, say.
+
+    It came out of the handler of a signal, or another thread has sent it (``PyThreadState_SetAsyncExc``), which is told
+    by its type alone.
+    """
+    if threading.get_ident() != forks.main_thread:
+        return False
+    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()} - {None}
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return type(error).__module__.partition(".")[0] not in _OURS or not handlers.isdisjoint(codes)
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """That of a function, a method, a partial, or an object that can be called."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    if (code := getattr(function, "__code__", None)) is None and callable(handler):
+        code = getattr(type(handler).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception], object] | None = None) -> bool:
+    """Run ``action``; whether it ended well. What it raises goes to ``fail``, who waits for it; else it is told.
+
+    Raises: as `pass_on`.
+    """
+    try:
+        action()
+    except Exception as error:
+        pass_on(error, what, fail)
+        return False
+    return True
+
+
+def pass_on(error: Exception, what: str, fail: Callable[[Exception], object] | None) -> None:
+    """Hand ``error`` to ``fail``, who waits for what has failed; tell it where nobody does.
+
+    Raises: ``error``, where it is not for us but for the code that waits on this thread, which serves meanwhile.
+    """
+    is_theirs = threading.get_ident() in serving and is_from_outside(error)
+    if fail is not None:
+        attempt(functools.partial(fail, error), what)
+    elif not is_theirs:
+        tell(error, what)
+    if is_theirs:
+        raise error
+
 
 IDLE_S = 5.0
 """An unused thread ends after this long."""

@@ -22,9 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import run_in_background
-from meshbook.concurrency.own_faults import serving
-from meshbook.concurrency.thread_interrupts import WaitingLock, waiting_lock
+from meshbook.concurrency.background import run_in_background, serving
+from meshbook.concurrency.interrupts import WaitingLock, interruptible_await, waiting_lock
 from meshbook.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,8 +138,6 @@ class Future(Generic[T]):
             forks.refuse_inherited(self._generation)
             import asyncio  # only here: who awaits has it, workers and agents start faster without
 
-            from meshbook.concurrency.asyncio_interrupts import interruptible
-
             loop = asyncio.get_running_loop()
             waiter, thread = loop.create_future(), threading.get_ident()
 
@@ -152,7 +149,7 @@ class Future(Generic[T]):
 
             self.add_done_callback(wake)
             try:
-                with interruptible():
+                with interruptible_await():
                     yield from waiter
             finally:
                 _discard(self._listeners[_CALLBACKS], wake)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.output import OutputTarget
-from meshbook.calls.request import CallRequest
-from meshbook.concurrency.own_faults import attempt
+from meshbook.concurrency.background import attempt
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.lifecycle import MeshPhase

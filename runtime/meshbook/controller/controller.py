@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from meshbook.calls.answer import Outcome
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import CallFuture
-from meshbook.calls.mailboxes import Mailboxes
+from meshbook.calls.mailboxes import Mailboxes, Outcome
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions
-from meshbook.calls.request import CallRequest
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import OutgoingCall

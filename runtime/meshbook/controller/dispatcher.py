@@ -20,8 +20,8 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.call_future import CallControl
 from meshbook.calls.output import OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
+from meshbook.concurrency.background import attempt, tell
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.own_faults import attempt, tell
 from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState, LateHosts
 from meshbook.controller.io_turns import TurnQueue

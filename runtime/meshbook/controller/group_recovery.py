@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.failing import OnStates
-from meshbook.calls.table import CallTable, OpenQuestion
+from meshbook.calls.table import CallTable, OnStates, OpenQuestion
 from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.group_former import UNSOUND
 from meshbook.controller.mesh_state import MeshState

@@ -22,10 +22,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import hidden_thread
+from meshbook.concurrency.background import hidden_thread, is_from_outside, pass_on, serving, tell
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.own_faults import is_from_outside, pass_on, serving, tell
-from meshbook.concurrency.sigint import SigintScope
+from meshbook.concurrency.interrupts import SigintScope
 from meshbook.wire.lanes import HEARTBEAT_S
 from meshbook.wire.transport import ControllerSocket
 

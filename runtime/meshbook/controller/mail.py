@@ -21,9 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from meshbook.calls.answer import Outcome, pack
-from meshbook.calls.incoming import IncomingCall, IncomingCalls, describe
-from meshbook.calls.mailboxes import CallArguments
+from meshbook.calls.mailboxes import CallArguments, IncomingCall, IncomingCalls, Outcome, describe, pack
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.payloads import Payloads

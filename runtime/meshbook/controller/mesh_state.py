@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from meshbook.actor.errors import ProcsStoppedError
 from meshbook.calls.output import OutputTarget
-from meshbook.calls.stopped import StoppedRanks
+from meshbook.calls.rank_state import StoppedRanks
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
 from meshbook.controller.startup import CrashLoops, MeshArrival, PendingWorkers, WorkerRecord, WorkerSpec, outside

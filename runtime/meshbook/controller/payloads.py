@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from meshbook.calls.answer import Unavailable
+from meshbook.calls.mailboxes import Unavailable
 from meshbook.controller.host_state import HostState
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.values.segments import SegmentPool, map_segment

@@ -162,7 +162,7 @@ def explain_silence(questions: Questions, mesh: MeshState, ranks: Sequence[int])
 
 
 class HeldDeadlines:
-    """Notes which ranks stop and go on (`meshbook.calls.stopped.StoppedRanks`), and tells the ranks of their mesh."""
+    """Notes which ranks stop and go on (`StoppedRanks`), and tells the ranks of their mesh."""
 
     def __init__(self, calls: CallTable, next_id: Callable[[], int]) -> None:
         self._calls, self._next_id = calls, next_id

@@ -10,8 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from meshbook.calls.call_future import CallControl
-from meshbook.calls.cell_run import BufferedListener, ResumedCall
+from meshbook.calls.call_future import BufferedListener, CallControl, ResumedCall
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState

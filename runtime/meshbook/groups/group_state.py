@@ -15,7 +15,7 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
-from meshbook.concurrency.thread_interrupts import task_of_this_thread
+from meshbook.concurrency.interrupts import task_of_this_thread
 from meshbook.errors import GroupAborted
 from meshbook.groups.progress import OperationLog, Wait, Waiting
 from meshbook.groups.reach import Roads

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from meshbook.actor.actor_mesh import ProcRef, ask_controller
 from meshbook.actor.context import context
-from meshbook.actor.futures import ActorFuture
-from meshbook.actor.proc_ref import ProcRef, ask_controller
+from meshbook.actor.endpoint import ActorFuture
 from meshbook.actor.router import TActor, current_router, is_rank
 from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.formatting import format_sizes

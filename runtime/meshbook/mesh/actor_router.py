@@ -13,18 +13,15 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from meshbook.actor.actor_mesh import ActorMesh
+from meshbook.actor.actor_mesh import ActorMesh, ProcRef
 from meshbook.actor.context import context
 from meshbook.actor.errors import ProcsNotStartedError
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
-from meshbook.actor.proc_ref import ProcRef
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
 from meshbook.actor.supervision import NOT_STARTED, SUPERVISE, FaultJoiner, MeshFailure, failures_of
-from meshbook.calls.answer import Outcome
-from meshbook.calls.incoming import refusal
-from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, ReplyTo
-from meshbook.calls.request import CallRequest
+from meshbook.calls.call import CallRequest
+from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, Outcome, ReplyTo, refusal
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshbook.agent.lease import default_lease_s
-from meshbook.calls.cell_run import ResumedCall
+from meshbook.calls.call_future import ResumedCall
 from meshbook.controller.controller import Controller, FrontEnd
 from meshbook.controller.queries import ask_rank
 from meshbook.controller.reattach import Reattach

@@ -21,12 +21,9 @@ from typing import Any
 
 from meshbook.actor.context import context
 from meshbook.actor.router import Answers
-from meshbook.calls.answer import Outcome, pack
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import SENT, RequestFuture
-from meshbook.calls.incoming import IncomingCall, refusal
-from meshbook.calls.mailboxes import CallArguments, Mailboxes
-from meshbook.calls.request import CallRequest
+from meshbook.calls.mailboxes import CallArguments, IncomingCall, Mailboxes, Outcome, pack, refusal
 from meshbook.errors import Failure, MeshError
 from meshbook.lifecycle import CallEvent
 from meshbook.source.location import drop_own_frames, name_place, traceback_entries
@@ -83,7 +80,7 @@ class ClientActors:
         next_id: Callable[[], int],
         give_up: Callable[[Callable[[wire.Call], bool], Outcome], None],
     ) -> None:
-        """give_up: answers open calls of ranks, as `meshbook.calls.incoming.IncomingCalls.give_up`."""
+        """give_up: answers open calls of ranks, as `meshbook.calls.mailboxes.IncomingCalls.give_up`."""
         self._mailboxes, self._next_id, self._give_up_others = mailboxes, next_id, give_up
         self._open: dict[int, IncomingCall] = {}
         self._process = ClientProcess(self._give_up)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from meshbook.actor.actor_mesh import ProcRef, this_proc
 from meshbook.actor.identity import forget_session
-from meshbook.actor.proc_ref import ProcRef, this_proc
 from meshbook.actor.router import Place, add_router, remove_router, router_for, set_own_router
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork

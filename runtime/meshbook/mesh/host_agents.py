@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.errors import SpawnError

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshbook.actor.actor_mesh import spawn_actors
+from meshbook.actor.actor_mesh import find_procs, spawn_actors
 from meshbook.actor.errors import ActorError, ProcsNotStartedError, ProcsStoppedError
-from meshbook.actor.listing import ActorState
-from meshbook.actor.proc_ref import find_procs
+from meshbook.actor.identity import ActorState
 from meshbook.actor.router import TActor, Values, router_for
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.interrupt import interrupt
@@ -439,7 +438,7 @@ class ProcMesh(ProcView):
         self.stop()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle a reference, a `meshbook.actor.proc_ref.ProcRef` on a rank. Waits until the processes are there."""
+        """Pickle a reference, a `meshbook.actor.actor_mesh.ProcRef` on a rank. Waits until the processes are there."""
         if self.alive:
             self._mesh.await_arrival()
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)

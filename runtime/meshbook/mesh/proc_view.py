@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.output import OutputTarget
-from meshbook.calls.request import CallRequest
 from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import ask_rank

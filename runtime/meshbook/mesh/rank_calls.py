@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from meshbook.actor.router import Values
-from meshbook.calls.call_future import CallFuture
-from meshbook.calls.cell_run import CellRun
+from meshbook.calls.call import CallRequest
+from meshbook.calls.call_future import CallFuture, CellRun
 from meshbook.calls.output import (
     ConsoleOutput,
     DisplayData,
@@ -19,9 +19,8 @@ from meshbook.calls.output import (
     OutputTarget,
     StreamText,
 )
-from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.controller.mesh_state import stale_view
 from meshbook.errors import LayoutError, UsageError
 from meshbook.mesh.proc_view import (

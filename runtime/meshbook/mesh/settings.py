@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from meshbook.actor.actor_mesh import ask_controller
 from meshbook.actor.identity import limit_messages
-from meshbook.actor.proc_ref import ask_controller
 from meshbook.actor.router import is_rank
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from meshbook.actor.listing import ActorState
+from meshbook.actor.identity import ActorState
 from meshbook.calls.call import OpenCall
-from meshbook.calls.rank_state import State, StatusAnswer, Unresponsive
-from meshbook.calls.stopped import StoppedRanks
+from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unresponsive
 from meshbook.controller.host_state import HostState
 from meshbook.controller.queries import ask_rank, look
 from meshbook.errors import RankDeath

@@ -46,7 +46,7 @@ from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
 from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
-    from meshbook.actor.buffers.rdma_buffer import RDMABuffer
+    from meshbook.actor.buffers.rdma import RDMABuffer
     from meshbook.mesh.actor_hosts import HostRef, get_or_spawn_controller, shutdown_context
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -98,7 +98,7 @@ _LATER = {
     "BootstrapCommand": "meshbook.mesh.spawn_options",
     "HostMesh": "meshbook.mesh.host_mesh",
     "ProcMesh": "meshbook.mesh.proc_mesh",
-    "RDMABuffer": "meshbook.actor.buffers.rdma_buffer",
+    "RDMABuffer": "meshbook.actor.buffers.rdma",
     "default_bootstrap_cmd": "meshbook.mesh.spawn_options",
     "get_or_spawn_controller": "meshbook.mesh.actor_hosts",
     "shutdown_context": "meshbook.mesh.actor_hosts",

@@ -5,8 +5,7 @@ A module of its own because programs import it by this name, as they import ``mo
 
 from __future__ import annotations
 
-from meshbook.actor.buffers.action import RDMAAction
-from meshbook.actor.buffers.rdma_buffer import RDMABuffer
+from meshbook.actor.buffers.rdma import RDMAAction, RDMABuffer
 
 __all__ = [
     "RDMAAction", "RDMABuffer", "RDMAReadTransferWarning", "RDMATcpFallbackWarning", "RDMAWriteTransferWarning",

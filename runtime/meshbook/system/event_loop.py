@@ -12,7 +12,7 @@ import select
 import time
 from collections.abc import Callable
 
-from meshbook.concurrency.own_faults import attempt, tell
+from meshbook.concurrency.background import attempt, tell
 
 REST_S = 0.1
 """So long nobody looks at a descriptor whose callback has met a fault of ours."""

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import LocalProtocolError, MeshError
 from meshbook.formatting import format_bytes
 from meshbook.system.descriptors import open_above

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import zmq
 from zmq.utils import z85
 
-from meshbook.concurrency.background import hidden_thread
-from meshbook.concurrency.own_faults import attempt
+from meshbook.concurrency.background import attempt, hidden_thread
 from meshbook.errors import ProtocolError
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.interfaces import connect_to, family_of

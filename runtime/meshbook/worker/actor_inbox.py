@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.wire import messages as wire
 
 

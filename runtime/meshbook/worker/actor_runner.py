@@ -21,20 +21,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
-from meshbook.actor.classes import RELOAD, has_async_endpoints, swap_class
-from meshbook.actor.context import Belongings, Context, context, current_context
-from meshbook.actor.decorators import EndpointMethod
+from meshbook.actor.classes import RELOAD, EndpointMethod, has_async_endpoints, swap_class
+from meshbook.actor.context import ActorInstance, Belongings, Context, context, current_context, name_actors_in_logs
 from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
-from meshbook.actor.instance import ActorInstance
-from meshbook.actor.listing import ActorState
-from meshbook.actor.log_records import name_actors_in_logs
+from meshbook.actor.identity import ActorState
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.router import Place
 from meshbook.actor.supervision import ABORTED, SUPERVISE, MeshFailure
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.thread_interrupts import ThreadGate, interruptible
+from meshbook.concurrency.interrupts import ThreadGate, interruptible
 from meshbook.errors import Failure, MailboxClosed, UsageError
 from meshbook.shape.members import Members, Point, Region
 from meshbook.source.location import CellSource, add_cell, users_place
@@ -91,7 +87,7 @@ class ActorRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_ended = ""
         self._failure: BaseException | None = None
-        """How it has failed, by its own account (`meshbook.actor.instance`)."""
+        """How it has failed, by its own account (`meshbook.actor.context`)."""
         self._cleans_up = True
         self.served = False
         """Whether it has handled its last message, and at most cleans up."""
@@ -459,7 +455,7 @@ class ActorRunner:
         finally:
             current_context.reset(before)
 
-    # ---- what the actor says of itself (`meshbook.actor.instance.ActorControl`) -------------------------------------
+    # ---- what the actor says of itself (`meshbook.actor.context.ActorControl`) -------------------------------------
 
     def stop_itself(self, reason: str) -> None:
         self._registry.stop(self, why_stopped(self.name, reason))

@@ -16,14 +16,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from meshbook.actor.errors import ActorStuckError, why_stopped
-from meshbook.actor.listing import ActorState
+from meshbook.actor.identity import ActorState
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, Mailboxes, ReplyTo
-from meshbook.concurrency.background import run_in_background
-from meshbook.concurrency.own_faults import tell
+from meshbook.calls.mailboxes import LoadArgs, Mailboxes, Outcome, ReplyTo
+from meshbook.concurrency.background import run_in_background, tell
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of

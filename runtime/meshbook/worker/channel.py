@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.mailboxes import CallArguments
 from meshbook.concurrency import forks
-from meshbook.concurrency.thread_interrupts import gate_of_this_thread
+from meshbook.concurrency.interrupts import gate_of_this_thread
 from meshbook.errors import Failure, MessageTooLarge
 from meshbook.formatting import format_bytes
 from meshbook.shell.shell import RankShell

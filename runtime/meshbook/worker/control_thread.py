@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshbook.calls.answer import Outcome, pack_failure
-from meshbook.concurrency.background import hidden_thread, run_in_background
-from meshbook.concurrency.own_faults import attempt
+from meshbook.calls.mailboxes import Outcome, pack_failure
+from meshbook.concurrency.background import attempt, hidden_thread, run_in_background
 from meshbook.errors import MessageTooLarge
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import Outcome
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.groups.collectives_off import NoGroups

@@ -30,9 +30,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
+from meshbook.concurrency.interrupts import GATES, SigintHandler
 from meshbook.concurrency.patches import patch, unpatch
-from meshbook.concurrency.sigint import SigintHandler
-from meshbook.concurrency.thread_interrupts import GATES
 from meshbook.shell.commands import OURS
 from meshbook.source.location import is_users_code
 from meshbook.system.processes import descendants, start_time
@@ -231,7 +230,7 @@ class InterruptGate:
 class _Shield:
     """Counts how deep the main thread is in sections that must not be torn; on the path of every message.
 
-    Threads with a `meshbook.concurrency.thread_interrupts.ThreadGate` count for themselves.
+    Threads with a `meshbook.concurrency.interrupts.ThreadGate` count for themselves.
     """
 
     __slots__ = ("_gate", "_main", "depth")

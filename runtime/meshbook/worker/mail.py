@@ -17,16 +17,14 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from meshbook.calls.answer import Outcome, Unavailable, pack
-from meshbook.calls.call import OpenCall
+from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import SENT, RequestFuture
-from meshbook.calls.incoming import IncomingCall, IncomingCalls
-from meshbook.calls.request import CallRequest
+from meshbook.calls.mailboxes import IncomingCall, IncomingCalls, Outcome, Unavailable, pack
 from meshbook.calls.table import CallTable
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.thread_interrupts import STEP_S, gate_of_this_thread
+from meshbook.concurrency.interrupts import STEP_S, gate_of_this_thread
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer

@@ -17,14 +17,14 @@ import stat
 import sys
 import weakref
 
+from meshbook.actor.actor_mesh import ProcRef, ask_controller
 from meshbook.actor.context import context
 from meshbook.actor.errors import CallsTooDeepError
 from meshbook.actor.ports import Port
-from meshbook.actor.proc_ref import ProcRef, ask_controller
 from meshbook.actor.router import FIRST_OF_RANKS, Address, Answers, Place, TActor, find_now, set_own_router
 from meshbook.actor.supervision import MeshFailure
+from meshbook.calls.call import CallRequest
 from meshbook.calls.mailboxes import Mailboxes
-from meshbook.calls.request import CallRequest
 from meshbook.concurrency.future import Future
 from meshbook.shape.members import Members
 from meshbook.shell.shell import RankShell

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
-from meshbook.actor.listing import ActorState
+from meshbook.actor.identity import ActorState
 from meshbook.calls.rank_state import Completions, Reaction, StatusAnswer
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import (

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 STANDARD_PRELOAD = ("meshbook.worker.process",)
 """Of the first template, from which that with torch is forked (`meshbook.launchers.templates.WITH_TORCH`)."""
 
-LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma_buffer")
+LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma")
 """Of the first template as well, but ranks without torch that are waited for do not wait for them."""
 
 IDLE_S = 1.0

@@ -21,8 +21,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, cast
 
-from meshbook.actor.proc_ref import ask_controller
-from meshbook.calls.answer import Outcome, pack
+from meshbook.actor.actor_mesh import ask_controller
+from meshbook.calls.mailboxes import Outcome, pack
 from meshbook.concurrency import forks
 from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MeshError

@@ -11,7 +11,7 @@ from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.actor import ActorError, ActorMesh
-from meshbook.actor.listing import ActorState
+from meshbook.actor.identity import ActorState
 from meshbook.calls.output import Notice, OutputTarget
 from meshbook.errors import CallInterrupted
 from meshbook.mesh.driven import set_output_source

@@ -39,7 +39,7 @@ from meshbook.actor import (
     current_size,
     endpoint,
 )
-from meshbook.actor.listing import ActorState, actor_table
+from meshbook.actor.identity import ActorState, actor_table
 from meshbook.calls.output import OutputTarget
 from meshbook.errors import (
     CallInterrupted,

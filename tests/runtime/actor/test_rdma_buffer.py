@@ -21,9 +21,9 @@ from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import ActorError, ActorMesh, BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
-from meshbook.actor.buffers import tcp, transfer
+from meshbook.actor.buffers import stream, transfers
 from meshbook.actor.buffers.memory import NotDirect, access
-from meshbook.actor.buffers.tcp import PROOF_BYTES, BufferListener, StreamError, connect, receive_all, send_all
+from meshbook.actor.buffers.stream import PROOF_BYTES, BufferListener, StreamError, connect, receive_all, send_all
 from meshbook.errors import CallFailed
 from meshbook.monarch import RDMABuffer
 
@@ -98,15 +98,15 @@ def test_the_notebook_reads_and_writes_and_owns(mesh4: ProcMesh, count: int) -> 
 
 def say_unreachable(memories: set[str]) -> None:
 
-    transfer._unreachable.clear()
-    transfer._unreachable.update(memories)
+    transfers._unreachable.clear()
+    transfers._unreachable.update(memories)
 
 
 def refuse_connections() -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ConnectionRefusedError
 
-    tcp.connect_to = refuse
+    stream.connect_to = refuse
 
 
 def test_where_no_connection_can_be_made_it_goes_by_mail(mesh2x2: ProcMesh) -> None:
@@ -114,14 +114,14 @@ def test_where_no_connection_can_be_made_it_goes_by_mail(mesh2x2: ProcMesh) -> N
     buffer = owner.make.call_one(BIG, 1.5).get(20)
     mesh2x2.execute(say_unreachable, set()).get(20)
     first = mesh2x2.slice(hosts=0, gpus=0)
-    first.run("from meshbook.actor.buffers import tcp; kept = tcp.connect_to").get(20)
+    first.run("from meshbook.actor.buffers import stream; kept = stream.connect_to").get(20)
     first.execute(refuse_connections).get(20)
     try:
         assert reader.read.call_one(buffer).get(30) == (1.5, 1.5, 1.5)
-        found = mesh2x2.execute(lambda: list(transfer._unreachable)).get(20).values()
+        found = mesh2x2.execute(lambda: list(transfers._unreachable)).get(20).values()
         assert found == [[], [], [], [buffer._target.spot.memory]]
     finally:
-        first.run("tcp.connect_to = kept").get(20)
+        first.run("stream.connect_to = kept").get(20)
         mesh2x2.execute(say_unreachable, set()).get(20)
 
 
@@ -147,7 +147,7 @@ def test_strangers_at_the_port_of_a_copy_get_nothing() -> None:
 
 
 def test_a_stranger_who_sends_slowly_has_no_more_time_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "CONNECT_S", 0.3)
+    monkeypatch.setattr(stream, "CONNECT_S", 0.3)
 
     def drip(stranger: socket.socket) -> int:
         for sent in range(PROOF_BYTES):
@@ -172,7 +172,7 @@ def test_a_copy_beyond_the_buffer_is_refused(mesh2: ProcMesh, size_bytes: int) -
     owner, _ = owner_and_reader(mesh2, {"gpus": 0}, {"gpus": 1})
     target = owner.make.call_one(1000, 1.5).get(20)._target
     with contextlib.closing(BufferListener()) as listener, pytest.raises(CallFailed, match="of a buffer of 4000"):
-        transfer.finish(target, transfer.begin(target, "stream read", (tuple(listener.door), size_bytes)), 20)
+        transfers.finish(target, transfers.begin(target, "stream read", (tuple(listener.door), size_bytes)), 20)
 
 
 def test_the_owner_may_be_busy(mesh4: ProcMesh) -> None:
@@ -286,7 +286,9 @@ def test_drops_wait_for_those_who_read(mesh2: ProcMesh) -> None:
         buffer.drop().get(20)
         with pytest.raises(NotDirect), access(buffer._target.spot):
             pass
-        count = "len(__import__('meshbook.actor.buffers.owned', fromlist=['x']).kept_buffers()._guard and [1] or [])"
+        count = (
+            "len(__import__('meshbook.actor.buffers.transfers', fromlist=['x']).kept_buffers()._guard and [1] or [])"
+        )
         assert mesh2.slice(gpus=0).evaluate(count).get(20).values() == [1]
     deadline = time.monotonic() + 20
     while mesh2.slice(gpus=0).evaluate(count).get(20).values() != [0]:

@@ -16,7 +16,7 @@ from patience import wait_until
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.call import OpenCall
 from meshbook.calls.call_future import CallFuture
-from meshbook.calls.failing import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
+from meshbook.calls.table import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
 from meshbook.concurrency.future import Future
 from meshbook.controller import controller
 from meshbook.shape.members import Region
@@ -106,8 +106,8 @@ def raise_on(rank: int, pause_s: float) -> None:
 def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(
     eight: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshbook.calls.failing.LONGEST_GRACE_S", 20.0)  # others may load the machine much more
-    monkeypatch.setattr("meshbook.calls.failing.FAILS_WITHIN_S", 1.0)
+    monkeypatch.setattr("meshbook.calls.table.LONGEST_GRACE_S", 20.0)  # others may load the machine much more
+    monkeypatch.setattr("meshbook.calls.table.FAILS_WITHIN_S", 1.0)
     spin = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     loads = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
     try:
@@ -154,7 +154,7 @@ def test_what_ranks_had_answered_is_here_before_their_states(eight: ProcMesh, tm
 
 
 def test_a_failure_is_told_while_the_others_sleep(eight: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshbook.calls.failing.FAILURE_GRACE_S", 20.0)  # their states say that nothing follows
+    monkeypatch.setattr("meshbook.calls.table.FAILURE_GRACE_S", 20.0)  # their states say that nothing follows
     pause_s = 5.0
     with pytest.raises(errors.CallFailed) as failed:
         eight.execute(raise_on, 3, pause_s).get(30)

@@ -16,7 +16,7 @@ import torch
 from collector import Collector
 
 from meshbook import ProcMesh, errors, this_host
-from meshbook.calls.cell_run import CellRun
+from meshbook.calls.call_future import CellRun
 from meshbook.calls.rank_state import find_silence
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell

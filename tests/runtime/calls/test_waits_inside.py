@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from meshbook import ProcMesh, this_host
-from meshbook.concurrency.own_faults import WORDS
+from meshbook.concurrency.background import WORDS
 from meshbook.errors import UsageError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshbook import ProcMesh
-from meshbook.calls.request import CallRequest
-from meshbook.concurrency import own_faults
+from meshbook.calls.call import CallRequest
+from meshbook.concurrency import background
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LayoutError, LocalProtocolError, MeshError, SpawnError, UsageError
@@ -29,8 +29,8 @@ def _fault(*args: object, **options: object) -> Any:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was told as a fault of ours."""
     found: list[str] = []
-    monkeypatch.setattr(own_faults, "_told", {})
-    monkeypatch.setattr(own_faults, "print", lambda text, file: found.append(text), raising=False)
+    monkeypatch.setattr(background, "_told", {})
+    monkeypatch.setattr(background, "print", lambda text, file: found.append(text), raising=False)
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_message_that_meets_a_fault_of_ours_does_not_cost_its_host(
         future = mesh4.run("1")
         with pytest.raises(MeshError, match="no answer"):
             future.get(1)
-    assert "no such way" in told[0] and told[0].startswith(own_faults.WORDS)
+    assert "no such way" in told[0] and told[0].startswith(background.WORDS)
     assert not mesh4.lost and mesh4.run("1").get(10).values() == [1] * 4
 
 

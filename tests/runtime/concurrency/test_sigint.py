@@ -9,7 +9,8 @@ from types import FrameType
 
 import pytest
 
-from meshbook.concurrency.sigint import SigintScope, held_back, noticed
+from meshbook.calls.interrupt import noticed
+from meshbook.concurrency.interrupts import SigintScope, held_back
 
 
 def test_a_press_goes_to_the_open_scope_and_the_handler_before_comes_back() -> None:

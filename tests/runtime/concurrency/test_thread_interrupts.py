@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.thread_interrupts import ThreadGate, interruptible
+from meshbook.concurrency.interrupts import ThreadGate, interruptible
 
 
 class Thread:
@@ -182,7 +182,7 @@ def test_an_interrupt_that_comes_as_a_step_ends_is_raised_in_the_next() -> None:
 
 TRACED = """
 import sys, threading, time
-from meshbook.concurrency.thread_interrupts import ThreadGate
+from meshbook.concurrency.interrupts import ThreadGate
 
 def run():
     gate = ThreadGate()

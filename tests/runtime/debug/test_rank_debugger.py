@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshbook import ProcMesh
-from meshbook.calls.cell_run import CellRun
+from meshbook.calls.call_future import CellRun
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
 from meshbook.mesh import states

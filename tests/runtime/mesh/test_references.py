@@ -15,7 +15,7 @@ from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError, SupervisionError
 from meshbook.actor.errors import ActorsLeftError
 from meshbook.actor.router import router_for
-from meshbook.calls.request import CallRequest
+from meshbook.calls.call import CallRequest
 from meshbook.errors import LayoutError, RanksLeft
 from meshbook.monarch import get_or_spawn_controller
 from meshbook.shape.generations import GONE, ranks_now, step_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from meshbook.calls.answer import Outcome
+from meshbook.calls.mailboxes import Outcome
 from meshbook.wire import messages as wire
 from meshbook.worker.actor_inbox import Inbox
 

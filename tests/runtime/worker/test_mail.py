@@ -12,8 +12,8 @@ import pytest
 from patience import wait_until
 
 from meshbook import ProcMesh
+from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import CallFuture
-from meshbook.calls.request import CallRequest
 from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
 from meshbook.mesh import states
 from meshbook.shape.view import members_of

@@ -15,8 +15,7 @@ import pytest
 from patience import wait_until
 
 from meshbook import ProcMesh
-from meshbook.calls.answer import Outcome
-from meshbook.calls.mailboxes import LoadArgs, ReplyTo
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.errors import CallFailed
 from meshbook.wire import messages as wire
 

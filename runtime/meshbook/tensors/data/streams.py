@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement
 
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.operations import (
     NewOutput,

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import CallFailed, CallTimeout, LeftStopped, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.value_mesh import ValueMesh

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import LayoutError, MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import call_before_calls, is_renumbered

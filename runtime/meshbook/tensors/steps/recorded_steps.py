@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from typing_extensions import ParamSpec
 
-from meshbook.concurrency.sigint import held_back
+from meshbook.concurrency.interrupts import held_back
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId

@@ -1,9 +1,18 @@
-"""KeyboardInterrupt on a thread other than the main one.
+"""Interrupts on the main thread, of coroutines, and on threads other than the main one.
 
-Python can have an exception raised in another thread, at its next line of Python; it cannot wake that thread from a
-sleep or a lock. So in threads that have a `ThreadGate`, `time.sleep` and `threading.Condition` (which events, queues,
-semaphores and barriers are made of) wait in short steps, and so do our futures. What waits in native code notices when
-it returns.
+*The main thread.* `SigintScope` puts a handler in the place of the one before it, and gives the place back. With it the
+main thread serves sockets (`meshbook.controller.io_turns`), awaits, and deals with one interrupt while further presses
+are counted (`meshbook.calls.interrupt`). In `held_back` something short is finished.
+
+*Coroutines.* Whoever runs the event loop handles SIGINT by cancelling the task of the cell (ipykernel, `asyncio.run`).
+A handler in Python does not wake an event loop that sleeps, so the cancellation would come when something else happens:
+seconds later, or never. While a future is awaited on the main thread our handler stands before the other one: it notes
+the press, lets the other do its work, and wakes the loop. `is_interrupt` then tells an interrupt from other cancels.
+
+*Other threads.* Python can have an exception raised in another thread, at its next line of Python; it cannot wake that
+thread from a sleep or a lock. So in threads that have a `ThreadGate`, `time.sleep` and `threading.Condition` (which
+events, queues, semaphores and barriers are made of) wait in short steps, and so do our futures. What waits in native
+code notices when it returns.
 
     control thread    gate.interrupt(call)     raises it now, or at the end of a section that must not be torn
     the thread        gate.open(call) ... gate.close()    nothing is raised outside of the two
@@ -14,16 +23,169 @@ never between the entry of a ``with`` on a C lock and its body.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
+import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from meshbook.concurrency import forks
 from meshbook.concurrency.forks import at_fork
 from meshbook.concurrency.patches import patch
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+_plain_signals: ModuleType = vars(signal)["_signal"]
+_SIGINT = int(signal.SIGINT)
+
+SigintHandler: TypeAlias = Callable[[int, FrameType | None], object]
+
+
+def _signals() -> ModuleType:
+    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
+
+    Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
+    """
+    return _plain_signals if signal.signal.__module__ == "signal" else signal
+
+
+class SigintScope:
+    """While it is open, SIGINT calls ``on_press`` and not the handler before it."""
+
+    def __init__(self, on_press: SigintHandler) -> None:
+        self._on_press = on_press
+        self.before: SigintHandler | None = None
+        """The handler that was there when it was opened last."""
+        self._signals = _plain_signals
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether our handler is there: it was opened, and nobody has set another since."""
+        return bool(_signals().getsignal(_SIGINT) == self._on_press)
+
+    def open(self) -> bool:
+        """Take the place; returns whether it could be taken.
+
+        Only the main thread runs handlers. One that is no function of Python's could not be put back, and raises
+        nothing in our midst.
+        """
+        if threading.get_ident() != forks.main_thread:
+            return False
+        signals = self._signals = _signals()
+        handler = signals.getsignal(_SIGINT)
+        if not callable(handler):
+            return False
+        self.before = handler
+        signals.signal(_SIGINT, self._on_press)
+        return True
+
+    def close(self) -> None:
+        """Give the place back, unless somebody else has taken it since."""
+        signals = self._signals
+        if signals.getsignal(_SIGINT) == self._on_press:
+            signals.signal(_SIGINT, self.before)
+
+
+class held_back(SigintScope):  # used as a function is, like `contextlib.suppress`
+    """A press inside of the block is raised after it: what the block makes has an owner by then.
+
+    Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
+    """
+
+    def __init__(self) -> None:
+        pressed: list[int] = []
+        super().__init__(lambda signum, frame: pressed.append(signum))
+        self._pressed, self._is_open = pressed, False
+
+    def __enter__(self) -> None:
+        self._is_open = _signals() is _plain_signals and self.open()
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_open:
+            self.close()
+            if self._pressed and self.before is not None:
+                self.before(signal.SIGINT, None)
+
+
+LATELY_S = 2.0
+"""A task that is cancelled so soon after an interrupt was cancelled by it."""
+
+
+class _Watch:
+    """The handler, while anything is awaited."""
+
+    def __init__(self) -> None:
+        self.awaited = 0
+        self.pressed_at = float("-inf")
+        self._scope = SigintScope(self._on_sigint)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Another await; the first of them puts the handler in place."""
+        if self._scope.is_in_place:
+            self.awaited += 1
+        elif self._scope.open():
+            self.awaited, self._loop = 1, loop
+
+    def end(self) -> None:
+        """An await less; after the last the earlier handler is back, unless somebody has set another since."""
+        self.awaited -= 1
+        if self.awaited <= 0:
+            self._scope.close()
+            self._loop = None
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        self.pressed_at = time.monotonic()
+        loop, before = self._loop, self._scope.before
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None)
+        if before is not None:
+            before(signum, frame)
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def interruptible_await() -> Iterator[None]:
+    """Around an await: an interrupt reaches it at once. Does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    import asyncio  # only here and below: who awaits has it, and controllers start faster without
+
+    _watch.begin(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        _watch.end()
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a task was cancelled because the person interrupted a moment ago, while something was awaited."""
+    import asyncio
+
+    return isinstance(error, asyncio.CancelledError) and time.monotonic() - _watch.pressed_at < LATELY_S
+
+
+def in_a_cell() -> bool:
+    """Whether the running task is IPython's own for a cell: only there may KeyboardInterrupt be raised.
+
+    IPython catches whatever its cell raises; out of any other task a KeyboardInterrupt would end the event loop.
+    """
+    import asyncio
+
+    task = asyncio.current_task()
+    code = getattr(task.get_coro(), "cr_code", None) if task is not None else None
+    return getattr(code, "co_name", "") == "run_cell_async"
+
 
 T = TypeVar("T")
 
