@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from meshbook.mesh.dap_client import Message, MessageReader, pack
+from meshbook.mesh.dap import Message, MessageReader, pack
 
 TIMEOUT_S = 60.0
 

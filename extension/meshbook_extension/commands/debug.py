@@ -10,8 +10,7 @@ from meshbook.calls.rank_state import LastError
 from meshbook.errors import UsageError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
-from meshbook.mesh.dap_client import prepare
-from meshbook.mesh.dap_listener import HOST, TOKEN
+from meshbook.mesh.dap import HOST, TOKEN, prepare
 from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.prompt import REOPEN, CallOutput, NotebookTerminal, why_no_prompt

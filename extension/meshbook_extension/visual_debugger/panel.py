@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from meshbook.errors import DebugError, MeshError
-from meshbook.mesh.dap_client import DebugTunnel, Message, answer
+from meshbook.mesh.dap import DebugTunnel, Message, answer
 from meshbook.mesh.proc_view import ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from meshbook.mesh.dap_client import Message
+    from meshbook.mesh.dap import Message
     from meshbook.mesh.proc_mesh import ProcMesh
 
 _ON_RANK = re.compile(r"<cell @(\w+)>")

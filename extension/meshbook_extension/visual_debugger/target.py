@@ -9,8 +9,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from meshbook.errors import DebugError
-from meshbook.mesh.dap_client import DebugTunnel, Message
-from meshbook.mesh.dap_listener import DebugDoor
+from meshbook.mesh.dap import DebugDoor, DebugTunnel, Message
 from meshbook_extension.output.publisher import kernel_of
 from meshbook_extension.visual_debugger.panel import RankPanel, rank_name
 
@@ -72,7 +71,7 @@ class DebugTarget:
     """A rank with a door for editors, and the panel pointed at it where there is one."""
 
     def __init__(self, kernel: IPythonKernel | None, rank: ProcMesh) -> None:
-        """rank: a mesh of one rank, that is prepared (`meshbook.mesh.dap_client.prepare`).
+        """rank: a mesh of one rank, that is prepared (`meshbook.mesh.dap.prepare`).
 
         Raises: DebugError if the panel cannot be brought there, or there is no port; it is the notebook's then.
         """

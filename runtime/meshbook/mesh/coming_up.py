@@ -1,13 +1,17 @@
-"""The processes of a new mesh come up: workers, process groups, bootstrap; while people wait, or aside.
+"""The processes of a new mesh come up: workers, process groups, bootstrap; while the caller waits, or aside.
 
-Aside is how Monarch's programs have it: they hold the mesh already (`meshbook.controller.startup`).
+Monarch's programs have it aside: they hold the mesh already (`meshbook.controller.startup`). Hosts that differ in
+their versions or clocks are warned of.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from meshbook.actor.errors import ActorError, ProcsNotStartedError
 from meshbook.actor.router import router_for
@@ -16,10 +20,10 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.startup import MeshArrival
 from meshbook.errors import CallFailed, SpawnError, WorkerLost
 from meshbook.mesh.actor_router import ControllerRouter
-from meshbook.mesh.host_versions import warn_of_differences
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import join_ranks
 from meshbook.mesh.start_progress import StartProgress
+from meshbook.mesh.states import ask_hosts
 
 
 def bring_up(
@@ -80,7 +84,7 @@ def _start(
     mesh = procs._mesh
     try:
         progress.await_workers(controller.recruit(mesh))
-        warn_of_differences(controller, mesh)
+        warn_of_differences(procs)
         progress.await_call(join_ranks(procs), "forming process groups")
         if bootstrap is not None:
             _run_bootstrap(procs, bootstrap, progress)
@@ -110,3 +114,51 @@ def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], progress: S
         why = ActorError(error.failures, f"{procs.name}.bootstrap") if isinstance(error, CallFailed) else error
         why.__cause__ = error.__cause__
         raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from why
+
+
+CLOCK_S = 5.0
+"""By so much clocks may differ without a word."""
+
+T = TypeVar("T")
+
+
+def warn_of_differences(procs: ProcMesh) -> None:
+    """Warn if hosts differ in what matters between ranks. Hosts that share the notebook's environment do not."""
+    if all(host.shares_environment for host in procs._mesh.hosts):
+        return
+    began = time.time()
+    clocks = dict(ask_hosts(procs, "clock", float))
+    if wrong := describe_clocks(clocks, began, time.time()):
+        warnings.warn(f"{wrong}. Times in logs and of files differ by that; certificates may fail", stacklevel=4)
+    told = dict(ask_hosts(procs, "versions", dict[str, str]))
+    if difference := describe_difference(told):
+        warnings.warn(f"the hosts differ: {difference}. Between them tensors and collectives may fail", stacklevel=4)
+
+
+def describe_clocks(clocks: Mapping[str, float], began: float, ended: float) -> str:
+    """Whose clocks are wrong, and by how much, as in ``the clock of b is 62 s behind ours``; empty if none is.
+
+    clocks: what was told by each host between ``began`` and ``ended``.
+    """
+    off = {host: min(0.0, told - began) + max(0.0, told - ended) for host, told in clocks.items()}
+    parts = [
+        f"the clock of {host} is {abs(by):.0f} s {'behind' if by < 0 else 'ahead of'} ours"
+        for host, by in off.items()
+        if abs(by) > CLOCK_S
+    ]
+    return "; ".join(parts)
+
+
+def describe_difference(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs between hosts, as in ``torch 2.13.0 on a, b and 2.12.0 on c``; empty if nothing does.
+
+    versions: what each host runs, by the name of the thing.
+    """
+    parts = []
+    for thing in dict.fromkeys(name for told in versions.values() for name in told):
+        hosts: dict[str, list[str]] = {}
+        for host, told in versions.items():
+            hosts.setdefault(told.get(thing, "none"), []).append(host)
+        if len(hosts) > 1:
+            parts.append(f"{thing} " + " and ".join(f"{version} on {', '.join(on)}" for version, on in hosts.items()))
+    return "; ".join(parts)

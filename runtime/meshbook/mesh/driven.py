@@ -22,10 +22,10 @@ from meshbook.launchers.local import LocalLauncher
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
-from meshbook.mesh.console import ConsolePromptHandler, ProcessFrontEnd, PromptHandler, tell_person
 from meshbook.mesh.host_agents import launch_hosts
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.prompt import ConsolePromptHandler, ProcessFrontEnd, PromptHandler, tell_person
 from meshbook.sessions.folder import SessionFolder
 from meshbook.sessions.listing import SavedSession
 from meshbook.shape.members import Extent, Members, Region

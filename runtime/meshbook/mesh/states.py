@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from meshbook.actor.identity import ActorState
 from meshbook.calls.call import OpenCall
@@ -12,12 +12,16 @@ from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unrespo
 from meshbook.controller.host_state import HostState
 from meshbook.controller.queries import ask_rank, look
 from meshbook.errors import RankDeath
-from meshbook.mesh.host_versions import addresses_of
 from meshbook.mesh.proc_view import ProcView, ask
 from meshbook.sessions.folder import SavedLauncher, SavedMesh
 from meshbook.shape.members import Point
 from meshbook.system.devices import GpuUse
 from meshbook.wire.messages import AtPrompt
+
+T = TypeVar("T")
+
+HOST_ANSWER_S = 2.0
+"""How long a rank may take to answer for its host; it may have just started."""
 
 
 class RankStatus(NamedTuple):
@@ -178,7 +182,20 @@ def where(procs: ProcView) -> dict[int, str]:
 
 def addresses(procs: ProcView) -> list[tuple[str, str]]:
     """Ask each host for the address at which others reach it for collectives: ``("nodeA", "10.0.0.5 (eth0)")``."""
-    return addresses_of(procs._controller, procs._mesh)
+    found = ask_hosts(procs, "way", str) if len(procs._mesh.hosts) > 1 else []
+    return [(host, address) for host, address in found if address]
+
+
+def ask_hosts(procs: ProcView, question: str, kind: type[T]) -> list[tuple[str, T]]:
+    """Ask the first rank of each host; returns (host name, answer) of those that answer in time.
+
+    Several hosts may have the same name.
+    """
+    mesh = procs._mesh
+    firsts = {host: mesh.placement.index(host) for host in mesh.hosts}
+    asked = ask_rank(question)
+    answers = procs._controller.questions.gather(mesh, list(firsts.values()), asked, kind, HOST_ANSWER_S)
+    return [(host.name, answers[rank]) for host, rank in firsts.items() if rank in answers]
 
 
 def await_printed(procs: ProcView, on_come: Callable[[], object], timeout_s: float) -> None:

@@ -6,8 +6,18 @@ A module of its own because programs import it by this name, as they import ``mo
 from __future__ import annotations
 
 from meshbook.mesh.engine_jobs import ImageSpec, KubernetesJob, RayJob, SlurmJob, SSHJob
-from meshbook.mesh.job_trait import DEFAULT_JOB_PATH, JobState, JobTrait, job_load, job_loads
-from meshbook.mesh.jobs import LocalJob, ProcessJob, hosts_from_config, load_current_job, set_current_job
+from meshbook.mesh.jobs import (
+    DEFAULT_JOB_PATH,
+    JobState,
+    JobTrait,
+    LocalJob,
+    ProcessJob,
+    hosts_from_config,
+    job_load,
+    job_loads,
+    load_current_job,
+    set_current_job,
+)
 from meshbook.monarch import refuse_worker_loop
 
 __all__ = [

@@ -8,7 +8,7 @@ import re
 import pytest
 from debug_client import DebugClient
 
-from meshbook.mesh.dap_listener import TOKEN
+from meshbook.mesh.dap import TOKEN
 
 CELL = "%%mesh\nif rank == 2:\n    breakpoint()\nrank"
 

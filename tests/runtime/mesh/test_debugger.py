@@ -16,9 +16,8 @@ import pytest
 from debug_client import DebugClient
 
 from meshbook.errors import WorkerLost
-from meshbook.mesh import dap_listener
-from meshbook.mesh.dap_client import DebugTunnel, pack
-from meshbook.mesh.dap_listener import TOKEN, DebugDoor
+from meshbook.mesh import dap
+from meshbook.mesh.dap import TOKEN, DebugDoor, DebugTunnel, pack
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import start_cell
 
@@ -226,10 +225,8 @@ def test_no_attach_without_the_token_reaches_a_rank(door: DebugDoor) -> None:
 
 
 def test_strangers_are_few_and_do_not_stay(door: DebugDoor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dap_listener, "STRANGER_S", 0.5)
-    silent = [
-        socket.create_connection(("127.0.0.1", door.port), timeout=30) for _ in range(dap_listener.STRANGERS_MAX + 5)
-    ]
+    monkeypatch.setattr(dap, "STRANGER_S", 0.5)
+    silent = [socket.create_connection(("127.0.0.1", door.port), timeout=30) for _ in range(dap.STRANGERS_MAX + 5)]
     for stranger in silent:
         assert stranger.recv(1) == b""
         stranger.close()

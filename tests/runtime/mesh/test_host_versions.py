@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.mesh.host_versions import describe_clocks, describe_difference
+from meshbook.mesh.coming_up import describe_clocks, describe_difference
 
 
 def test_hosts_that_run_the_same_are_not_mentioned() -> None:

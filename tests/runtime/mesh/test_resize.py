@@ -16,8 +16,7 @@ from patience import wait_until
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import set_axes
-from meshbook.mesh.resize import resize
-from meshbook.mesh.resize_plan import NewHost, counts_hosts, describe_moves, plan_growth, plan_shrinkage
+from meshbook.mesh.resize import NewHost, counts_hosts, describe_moves, plan_growth, plan_shrinkage, resize
 from meshbook.shape.members import Extent
 from meshbook.system.processes import is_same_process, start_time
 

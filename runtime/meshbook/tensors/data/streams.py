@@ -25,9 +25,9 @@ from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import MeshError, UsageError
-from meshbook.mesh.console import is_notebook
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import call_after_repairs
+from meshbook.mesh.prompt import is_notebook
 from meshbook.tensors.data.batches import Layouts, SpecStructure, is_arrow, read_batches
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import Placing, send_parts
