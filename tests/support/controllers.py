@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 import meshbook
-from meshbook.sessions import lock
-from meshbook.sessions.folder import read_state
+from meshbook.sessions.folder import living_owner, read_state
 from meshbook.system.user_folders import runtime_base
 
 
@@ -59,7 +58,7 @@ class Driver:
         """Its agents, templates and workers. Its agents may be forks of `lasting_template`."""
         family = {*self.process.children(recursive=True)}
         for folder in runtime_base().iterdir():
-            if lock.living_owner(folder) == self.pid and (state := read_state(folder)) is not None:
+            if living_owner(folder) == self.pid and (state := read_state(folder)) is not None:
                 for agent in (psutil.Process(host.pid) for host in state.hosts.values() if host.runs):
                     family |= {agent, *agent.children(recursive=True)}
         return list(family)

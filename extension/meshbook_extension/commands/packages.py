@@ -26,9 +26,8 @@ from meshbook_extension.output.publisher import sink_for
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
-    from meshbook.workspace.local_modules import LocalModule
+    from meshbook.workspace.modules import LocalModule, Synced
     from meshbook.workspace.packages import PipResult
-    from meshbook.workspace.synced_modules import Synced
 
 HERE = -1
 """The number that stands for the notebook's own process among ranks."""
@@ -74,8 +73,7 @@ the new functions and classes; objects of old classes stay what they are. Ranks 
 get the same.""",
 )
 def sync(session: Session, arguments: Arguments) -> None:
-    from meshbook.workspace.local_modules import find_modules
-    from meshbook.workspace.synced_modules import FAILED, take_modules
+    from meshbook.workspace.modules import FAILED, find_modules, take_modules
 
     procs = session.mesh().base()
     found = find_modules(Path(*arguments.words).expanduser())
@@ -102,7 +100,7 @@ def send_again(session: Session, procs: ProcMesh, ranks: Collection[int]) -> Non
 
 
 def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[str, Synced]]:
-    from meshbook.workspace.synced_modules import take_modules
+    from meshbook.workspace.modules import take_modules
 
     try:
         values = execute_as(procs, "%mesh sync", take_modules, tuple(modules)).get()
@@ -113,7 +111,7 @@ def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[s
 
 def _describe(module: LocalModule, taken: dict[int, dict[str, Synced]]) -> list[str]:
     """Print the places of a module that was reloaded somewhere; returns the problems, in a line each."""
-    from meshbook.workspace.synced_modules import FAILED, OTHER, RELOADED, SAME, SENT
+    from meshbook.workspace.modules import FAILED, OTHER, RELOADED, SAME, SENT
 
     groups = group_ranks((place, result[module.name]) for place, result in taken.items())
     said = {RELOADED: "reloaded", SAME: "already there", SENT: "not imported yet"}
@@ -137,7 +135,7 @@ def _name_places(places: Collection[int]) -> str:
 
 
 def _count(modules: Collection[LocalModule], taken: dict[int, dict[str, Synced]]) -> str:
-    from meshbook.workspace.synced_modules import SAME, SENT
+    from meshbook.workspace.modules import SAME, SENT
 
     unused, unchanged = [], []
     for module in modules:

@@ -34,7 +34,7 @@ from meshbook.shape.generations import AS_NOW, ranks_now
 from meshbook.shape.members import Members
 from meshbook.shape.view import MeshView
 from meshbook.wire import messages as wire
-from meshbook.workspace.local_modules import find_module
+from meshbook.workspace.modules import find_module
 
 if TYPE_CHECKING:
     from meshbook.mesh.client_actors import ClientActors

@@ -17,9 +17,8 @@ from meshbook.errors.advice import advice
 from meshbook.formatting import did_you_mean
 from meshbook.mesh.host_agents import find_hosts
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.sessions.folder import SessionFolder, read_state
+from meshbook.sessions.folder import SessionFolder, living_owner, read_state
 from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
-from meshbook.sessions.lock import living_owner
 from meshbook.system.os_errors import check_system, raise_file_limit
 from meshbook.wire.transport import new_keys
 

@@ -32,8 +32,7 @@ from meshbook.shell.postmortem_memory import Freed
 from meshbook.source.location import sources_of, text_only_here
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.values.main_names import Sending
-from meshbook.workspace.local_modules import find_modules
-from meshbook.workspace.synced_modules import Synced, take_modules
+from meshbook.workspace.modules import Synced, find_modules, take_modules
 
 if TYPE_CHECKING:
     from meshbook.mesh.host_mesh import HostMesh

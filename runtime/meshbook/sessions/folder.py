@@ -1,7 +1,7 @@
-"""Where a session keeps its sockets, keys and logs: private to the user, gone when the session is.
+"""The folders in which a session keeps its sockets, keys and logs: private to the user, and gone with the session.
 
     <runtime dir>/meshbook-<uid>/<session>/     0700 (`meshbook.system.user_folders` says where that is)
-        lock, owner     who owns it (`meshbook.sessions.lock`)
+        lock, owner     the process that owns it
         state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
         memory/<key>    what the notebook wants remembered
         control         the Unix socket
@@ -11,11 +11,16 @@
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
 one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
 agent whose lease is over, or the next controller that looks around (`meshbook.sessions.listing.sweep`).
+
+The owner of a session holds a POSIX lock on the file ``lock``, which ends with its process, however that ends. A fork
+does not inherit it, and loses nothing of its parent's by closing the file. But a process gives its own lock up by
+closing *any* descriptor of the file: it is opened here only, once per process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import platform
@@ -28,16 +33,16 @@ from pathlib import Path
 
 import msgspec
 
+from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
-from meshbook.sessions import lock
 from meshbook.system.interfaces import in_endpoint, loopback_address, own_address
-from meshbook.system.processes import boot_id, is_same_process
+from meshbook.system.processes import boot_id, is_same_process, start_time
 from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
 from meshbook.wire.messages import StartCommand
 
 KEPT_LOG_SESSIONS = 20
 KEPT_LOG_BYTES = 2 << 30
-"""All logs of sessions that have ended, together; one rank may write half of it (`meshbook.agent.output`)."""
+"""The limit for the logs of all ended sessions together; one rank may write half of it (`meshbook.agent.output`)."""
 
 UNKNOWN_S, ELSEWHERE_S = 7 * 86400.0, 30 * 86400.0
 """Logs in which nothing was written for so long are those of a session that has ended: where nothing says which session
@@ -48,24 +53,24 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 class SavedLauncher(msgspec.Struct, frozen=True):
-    """Who started a host, so that another one can be started in its place by the next controller."""
+    """The launcher of a host, with which the next controller can start another one in its place."""
 
     engine: str = "local"
     separate: bool = False
-    """Of local hosts: whether each acts as if it were alone on its machine."""
+    """Whether a local host acts as if it were alone on its machine."""
     host: str = ""
-    """As its engine calls it; empty where it is one like any other."""
+    """Its name for the engine; empty where it is a host like any other."""
     python: str = ""
     options: tuple[str, ...] = ()
-    """Of the engine."""
+    """The options of the engine."""
     job: str = ""
     step: str = ""
     task: int = 0
-    """Of a host of Slurm: the logs of what has the allocation and of what runs its agent, and which task that is."""
+    """The name of the log, or the engine's number, by which the host is found; of Slurm, that of the allocation."""
 
     @property
     def asked(self) -> SavedLauncher:
-        """What was asked for, without what has become of it."""
+        """The request alone, without the place that the host got."""
         return self if not self.job else SavedLauncher(self.engine, python=self.python, options=self.options)
 
 
@@ -82,7 +87,7 @@ class SavedHost(msgspec.Struct):
     """Whether it is the one agent of this machine that serves whoever asks for ``this_host``."""
     launcher: SavedLauncher = SavedLauncher()
     name: str = ""
-    """What people call it, where that is not what its machine calls itself."""
+    """Its name for people, where that is not the name of its machine."""
 
     @property
     def runs(self) -> bool | None:
@@ -102,18 +107,18 @@ class SavedMesh(msgspec.Struct):
     host_axes: list[str] = []
     cwd: str = ""
     environment: dict[str, str] = {}
-    """What was asked for its ranks, on every host."""
+    """The working folder and the environment that were asked for its ranks, on every host."""
     began: float = 0.0
-    """When it was spawned, in seconds since 1970."""
+    """The time of its spawn, in seconds since 1970."""
     jobs: list[str] = []
     """The jobs of engines that its hosts run in."""
     commands: list[StartCommand] = []
     bindings: list[dict[str, str]] = []
-    """How its ranks begin, and where on the machine they run."""
+    """The commands with which its ranks begin, and their places on the machine."""
 
 
 class SessionState(msgspec.Struct):
-    """What the next controller of a session needs."""
+    """The state that the next controller of a session needs."""
 
     public_key: str
     secret_key: str
@@ -122,17 +127,17 @@ class SessionState(msgspec.Struct):
     lease_s: float
     epoch: int = 1
     endpoints: dict[str, str] = {}
-    """What was asked for (``tcp://127.0.0.1:*``), and what it became."""
+    """The endpoints: those that were asked for (``tcp://127.0.0.1:*``), and those that they became."""
     hosts: dict[str, SavedHost] = {}
     late_hosts: dict[str, str] = {}
     """The public keys of hosts that were given up, by id: their agents do not know it, if they live."""
     meshes: dict[int, SavedMesh] = {}
     left_at: float = 0.0
-    """When its controller left or was found dead, on the boot clock; 0 while it is there."""
+    """The time when its controller left or was found dead, on the boot clock; 0 while it is there."""
 
     @property
     def waits_s(self) -> float | None:
-        """How long it has waited for a controller, where that is known."""
+        """The time that it has waited for a controller, where that is known."""
         waits_s = boot_clock() - self.left_at
         return None if not self.left_at else math.inf if waits_s < 0 else waits_s  # the machine has booted since
 
@@ -158,30 +163,30 @@ class SessionFolder:
         base = runtime_base()
         path, new = base / id, base / f".{id}"
         new.mkdir(mode=0o700)
-        lock.take(new, new=True)
-        lock.sign(new)
+        take_lock(new, new=True)
+        sign_as_owner(new)
         (new / "memory").mkdir(mode=0o700)
         state = SessionState(public_key, secret_key, time.time(), lease_s)
         write_private(new / "state", encode_state(state))
-        lock.rename(new, path)
+        rename_locked(new, path)
         trim_logs(log_base())
         return cls(path, state)
 
     @classmethod
     def take_over(cls, path: Path) -> SessionFolder | None:
         """Own the next epoch of a session; None if it has an owner or is gone."""
-        if not lock.take(path):
+        if not take_lock(path):
             return None
         state = read_state(path)
         if state is None:
-            lock.give_up(path)
+            give_up_lock(path)
             return None
-        lock.sign(path)
+        sign_as_owner(path)
         try:
             folder = cls(path, state)
         except BaseException:
-            lock.unsign(path)
-            lock.give_up(path)
+            unsign(path)
+            give_up_lock(path)
             raise
         folder.state.epoch += 1
         folder.state.left_at = 0.0
@@ -222,7 +227,7 @@ class SessionFolder:
             self._write()
 
     def settle_late(self, host: str) -> None:
-        """A host that was given up was told so, or can be no more."""
+        """Forget a host that was given up, and now knows so or cannot be there any more."""
         with self._lock:
             if self.state.late_hosts.pop(host, None) is not None:
                 self._write()
@@ -243,18 +248,18 @@ class SessionFolder:
                 write_private(self.path / "memory" / key, value)
 
     def recall(self, key: str) -> bytes | None:
-        """What was remembered under ``key``, by this controller or one before."""
+        """Return the value that this controller, or one before, has stored under ``key``."""
         return recall(self.path, key)
 
     def leave(self) -> None:
-        """Own it no more: another controller may. Idempotent."""
+        """Give the session up, so that another controller may own it. Idempotent."""
         self.state.left_at = boot_clock()
         self.save()
         with self._lock:
             if not self._closed:
                 self._closed = True
-                lock.unsign(self.path)
-                lock.give_up(self.path)
+                unsign(self.path)
+                give_up_lock(self.path)
 
     def close(self) -> None:
         """End the session; logs stay until newer sessions push them out. Idempotent."""
@@ -262,11 +267,11 @@ class SessionFolder:
             if not self._closed:
                 self._closed = True
                 shutil.rmtree(self.path, ignore_errors=True)
-                lock.give_up(self.path)
+                give_up_lock(self.path)
 
 
 def read_state(path: Path) -> SessionState | None:
-    """The state of any session of ours; None when there is none or it cannot be read."""
+    """Return the state of any session of ours; None when there is none or it cannot be read."""
     try:
         return _decode(read_private(path / "state") or b"")
     except msgspec.DecodeError:
@@ -274,12 +279,12 @@ def read_state(path: Path) -> SessionState | None:
 
 
 def recall(path: Path, key: str) -> bytes | None:
-    """What a session remembers under ``key``."""
+    """Return the value that a session remembers under ``key``."""
     return read_private(path / "memory" / key) if _KEY.fullmatch(key) else None
 
 
 def boot_clock() -> float:
-    """Seconds since boot, time asleep included: no change of the wall clock moves it."""
+    """Return the seconds since boot, time asleep included: no change of the wall clock moves it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -324,3 +329,81 @@ def _size_bytes(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.lstat().st_blocks * 512  # what it takes, as a quota counts
     return 0
+
+
+# ---- ownership ------------------------------------------------------------------------------------------------------
+
+_guard = threading.RLock()
+_held: dict[Path, int] = {}
+
+
+def take_lock(folder: Path, *, new: bool = False) -> bool:
+    """Become the owner of a session's folder, unless it has one (this process included) or is gone."""
+    with _guard:
+        if folder in _held:
+            return False
+        try:
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
+            fd = os.open(folder / "lock", flags, 0o600)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(fd)
+            return False
+        if not (folder / "lock").exists():  # removed between our two steps
+            os.close(fd)
+            return False
+        _held[folder] = fd
+        return True
+
+
+def give_up_lock(folder: Path) -> None:
+    """Give up the ownership of a folder. Idempotent."""
+    with _guard:
+        fd = _held.pop(folder, None)
+        if fd is not None:
+            os.close(fd)
+
+
+def rename_locked(folder: Path, new: Path) -> None:
+    """Rename a folder that we own."""
+    with _guard:
+        folder.rename(new)
+        _held[new] = _held.pop(folder)
+
+
+def holds_lock(folder: Path) -> bool:
+    """Whether this process is the owner."""
+    return folder in _held
+
+
+def sign_as_owner(folder: Path) -> None:
+    """Write down this process as the owner, for others to read."""
+    write_private(folder / "owner", f"{os.getpid()} {start_time(os.getpid())}".encode())
+
+
+def living_owner(folder: Path) -> int | None:
+    """Return the pid of the process that signed last, if it lives and did not give the session up."""
+    try:
+        pid, started = map(int, (read_private(folder / "owner") or b"").split())
+    except ValueError:
+        return None
+    return pid if is_same_process(pid, started) else None
+
+
+def unsign(folder: Path) -> None:
+    """Let others see that no process owns the session."""
+    (folder / "owner").unlink(missing_ok=True)
+
+
+def _forget_in_child() -> None:
+    global _guard
+    _guard = threading.RLock()
+    for fd in _held.values():
+        os.close(fd)
+    _held.clear()
+
+
+at_fork(in_child=_forget_in_child)

@@ -1,4 +1,4 @@
-"""The sessions of this user on this machine: which there are, which are dead, and what the dead have left."""
+"""The sessions of this user on this machine, and the remains of dead ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshbook.sessions import lock
-from meshbook.sessions.folder import SavedHost, SavedMesh, SessionState, boot_clock, encode_state, read_state, recall
+from meshbook.sessions.folder import (
+    SavedHost,
+    SavedMesh,
+    SessionState,
+    boot_clock,
+    encode_state,
+    give_up_lock,
+    holds_lock,
+    living_owner,
+    read_state,
+    recall,
+    take_lock,
+)
 from meshbook.system.exits import end_process
 from meshbook.system.user_folders import KEPT, runtime_base, write_private
 
 GRACE_S = 60.0
-"""Agents that live so much longer than their lease are stuck."""
+"""The time after the end of its lease when an agent that lives is stuck."""
 
 UNFINISHED_S = 3600.0
 
@@ -33,9 +44,9 @@ class SavedSession:
     created: float
     """Seconds since 1970."""
     lease_s: float
-    """How long it waits for a controller."""
+    """The time for which it waits for a controller."""
     waits_s: float | None
-    """How long it has waited so far, where that is known."""
+    """The time that it has waited so far, where that is known."""
 
     @property
     def is_ours(self) -> bool:
@@ -43,15 +54,15 @@ class SavedSession:
         return self.owner_pid == os.getpid()
 
     def recall(self, key: str) -> bytes | None:
-        """What its controller has remembered under ``key``."""
+        """Return the value that its controller has stored under ``key``."""
         return recall(self.path, key)
 
 
 def sessions() -> list[SavedSession]:
-    """The sessions of this user on this machine that have meshes, the latest first; dead ones are left out."""
+    """Return the sessions of this user on this machine that have meshes, the latest first, without dead ones."""
     found = []
     for path, state in _all():
-        owner = lock.living_owner(path)
+        owner = living_owner(path)
         if not state.meshes or (owner is None and not may_live(state.hosts.values())):
             continue
         meshes = tuple(state.meshes.values())
@@ -66,23 +77,23 @@ def sweep() -> None:
         if path.name != KEPT and (not (path / "state").exists() or path.name.startswith(".")):
             _remove_unfinished(path)
     for path, _ in _all():
-        if not lock.is_ours(path) and lock.living_owner(path) is None and lock.take(path):
+        if not holds_lock(path) and living_owner(path) is None and take_lock(path):
             try:
                 _sweep_one(path)
             finally:
-                lock.give_up(path)
+                give_up_lock(path)
 
 
 def remove_if_last(path: Path, pid: int) -> None:
-    """The agent ``pid`` of a session ends: remove the session's folder if nobody else needs it."""
-    if lock.living_owner(path) is not None or not lock.take(path):
+    """Remove a session's folder as its agent ``pid`` ends, if no other process needs it."""
+    if living_owner(path) is not None or not take_lock(path):
         return
     try:
         state = read_state(path)
         if state is None or not may_live(host for host in state.hosts.values() if host.pid != pid):
             shutil.rmtree(path, ignore_errors=True)
     finally:
-        lock.give_up(path)
+        give_up_lock(path)
 
 
 def may_live(hosts: Iterable[SavedHost]) -> bool:
@@ -97,14 +108,14 @@ def _all() -> Iterator[tuple[Path, SessionState]]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Somebody died while making or removing this folder."""
+    """Remove the folder of a process that died while making or removing it."""
     with contextlib.suppress(FileNotFoundError):
-        if lock.living_owner(path) is None and time.time() - path.lstat().st_mtime > UNFINISHED_S:
+        if living_owner(path) is None and time.time() - path.lstat().st_mtime > UNFINISHED_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _sweep_one(path: Path) -> None:
-    """We own it for a moment; its controller is dead."""
+    """Remove a session whose controller is dead, or let its lease begin; we own it for a moment."""
     state = read_state(path)
     if state is None:
         return

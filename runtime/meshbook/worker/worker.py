@@ -43,11 +43,11 @@ from meshbook.worker.control_thread import Claims, ControlThread
 from meshbook.worker.endpoints import CALLS, INVOKING
 from meshbook.worker.interrupt_gate import InterruptGate
 from meshbook.worker.mail import WorkerMail
-from meshbook.workspace.synced_modules import ask_for_missing
+from meshbook.workspace.modules import ask_for_missing
 
 if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
-    from meshbook.workspace.local_modules import FoundModules
+    from meshbook.workspace.modules import FoundModules
 
 LONG_CALL_S = 0.02
 """Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""

@@ -12,27 +12,27 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
-from meshbook.workspace.local_modules import file_system
+from meshbook.workspace.modules import file_system
 
 _UNINSTALLED = re.compile(r"^ *(?:Attempting uninstall: | - )([\w.-]+)")
 """A package of which another version was there, in the words of pip and of uv."""
 
 _PIP_OPTIONS = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off"}
-"""By the environment: not every command of pip has each of them."""
+"""Options of pip by the environment, since not every command has each of them."""
 
 
 class PipResult(NamedTuple):
-    """How it ended."""
+    """The outcome of a command of pip."""
 
     code: int
     replaced: tuple[str, ...]
-    """Packages of which another version was there: who has imported that, keeps it."""
+    """Packages of which another version was there: a process that has imported that keeps it."""
     problem: str = ""
-    """Why it did not run."""
+    """The reason why it did not run."""
 
 
 def environment() -> tuple[str, str]:
-    """Equal on two processes exactly when what one installs is there for the other."""
+    """Return a pair that is equal on two processes exactly when both use the same installed packages."""
     return file_system(), sys.prefix
 
 

@@ -24,7 +24,7 @@ from meshbook import SavedSession, sessions
 from meshbook.controller.controller import Controller
 from meshbook.controller.reattach import Reattach
 from meshbook.mesh.driven import ATTACH_TIMEOUT_S
-from meshbook.sessions import lock
+from meshbook.sessions.folder import take_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -454,7 +454,7 @@ def test_a_fork_does_not_give_the_session_up(zygote: Zygote, watch: Watch) -> No
     )
     driver.expect("forked")
     session = _the_session()
-    assert not lock.take(session.path)
+    assert not take_lock(session.path)
     assert session.owner_pid == driver.pid
     driver.tell()
     driver.wait()

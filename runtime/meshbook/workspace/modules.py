@@ -1,40 +1,212 @@
-"""In a process that modules were sent to: they are imported from memory, and those in use are reloaded.
+"""The modules beside the notebook: found on its machine, sent to the ranks, and imported or reloaded there.
 
-A process that sees the very files imports what they say by then, as without us; our reload takes what was sent, so that
+A rank that sees the very files imports what they say by then, as without us; our reload takes what was sent, so that
 all ranks get the same. Where IPython's autoreload is on, objects that it looks after are brought up to date as by it.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.abc
 import importlib.util
 import os
+import platform
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from meshbook.concurrency import forks
-from meshbook.workspace.local_modules import FoundModules, LocalModule, file_system, is_installed, version_of
+from meshbook.errors import UsageError
+from meshbook.formatting import format_bytes
+from meshbook.system.processes import boot_id
+
+MOST_BYTES = 16 << 20
+"""The limit for all sources that are sent at once: a larger folder is a home, not one of modules."""
+
+
+@dataclass(frozen=True)
+class LocalModule:
+    """A module, as it was when its file was read."""
+
+    name: str
+    path: str
+    root: str
+    """The folder from which it is imported by its name."""
+    source: bytes
+    version: str
+    """Names this source; see `version_of`."""
+    imports: frozenset[str]
+    """The names of the modules that it may import."""
+    files: str
+    """The file system of its path; see `file_system`."""
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is the ``__init__`` of one."""
+        return Path(self.path).name == "__init__.py"
+
+
+@dataclass(frozen=True)
+class FoundModules:
+    """Modules, in an order in which those that others import come first."""
+
+    modules: tuple[LocalModule, ...]
+    broken: Mapping[str, str]
+    """Modules that are left out, since they do not parse: where and why."""
+
+
+def file_system() -> str:
+    """Return a name that is equal on two processes exactly when a path is the same file for both."""
+    try:
+        return f"{boot_id()}/{os.stat('/proc/self/ns/mnt').st_ino}"
+    except OSError:  # no Linux: one machine is taken for one file system
+        return platform.node()
+
+
+def version_of(source: bytes) -> str:
+    """Return seven digits that name a source."""
+    return hashlib.sha256(source).hexdigest()[:7]
+
+
+def find_modules(path: Path) -> FoundModules:
+    """Return the modules at ``path``: a file, a package (a folder with ``__init__.py``), or a folder with some of both.
+
+    Of a package all modules are taken, also where ``path`` is a part of it. Raises: UsageError.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.exists():
+        raise UsageError(f"there is no {path}: name a module's file, a package, or a folder that has some")
+    if not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path} is neither a file nor a folder: name a module's file, a package, or a folder of some")
+    files = sorted(_files(path))
+    if not files:
+        raise UsageError(f"{path} has no Python modules: name a .py file, a package, or a folder that has some")
+    size = sum(file.stat().st_size for file, _ in files)
+    if size > MOST_BYTES:
+        raise UsageError(
+            f"{path} has {len(files):,} modules, {format_bytes(size)} in all, and {format_bytes(MOST_BYTES)} are the "
+            "most; name the file or the package that the ranks need"
+        )
+    found, broken, here = {}, {}, file_system()
+    for file, root in files:
+        source = file.read_bytes()
+        name = _name(file, root)
+        try:
+            imports = frozenset(_imports(ast.parse(source), name, is_package=file.name == "__init__.py"))
+        except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+            broken[name] = f"{file}, line {getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}"
+            continue
+        found[name] = LocalModule(name, str(file), str(root), source, version_of(source), imports, here)
+    return FoundModules(tuple(_in_order(found)), broken)
+
+
+def find_module(name: str) -> FoundModules | None:
+    """The module or package of this name, without dots, that this process would import, unless it was installed.
+
+    Raises: UsageError if it is too large to be sent.
+    """
+    for entry in sys.path:
+        for path in (Path(entry, name, "__init__.py"), Path(entry, f"{name}.py")):
+            if path.is_file():
+                return None if is_installed(path) else find_modules(path)
+    return None
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _files(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Give the files of modules, each with the folder that it is imported from."""
+    top = path
+    while (top.parent / "__init__.py").exists():
+        top = top.parent
+    if top.is_file():
+        if _is_module(top):
+            yield top, top.parent
+    elif (top / "__init__.py").exists():
+        yield from ((file, top.parent) for file in _of_package(top))
+    else:
+        for entry in top.iterdir():
+            if entry.is_file() or (entry.name.isidentifier() and (entry / "__init__.py").exists()):
+                yield from _files(entry)
+
+
+def _of_package(folder: Path) -> Iterator[Path]:
+    """Give the files of a package; a folder within is part of it, with or without ``__init__.py``."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if entry.name.isidentifier() and entry.name != "__pycache__":
+                yield from _of_package(entry)
+        elif _is_module(entry):
+            yield entry
+
+
+def _is_module(file: Path) -> bool:
+    """Whether a file is a module; a package's ``__main__`` is a program, and a rank has one of its own."""
+    return file.suffix == ".py" and file.stem.isidentifier() and file.stem != "__main__"
+
+
+def _name(file: Path, root: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[str]:
+    """Give each name that may be a module which this one imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = node.level - is_package
+            base = name.split(".")[: -up or None] if node.level else []
+            origin = ".".join([*base, *filter(None, [node.module])])
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def _in_order(modules: Mapping[str, LocalModule]) -> Iterable[LocalModule]:
+    """Put modules before those that import them; modules that import each other come in any order."""
+    ordered: dict[str, LocalModule] = {}
+    begun: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in modules and name not in begun:
+            begun.add(name)
+            for needed in sorted(modules[name].imports):
+                add(needed)
+            ordered[name] = modules[name]
+
+    for name in modules:
+        add(name)
+    return ordered.values()
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
 
 MISSING_S = 2.0
-"""So long a module that the notebook does not have is not asked for again."""
+"""The time for which a module that the notebook does not have is not asked for again."""
 
 SILENT_S = 60.0
-"""So long nothing is asked for after a question that nobody answered."""
+"""The time for which no question is sent after one that was not answered."""
 
 SENT, SAME, RELOADED, FAILED, OTHER = "sent", "same", "reloaded", "failed", "other"
 
 
 class Synced(NamedTuple):
-    """What became of one module in one process."""
+    """The outcome for one module in one process."""
 
     state: str
     """sent: not imported yet; same: this version is in use; reloaded; failed: it keeps the version before; other: a
@@ -82,14 +254,14 @@ class _SentFinder(importlib.abc.MetaPathFinder):
 
 
 class _AskingFinder(importlib.abc.MetaPathFinder):
-    """Asks the notebook for modules that are nowhere here; the last of the finders."""
+    """The last of the finders, which asks the notebook for modules that are nowhere here."""
 
     def __init__(self, ask: Callable[[str], FoundModules | None]) -> None:
         self._ask = ask
         self._missing: dict[str, float] = {}
-        """When it was told that the notebook has no such module; libraries look for many that they can do without."""
+        """The times when the notebook had no such module; libraries look for many that they can do without."""
         self._silent = -SILENT_S
-        """When the notebook has not answered."""
+        """The time when the notebook last did not answer."""
         self._asking = threading.local()
         self._generation = forks.generation
 
@@ -125,7 +297,7 @@ _finder = _SentFinder()
 
 
 def ask_for_missing(ask: Callable[[str], FoundModules | None]) -> None:
-    """From now on modules that this process does not find are asked for.
+    """Ask for modules that this process does not find from now on.
 
     ask: gives the module of a name, None where there is none; raises ModuleNotFoundError if nobody answers.
     """
@@ -138,7 +310,7 @@ def _install() -> None:
 
 
 def take_modules(modules: Sequence[LocalModule], namespace: dict[str, object] | None = None) -> dict[str, Synced]:
-    """Have these modules importable here; reload those in use that are of another version, or import such.
+    """Make modules importable here; reload those in use that are of another version, or import such.
 
     modules: in the order of `FoundModules`. namespace: where names bound to functions and classes of reloaded modules
     get the new ones; by default ``__main__``. Returns: what became of each.
@@ -196,7 +368,7 @@ def _reload(module: ModuleType) -> None:
 
 
 def _autoreload() -> Any:
-    """IPython's, with the objects that it keeps up to date; None where it is off."""
+    """Return IPython's reloader, with the objects that it keeps up to date; None where it is off."""
     if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
         return None
     reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
@@ -221,7 +393,7 @@ def _is_of_library(module: ModuleType) -> bool:
 
 
 def _rebind(namespace: dict[str, object], before: dict[str, object], module: ModuleType) -> None:
-    """Bind the new ``f`` where ``from module import f`` was said; objects keep their old classes.
+    """Bind the new ``f`` after ``from module import f``; objects keep their old classes.
 
     A function or class that says that it is the module's counts too: after a reload by others the module has another.
     """
@@ -237,7 +409,7 @@ def _rebind(namespace: dict[str, object], before: dict[str, object], module: Mod
 
 
 def _describe(error: Exception, path: str) -> str:
-    """The error in a line, with the last line of the module that it went through."""
+    """Describe an error in a line, with the last line of the module that it went through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     text = traceback.format_exception_only(error)[-1].strip()
     return f"{Path(path).name}, line {lines[-1]}: {text}" if lines else text
