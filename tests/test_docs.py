@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
 FENCE = re.compile(r"^ *(`{3,}|~{3,})(.*)$")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
+SEAMS = re.compile(r"\W*\.\.\.\W*|: |, | ranks?\b| may be |(?<=process)| \(")
+"""Where code puts the text of an error together."""
 HEADING = re.compile(r"^#+ (.+)$")
 
 
@@ -68,3 +71,26 @@ def test_a_dead_link_is_found(text: str, dead: list[str], tmp_path: Path) -> Non
 def test_a_fence_that_is_never_closed_is_found() -> None:
     with pytest.raises(AssertionError, match="line 3"):
         list(outside_of_fences("```\n```\n```python\ntext\n"))
+
+
+def texts_of_code() -> str:
+    """Return every string of the three packages, one a line, with three dots for what is filled in."""
+    found = []
+    for path in (path for folder in ("runtime", "extension", "kernel") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.JoinedStr(values=values):
+                    parts = [part.value if isinstance(part, ast.Constant) else "..." for part in values]
+                    found.append("".join(map(str, parts)))
+                case ast.Constant(value=str() as text):
+                    found.append(text)
+    return "\n".join(found)
+
+
+def test_each_error_of_the_index_is_one_of_the_code() -> None:
+    rows = re.findall(r"^\| (`.*?`)[^|`]*\|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    code = texts_of_code()
+    assert len(rows) > 50
+    for text in re.findall(r"`([^`]+)`", " ".join(rows)):
+        pieces = re.split(SEAMS, text)
+        assert any(len(piece) >= 6 and piece in code for piece in pieces), text
