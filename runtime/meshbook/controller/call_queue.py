@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 
 class Unsent(NamedTuple):
-    """A call, or a message without an answer, that is to be sent. mailbox: 0 for main threads."""
+    """A call, or a message without an answer, that waits to be sent. mailbox: 0 for main threads."""
 
     mailbox: int
     members: Members
     transmit: Callable[[], object]
     call: OpenCall | None
-    since: float
-    """When it came here."""
+    since: float  # the time when it was queued
 
     @property
     def ranks(self) -> Collection[int]:
-        """Who has not answered it."""
+        """Return the ranks that have not answered it."""
         return self.call.waiting if self.call is not None else frozenset(self.members.ranks())
 
     def goes_after(self, other: Unsent) -> bool:
-        """Whether ranks of it would get ``other`` first."""
+        """Whether some of its ranks would get ``other`` first."""
         return self.mailbox == other.mailbox and not set(self.ranks).isdisjoint(other.ranks)
 
 
 class CallQueue:
-    """must_wait: whether one may not be sent yet; asked again at each `release`, and ``patience_s`` after it came."""
+    """The queue. must_wait: whether a call may not be sent yet; asked at each `release`, and ``patience_s`` after it
+    came."""
 
     def __init__(self, must_wait: Callable[[Unsent], bool], patience_s: tuple[float, ...]) -> None:
         self._must_wait, self._patience_s = must_wait, patience_s
@@ -58,7 +58,7 @@ class CallQueue:
     def send(
         self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
     ) -> None:
-        """Have ``transmit`` send it, now or when it may be."""
+        """Have ``transmit`` send a call or a message, now or as soon as it may be."""
         new = Unsent(mailbox, members, transmit, call, time.monotonic())
         if self._is_blocked(new, self.queued):
             self.queued.append(new)
@@ -71,7 +71,7 @@ class CallQueue:
         return bool(self.queued) and any(queued.call is call for queued in self.queued)
 
     def drop(self, call: OpenCall) -> bool:
-        """Its end was asked for; whether it queued here, and has now been dropped on all of its ranks."""
+        """Drop a call on all of its ranks if it queues here; return whether it did."""
         left = [queued for queued in self.queued if queued.call is not call]
         if len(left) == len(self.queued):
             return False
@@ -80,12 +80,12 @@ class CallQueue:
         return True
 
     def wake(self, at: float) -> None:
-        """Look again at ``at``, if anything queues then."""
+        """Look again at the time ``at``, if anything queues then."""
         self._wake_at = min(self._wake_at, at)
 
     @property
     def due(self) -> float:
-        """When `release` wants to be called, though nothing has happened."""
+        """Return when `release` is due though nothing has happened."""
         return self._wake_at if self.queued else math.inf
 
     def release(self) -> None:
@@ -103,7 +103,6 @@ class CallQueue:
         self._wake_at = min((at for at in (*times, self._wake_at) if at > now), default=math.inf)
 
     def clear(self) -> None:
-        """The mesh ends."""
         self.queued.clear()
 
     def _is_blocked(self, new: Unsent, before: list[Unsent]) -> bool:
@@ -111,25 +110,24 @@ class CallQueue:
 
 
 class OutgoingCall(msgspec.Struct, eq=False):
-    """Sent by `send` under the turn, when nothing has to come before it; `fail` tells its caller why it is not."""
+    """A call that is being sent: `send` does so under the turn, and `fail` gives its caller the reason why
+    it cannot.
+    """
 
     dispatcher: Dispatcher
     mesh: MeshState
-    generation: int
-    """Of the mesh, in which the members' ranks are meant."""
+    generation: int  # of the mesh; the members' ranks are meant in it
     request: CallRequest
     call: OpenCall
     output: OutputTarget | None
     message: wire.Call
     payload: Sequence[bytes]
-    segment: wire.SegmentRef | None
-    """What is too large for the payload."""
-    waits: bool = False
-    """Whether the mesh has to be there first (`meshbook.controller.startup`)."""
+    segment: wire.SegmentRef | None  # buffers that are too large for the payload
+    waits: bool = False  # whether the mesh has to come up first (`meshbook.controller.startup`)
     _hosts: Sequence[HostState] = ()
 
     def send(self) -> None:
-        """Expect its answers, and send it, or have it queue."""
+        """Expect the answers, and send the call, or have it queue."""
         mesh, request = self.mesh, self.request
         if self.waits and mesh.arrival is not None and not mesh.arrival.is_over:
             mesh.arrival.hold(self)
@@ -145,12 +143,12 @@ class OutgoingCall(msgspec.Struct, eq=False):
             recovery.send(request.mailbox, request.members, self._transmit, self.call)
 
     def fail(self, error: Exception) -> None:
-        """It cannot be sent."""
+        """Give up the call with ``error``."""
         self.dispatcher.calls.disown(self.call)
         self.call.give_up(error)
 
     def _transmit(self) -> None:
-        """In the midst of something else, if it has queued."""
+        """Send the call; if it has queued, this runs in the midst of other work, so it must not raise."""
         mesh, hosts = self.mesh, self._hosts
         try:
             if mesh.generation != self.generation:  # it queued while ranks got other numbers

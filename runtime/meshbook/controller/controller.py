@@ -49,67 +49,65 @@ from meshbook.wire.transport import ControllerSocket
 
 T = TypeVar("T")
 
-WHAT_MAX_CHARS = 200
-"""Of what a person calls a call, which may be an expression of any length."""
+WHAT_MAX_CHARS = 200  # of the text that a person calls a call, which may be an expression of any length
 
+# takes the ProcMesh that is called, on the thread of the caller
 OutputSource: TypeAlias = Callable[[Any], OutputTarget | None]
-"""Takes the ProcMesh that is called, on the thread of the caller."""
 
 
 class FrontEnd(Protocol):
-    """What the person sits at: a notebook, or the terminal of a script."""
+    """The front end that a person uses: a notebook, or the terminal of a script."""
 
-    output_source: OutputSource | None
-    """Asked, for each call without a listener, where its prints belong."""
+    output_source: OutputSource | None  # asked, for each call without a listener, for the target of its prints
 
+    # asked at each call, on its caller's thread, why a breakpoint on a rank could not be answered
     refusal: Callable[[], str]
-    """Asked at each call, on its caller's thread: why nobody could answer if a rank stopped at a breakpoint."""
 
+    # shows how far a start has come, in the place of the text before; an empty text removes it
     show_start: Callable[[str], object]
-    """Shows how far a start has come, in the place of what it showed before; an empty text takes that away."""
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         """Open the prompt of ranks that have stopped in a call that the main thread waits for."""
 
 
 class Controller:
-    """One per session; `meshbook.mesh` holds it."""
+    """The controller of a session: the methods that any thread may call. `meshbook.mesh` holds it."""
 
     def __init__(self, folder: SessionFolder, front_end: FrontEnd) -> None:
-        """folder: of the session; ours, and for others to close if this raises. Raises: OSError."""
+        """folder: the folder of the session; ours, and for others to close if this raises. Raises: OSError."""
         self.folder, self.epoch, self.front_end = folder, folder.state.epoch, front_end
         self._generation = forks.generation
+        # meshes that do not end with this process, but wait for another controller, and for how long
         self.waits_again: tuple[frozenset[int], float] = frozenset(), 0.0
-        """Meshes that do not end with this process, but wait for another controller, and for how long."""
+        # returns a number that this controller never uses twice
         self.next_id: Callable[[], int] = itertools.count(((self.epoch - 1) << 32) + 1).__next__
-        """A number that this controller never uses twice."""
         self._socket = ControllerSocket((folder.state.public_key, folder.state.secret_key))
         try:
             self._inbox = TurnQueue()
         except BaseException:
             self._socket.close()
             raise
+        # have the I/O thread do something, and return the result (`meshbook.controller.io_turns.TurnQueue`)
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
-        """Have the I/O thread do something, and return what it returns (`meshbook.controller.io_turns.TurnQueue`)."""
         self._dispatcher = Dispatcher(
             self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past,
             folder.state.lease_s, folder.settle_late,
         )  # fmt: skip
+        # returns the mesh with this number, unless it has ended; any thread may call it
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
-        """The mesh with this number, unless it has ended; on any thread."""
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
+        # serves the sockets while the main thread waits (`meshbook.controller.io_turns.SocketTurn.drive`)
         self.drive = self._io.turn.drive
-        """Serve the sockets while the main thread waits (`meshbook.controller.io_turns.SocketTurn.drive`)."""
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def expect_host(
         self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool, name: str = ""
     ) -> HostState:
-        """Know a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in.
+        """Register a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in.
 
-        name: what people call it; empty where only its machine knows.
+        name: the name of the host for people; empty where only its machine knows it.
         """
         host = HostState(
             ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole,
@@ -123,7 +121,7 @@ class Controller:
 
     @property
     def hosts(self) -> list[HostState]:
-        """All hosts, lost ones included."""
+        """Return the hosts, lost ones included."""
         return list(self._dispatcher.hosts.values())
 
     def endpoint(self, address: str) -> str:
@@ -134,8 +132,8 @@ class Controller:
         return endpoints[address]
 
     def readmit(self, hosts: Mapping[str, SavedHost]) -> None:
-        """Let the hosts of the former controller in, by their ids, as soon as there is a port: one that is turned away
-        by ZeroMQ dials no more."""
+        """Let the hosts of the former controller in as soon as there is a port: ZeroMQ dials no more once it was turned
+        away."""
 
         def readmit() -> None:
             for id, saved in hosts.items():
@@ -144,7 +142,7 @@ class Controller:
         self.ask(readmit)
 
     def expect_late(self, keys: Mapping[str, str]) -> None:
-        """Have hosts end that the former controller had given up; before `bind_again`, as `readmit`."""
+        """Have hosts end that the former controller had given up. Call it before `bind_again`, as `readmit`."""
 
         def expect() -> None:
             for id, key in keys.items():
@@ -159,7 +157,7 @@ class Controller:
         self.folder.state.endpoints[address] = endpoint
 
     def find_host(self, id: str, saved: SavedHost, found: LaunchedHost) -> HostState:
-        """Expect a host of the former controller, and know by ``found`` whether it is there."""
+        """Expect a host of the former controller; ``found`` tells whether its process is there."""
         host = HostState(
             id, self.epoch, found, self._socket, self._dispatcher.on_whole,
             shares_environment=saved.shares_environment, is_found=True,
@@ -179,9 +177,9 @@ class Controller:
         return self.ask(lambda: self._dispatcher.adopt(hosts, self.folder.state.meshes, self))
 
     def leave(self, lease_s: float, timeout_s: float) -> None:
-        """Go, and let everything live on; agents wait ``lease_s`` for the next controller.
+        """Detach: let everything live on; agents wait ``lease_s`` for the next controller.
 
-        timeout_s: for the hosts to acknowledge what they were sent. Calls that are open end with MeshDetachedError.
+        timeout_s: time for the hosts to acknowledge their messages. Open calls end with MeshDetachedError.
         """
         if self._inbox.is_closed:
             return
@@ -218,7 +216,7 @@ class Controller:
     # ---- hosts and calls ----------------------------------------------------------------------------------------
 
     def accept(self, host_id: str) -> tuple[str, str]:
-        """A key pair (public, secret) for one host."""
+        """Return a new key pair (public, secret) for one host."""
         return self.ask(lambda: self._socket.accept(host_id))
 
     def revoke(self, host_ids: Iterable[str]) -> None:
@@ -227,15 +225,15 @@ class Controller:
             self.submit(functools.partial(self._socket.revoke, id))
 
     def when_worker_lost(self, listener: Callable[[MeshState, WorkerLost], None]) -> None:
-        """Have ``listener`` told, under the turn, of every worker that ends without being told to."""
+        """Call ``listener`` under the turn for every worker that ends without being told to."""
         self.submit(lambda: self._dispatcher.on_worker_lost.append(listener))
 
     def known_meshes(self) -> list[MeshState]:
-        """Those that have not ended, in the order in which they were made."""
+        """Return the meshes that have not ended, oldest first."""
         return sorted(self._dispatcher.meshes.copy().values(), key=lambda mesh: mesh.id)
 
     def expect_mesh(self, mesh: MeshState) -> None:
-        """Know a mesh whose workers are to be asked for."""
+        """Register a mesh whose workers are to be asked for."""
 
         def know() -> None:
             self._dispatcher.meshes[mesh.id] = mesh
@@ -243,7 +241,7 @@ class Controller:
         self.ask(know)
 
     def end_arrival(self, arrival: MeshArrival, error: Exception | None = None) -> None:
-        """A mesh is there, or will not come: so is what was asked of it meanwhile."""
+        """End the arrival of a mesh: send the calls that waited for it, or fail them with ``error``."""
         self.submit(lambda: arrival.end(error), arrival.done.set_exception)
 
     def recruit(self, mesh: MeshState) -> PendingWorkers:
@@ -264,7 +262,7 @@ class Controller:
     def call(self, mesh: MeshState, request: CallRequest, output: OutputTarget | None = None) -> CallFuture[Any]:
         """Start a call on members of ``mesh``; the future's value is a ValueMesh over them.
 
-        output: where to send what the call prints; our own stdout by default.
+        output: the target of the call's prints; our own stdout by default.
         Raises: MeshStoppedError, WorkerLost if a member has ended.
         """
         if self._generation != forks.generation:
@@ -302,15 +300,15 @@ class Controller:
 
     @property
     def mailboxes(self) -> Mailboxes:
-        """Those of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
+        """Return the mailboxes of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
         return self._dispatcher.mail.boxes
 
     def give_up_mail(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer calls of ranks to mailboxes of this process that nobody else will answer any more."""
+        """Answer calls of ranks to mailboxes of this process that will get no other answer."""
         self._dispatcher.mail.give_up(is_meant, answer)
 
     def write_payload(self, buffers: Sequence[Buffer]) -> wire.SegmentRef | None:
-        """Copy the large buffers of a message, as they are now, into shared memory; None when there are none."""
+        """Copy the large buffers of a message, as they are now, into shared memory; return None when there are none."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         return self._dispatcher.payloads.write(buffers) if buffers else None
@@ -346,11 +344,11 @@ class Controller:
         return bool(stopped) and threading.current_thread() is threading.main_thread()
 
     def attend(self, call: OpenCall) -> None:
-        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+        """Open that prompt. Raises: KeyboardInterrupt, LeftStopped."""
         self.front_end.attend(self, self._dispatcher.meshes[call.mesh], call)
 
     def open_calls(self, mesh_id: int) -> list[OpenCall]:
-        """The calls that some rank has not answered, oldest first."""
+        """Return the calls that some rank has not answered, oldest first."""
         return [call for call in self._dispatcher.calls.all() if call.mesh == mesh_id]
 
     def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
@@ -364,25 +362,25 @@ class Controller:
         self.submit(abort)
 
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
-        """What the main threads of ``ranks`` are doing; of those that cannot answer, why."""
+        """Return the activity of the ranks' main threads; for those that cannot answer, the reason."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
             return dict.fromkeys(ranks, SilenceCause.MESH_STOPPED.value)
         return {rank: str(answer) for rank, answer in look(self.questions, mesh, ranks, "where", str, 0.5).items()}
 
     def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
-        """The same, and how each rank takes the interrupt that was sent to it."""
+        """Return the same with how each rank takes the interrupt that was sent to it."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
             return no_reactions(ranks, SilenceCause.MESH_STOPPED)
         return look(self.questions, mesh, ranks, "reaction", Reaction, timeout_s)
 
     def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
-        """The stacks of ``members``, and who of the mesh holds others up."""
+        """Return the stacks of ``members``, and the ranks of the mesh that hold others up."""
         return collect_stacks(self.questions, mesh, members, ask)
 
     def form_groups(self, mesh: MeshState) -> CallFuture[Any]:
-        """Form the process groups of a mesh, anew and in place if there are some."""
+        """Form the process groups of a mesh; groups that exist are formed again in place."""
         mesh.check_usable()
         future: CallFuture[Any] = CallFuture(self, functools.partial(forming_call, self.next_id(), mesh))
         call = future.call
@@ -390,22 +388,23 @@ class Controller:
         return future
 
     def abort_groups(self, mesh: MeshState, reason: str) -> None:
-        """Free all ranks that wait in operations of the mesh's process groups, which are formed again after."""
+        """Abort the mesh's process groups, which frees all ranks that wait in them; they are formed again after."""
         mesh.check_usable()
         self.submit(lambda: self._dispatcher.groups_of(mesh).abort(reason))
 
     # ---- repair and resize --------------------------------------------------------------------------------------
 
     def busy_on(self, mesh: MeshState) -> set[int]:
-        """The ranks of a mesh that have a call to answer."""
+        """Return the ranks of a mesh that have a call to answer."""
         return self._dispatcher.calls.busy_on(mesh.id)
 
     def kill(self, mesh: MeshState, ranks: Sequence[int], why: str) -> Future[None]:
-        """End ranks that live; their open calls fail with ``why``. Done when the processes are gone."""
+        """End ranks that live; their open calls fail with ``why``. Return a future that is done when the processes are
+        gone."""
         return self.ask(lambda: self._dispatcher.kill(mesh, ranks, why))
 
     def give_up_suspects(self, hosts: Iterable[HostState]) -> None:
-        """Count those of ``hosts`` as lost that are silent, since a person says so."""
+        """Count silent hosts as lost, since a person says so."""
 
         def give_up() -> None:
             for host in hosts:
@@ -429,7 +428,7 @@ class Controller:
         return self.ask(lambda: self._dispatcher.renumber(mesh, check, renumbering, grace_s))
 
     def merge_prompts(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
-        """Take in at which prompts ranks say that they wait."""
+        """Take in the prompts at which ranks say that they wait."""
         self.ask(lambda: self._dispatcher.held_deadlines.merge(mesh, prompts))
 
     def stop_mesh(self, mesh: MeshState, grace_s: float) -> None:
@@ -453,7 +452,7 @@ class Controller:
         self.submit(stop, mesh.stopped.set_exception)
 
     def stop_hosts(self, hosts: Sequence[HostState], timeout_s: float) -> None:
-        """End host agents, and with them all that still runs on their hosts; returns when they have ended."""
+        """End host agents, and with them all processes on their hosts; return when they have ended."""
 
         def say_goodbye() -> None:
             for host in hosts:
@@ -483,6 +482,6 @@ class Controller:
         self.folder.close()
 
     def wait_for_room(self) -> None:
-        """Wait while too much waits for slow hosts."""
+        """Wait while too many messages wait for slow hosts."""
         while self._dispatcher.is_full and not self._inbox.is_closed:
             self._dispatcher.room.wait(timeout=1.0)

@@ -1,4 +1,4 @@
-"""What the controller does with the messages of its hosts, and what it knows: hosts, meshes, open calls.
+"""The handling of the hosts' messages, and the state that they change: hosts, meshes, open calls.
 
 Nothing here waits or locks: all of it runs under the turn of `meshbook.controller.io_turns`.
 """
@@ -50,18 +50,15 @@ from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.frames import BATCH_MARK, only_frame, unbatch
 from meshbook.wire.lanes import LaneName
 
-MAX_BACKLOG = 50_000
-"""Messages that may wait for slow hosts before new calls wait too."""
+MAX_BACKLOG = 50_000  # messages that may wait for slow hosts before new calls wait too
 
 
-MAX_EARLY = 10_000
-"""Messages that are kept of a host of a former controller that has not said hello to us."""
-
+MAX_EARLY = 10_000  # messages kept of a host of a former controller that has not said hello to us
 FAULT_REST_S = 0.1
 
 
 class Dispatcher:
-    """Hosts, meshes and calls; `on_frames` is fed from the socket, `tick` by the clock."""
+    """The hosts, meshes and calls of a controller; the socket feeds `on_frames`, the clock `tick`."""
 
     def __init__(
         self,
@@ -73,10 +70,8 @@ class Dispatcher:
         lease_s: float = 0.0,
         on_late_settled: Callable[[str], object] = lambda id: None,
     ) -> None:
-        """`PeerDirectory` says what key_of and peer_ip are. send_past: as in `ControllerSocket`.
-
-        lease_s, on_late_settled: as in `LateHosts`.
-        """
+        """key_of, peer_ip: see `PeerDirectory`. send_past: see `ControllerSocket`. lease_s, on_late_settled: see
+        `LateHosts`."""
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self._started = start_time(os.getpid()) or 0
@@ -90,20 +85,15 @@ class Dispatcher:
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
+        # called for every worker that ends without being told to
         self.on_worker_lost: list[Callable[[MeshState, WorkerLost], None]] = []
-        """Told of every worker that ends without being told to."""
-        self.is_full = False
-        """So much waits for slow hosts that new calls should wait too, for ``room``."""
+        self.is_full = False  # whether so many messages wait for slow hosts that new calls wait too, for ``room``
         self.room = threading.Event()
-        self.due_at = 0.0
-        """When `expire` has something to do, as far as `plan` knew."""
-        self._rests_until = 0.0
-        """Timers wait until then, since one of them has met a fault of ours."""
-        self._reattach: Reattach | None = None
-        """What hosts report of a former controller, until all have."""
+        self.due_at = 0.0  # when `expire` has something to do, as far as `plan` knew
+        self._rests_until = 0.0  # timers wait until then, after one of them has met a fault of ours
+        self._reattach: Reattach | None = None  # reports of hosts on a former controller's meshes, until all have come
         self._ticked = time.monotonic()
-        self.impossible = 0
-        """Messages that no host of ours sends; each cost its host."""
+        self.impossible = 0  # messages that no host of ours sends; each cost its host
 
     def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
         """Expect the reports of ``hosts`` on the meshes and calls of a former controller."""
@@ -116,7 +106,7 @@ class Dispatcher:
         self._reattach = None  # it holds the calls, which hold their results
 
     def flush(self) -> None:
-        """Let go what was sent to hosts in this turn, and note when too much waits for one of them."""
+        """Send the messages to hosts that this turn has collected, and note when too many wait for one of them."""
         if self.peer_directory.told:
             self.peer_directory.settle()
         for host in self.hosts.values():
@@ -129,14 +119,14 @@ class Dispatcher:
                 self.room.clear()
 
     def acknowledge(self, hosts: Iterable[str]) -> None:
-        """Tell hosts, and ranks that have spoken past them, what we have of theirs."""
+        """Acknowledge messages of hosts, and of ranks that have sent past them."""
         self.shortcuts.acknowledge()
         for id in hosts:
             if (host := self.hosts.get(id)) is not None and not host.lost:
                 host.acknowledge_rest()
 
     def tick(self) -> None:
-        """Once per heartbeat: beat, and look for hosts that are gone."""
+        """Send heartbeats, and look for hosts that are gone; once per heartbeat."""
         now = time.monotonic()
         stalled, self._ticked = now - self._ticked > SUSPECT_S, now
         for host in self.hosts.values():
@@ -160,7 +150,7 @@ class Dispatcher:
                 )
 
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
-        """Who looks after ranks of a mesh that wait in vain, and after its process groups."""
+        """Return the recovery of a mesh, which looks after ranks that wait in vain, and after its process groups."""
         if mesh.id not in self.recoveries:
             drop_keys = functools.partial(self.drop_keys, mesh)
             self.recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
@@ -175,7 +165,7 @@ class Dispatcher:
         return self.due_at
 
     def expire(self, now: float) -> None:
-        """Do what is due by now, as far as it was planned: what has changed since is for the next turn."""
+        """Do work that is due by now, as far as it was planned: changes since then are for the next turn."""
         self.shortcuts.expire(now)
         well = attempt(self.calls.expire, "failing calls")
         for recovery in list(self.recoveries.values()):
@@ -213,7 +203,7 @@ class Dispatcher:
             self._make_room()
 
     def on_datagram(self, data: bytes, address: str) -> None:
-        """A rank of this machine has sent something past its agent; what makes no sense there costs nobody anything."""
+        """Take a datagram that a rank of this machine has sent past its agent; one that makes no sense is dropped."""
         try:
             self.shortcuts.on_datagram(data, address)
         except wire.MALFORMED:
@@ -222,7 +212,7 @@ class Dispatcher:
             tell(error, "what a rank has said past its agent")
 
     def _make_room(self) -> None:
-        """Let new calls come again, unless much waits for a slow host still."""
+        """Let new calls come again, unless too many messages wait for a slow host still."""
         if all(len(host.backlog) < MAX_BACKLOG // 2 for host in self.hosts.values()):
             self.is_full = False
             self.room.set()
@@ -302,7 +292,7 @@ class Dispatcher:
                 assert_never(message)
 
     def _on_unread(self, host: HostState, unread: wire.Unread) -> None:
-        """A host can do nothing with what we sent: that is our fault, and costs who waits for an answer to it."""
+        """Fail the call or the request that a host could not read: the message was our fault."""
         error = LocalProtocolError(f"host {host.name} cannot read {unread.kind or 'a message'!r}: {unread.reason}")
         call = self.calls.find(unread.id) if unread.kind == "call" else None
         pending_workers = [mesh.pending_workers for mesh in self.meshes.values() if mesh.pending_workers is not None]
@@ -352,10 +342,11 @@ class Dispatcher:
     def renumber(
         self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float
     ) -> Future[None]:
-        """Give ranks other numbers, and end those that get none, within ``grace_s``; done when these are gone.
+        """Give ranks other numbers, and end those that get none, within ``grace_s``; the future is done when these are
+        gone.
 
-        check: raises if it cannot be done; it is given the ranks that have a call to answer. Hosts whose workers may
-        have references to ranks of the mesh are told.
+        check: raises if it cannot be done; takes the ranks that have a call to answer. Hosts are told whose workers may
+        have references to ranks of the mesh.
         """
         mesh.check_usable()
         check(self.calls.busy_on(mesh.id))
@@ -372,7 +363,7 @@ class Dispatcher:
             host.send(wire.Moved(mesh.id, mesh.moves))
 
     def on_whole(self, host: HostState, message: NamesPayload, frames: list[bytes]) -> None:
-        """It has come with all of its payload."""
+        """Act on a message whose payload has arrived in full."""
         if isinstance(message, wire.Replies):
             self._on_replies(host, message, frames)
         elif isinstance(message, wire.Cancel):
@@ -397,13 +388,13 @@ class Dispatcher:
         mesh.store_host.send_urgent(message)
 
     def drop_keys(self, mesh: MeshState, prefix: str) -> None:
-        """Delete what process groups have left in the mesh's store under ``prefix``."""
+        """Delete the keys that process groups have left in the mesh's store under ``prefix``."""
         self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
 
     # ---- calls and payloads -------------------------------------------------------------------------
 
     def open(self, mesh: MeshState, call: OpenCall, output: OutputTarget | None) -> list[HostState] | None:
-        """Expect the answers to a call; returns the hosts to send it to, or None when it was answered already."""
+        """Expect the answers to a call; return the hosts to send it to, or None when it was answered already."""
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))
             return None
@@ -426,7 +417,8 @@ class Dispatcher:
     # ---- loss and end -------------------------------------------------------------------------------
 
     def retire(self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float) -> Future[None]:
-        """End processes, by what messages call them. Done when none is left; nothing else is told of them any more."""
+        """End processes by their numbers in messages. Return a future that is done when none is left; no other report
+        follows."""
         self.held_deadlines.on_ended(mesh, itertools.chain.from_iterable(leaving.values()))
         gone: Future[None] = Future()
         question = OpenQuestion(self._next_id(), mesh.id, object, math.inf, lambda _: gone.set_result(None))
@@ -434,7 +426,7 @@ class Dispatcher:
         return gone
 
     def kill(self, mesh: MeshState, ranks: Iterable[int], why: str) -> Future[None]:
-        """End ranks that live by force; their open calls fail with ``why``. Done as `retire`."""
+        """End ranks that live by force; their open calls fail with ``why``. Return a future as `retire`."""
         alive = [rank for rank in ranks if rank not in mesh.lost]
         gone = self.retire(mesh, mesh.by_host(alive), 0.0)
         for rank in alive:
@@ -472,7 +464,7 @@ class Dispatcher:
             listener(mesh, error)
 
     def lose(self, host: HostState, reason: str) -> None:
-        """Nothing more is expected of a host."""
+        """Count a host as lost, with its ranks: no message of it is expected any more."""
         if host.lost:
             return
         host.lose(reason)
@@ -499,7 +491,7 @@ class Dispatcher:
         self.recoveries.pop(mesh.id, None)
 
     def dismiss(self, host: HostState) -> None:
-        """Tell a host to end, and forget it: what is still open on it counts as lost."""
+        """Tell a host to end, and forget it: calls that are still open on it count as lost."""
         host.is_dismissed = True
         if host.suspicion:
             self.give_up(host, "it was stopped")
@@ -509,7 +501,7 @@ class Dispatcher:
         self.hosts.pop(host.id, None)
 
     def give_up(self, host: HostState, reason: str) -> None:
-        """Count a host as lost whose agent may live: should it come back it ends."""
+        """Count a host as lost though its agent may live; if the agent comes back it is told to end."""
         if not host.lost:
             host.send_urgent(wire.Goodbye())
             self.lose(host, reason)
@@ -517,7 +509,7 @@ class Dispatcher:
                 self.late_hosts.keep(host)
 
     def leave(self, session: str) -> None:
-        """The meshes live on without us."""
+        """Detach all meshes, which live on without us."""
         for mesh in self.meshes.values():
             self.groups_of(mesh).stop()
             mesh.detach(session)

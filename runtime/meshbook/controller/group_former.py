@@ -40,36 +40,30 @@ from meshbook.shape.members import Region
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 
-LATE_S = 1.0
-"""When forming takes longer than this, the ranks are asked who has not come."""
-
-FORM_S = 10.0
-"""Ranks have so long to form groups again; then they are asked to give up."""
+LATE_S = 1.0  # the ranks are asked which have not come when forming takes longer than this
+FORM_S = 10.0  # time for ranks to form groups again; then they are asked to give up
 
 
 class _Forming:
-    """One attempt to form the groups."""
+    """An attempt to form the groups."""
 
     def __init__(self, call: OpenCall, epoch: int, give_up_at: float) -> None:
         self.call, self.epoch, self.give_up_at = call, epoch, give_up_at
         self.began_at = time.monotonic()
-        self.late: Collection[int] = call.waiting
-        """Ranks that have not come."""
-        self.why = ""
-        """Why it was given up."""
+        self.late: Collection[int] = call.waiting  # ranks that have not come
+        self.why = ""  # why the attempt was given up
 
     def describe_failure(self) -> str:
-        """What a rank says of why it could not; empty where none does."""
+        """Return the reason that a rank gives why it could not form them; empty where none does."""
         told = next((each for each in self.call.failures if each.ename == SpawnError.__name__), None)
         return told.evalue.splitlines()[0] if told is not None else ""
 
 
-UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)
-"""While they cannot be used."""
+UNSOUND = (GroupPhase.ABORTED, GroupPhase.DRAINING, GroupPhase.FORMING)  # phases in which the groups cannot be used
 
 
 class GroupFormer:
-    """What is known of the groups, and the attempt to form them that is under way."""
+    """The state of the groups, and the attempt to form them that is under way."""
 
     def __init__(
         self,
@@ -86,26 +80,22 @@ class GroupFormer:
         self._poll, self._drop_prefix, self._tell_formed = poll, drop_prefix, on_formed
         self.phase = GroupPhase.NONE
         self.doubt = GroupDoubt.NONE
-        self.why = ""
-        """Why the groups are not there, or not known to be sound; kept from the abort until they are formed."""
-        self._only: set[str] = set()
-        """The groups that were aborted; all of them where it is empty."""
+        self.why = ""  # why the groups are missing, or not known to be sound; kept from the abort until they are formed
+        self._only: set[str] = set()  # names of the groups that were aborted; all of them where it is empty
         self._forming: _Forming | None = None
-        self.own: set[int] = set()
-        """The open calls to main threads that were made here, by their ids."""
-        self._epochs: set[int] = set()
-        """Those that may have left keys in the store."""
+        self.own: set[int] = set()  # ids of the open calls to main threads that were made here
+        self._epochs: set[int] = set()  # epochs that may have left keys in the store
 
     # ---- what is known ------------------------------------------------------------------------------------------
 
     @property
     def is_aborted(self) -> bool:
-        """Whether they are to be formed again, and are not being formed yet."""
+        """Whether the groups are to be formed again, and are not being formed yet."""
         return self.phase in (GroupPhase.ABORTED, GroupPhase.DRAINING)
 
     @property
     def is_sound(self) -> bool:
-        """Whether they can be used, or there are none."""
+        """Whether the groups can be used, or there are none."""
         return self.phase not in UNSOUND
 
     @property
@@ -115,32 +105,32 @@ class GroupFormer:
 
     @property
     def is_coming_back(self) -> bool:
-        """Whether they are being formed, or will be at once: no call has to end first."""
+        """Whether the groups are being formed, or will be at once: no call has to end first."""
         if self.phase is GroupPhase.FORMING:
             return True
         return self.is_aborted and not self._mesh.lost and not self.running()
 
     def running(self) -> list[OpenCall]:
-        """The calls that main threads are at, or will be next; in the order in which they were sent."""
+        """Return the calls that main threads run, or will run next, in the order of sending."""
         calls = self._calls.running(self._mesh.id)
         return [call for call in calls if call.id not in self.own and not self._queue.holds(call)]
 
     def current(self) -> dict[int, OpenCall]:
-        """What each rank that is not idle runs now."""
+        """Return the call that each busy rank runs now."""
         return {rank: call for call in reversed(self.running()) for rank in call.waiting}
 
     def note(self, event: DoubtEvent) -> None:
-        """Something was found out on whether they are sound."""
+        """Take in an event about whether the groups are sound."""
         self.doubt = DOUBT_NEXT[self.doubt, event]
         if event in (DoubtEvent.COMPARED, DoubtEvent.COMPARED_PARTLY, DoubtEvent.FORMED):
             self.why = ""
 
     def not_compared(self, why: str) -> None:
-        """It could not be found out whether they are sound."""
+        """Note why the groups could not be compared."""
         self.why = why
 
     def on_look(self, look: ProgressSnapshot) -> None:
-        """Take in what ranks tell of their groups, whoever has asked."""
+        """Take in the ranks' reports on their groups."""
         self._epochs.update(told.epoch for told in look.answers.values() if told.epoch >= 0)
         if self._forming is not None:
             id = self._forming.call.id
@@ -205,7 +195,7 @@ class GroupFormer:
             self._mesh.tell(wire.AbortGroups(mesh.id, encoded, self._next_id(), why or self.why, tuple(groups)))
 
     def end_draining(self) -> None:
-        """The actors that were freed have come back, or had the time to."""
+        """End draining: the actors that were freed have come back, or had the time to."""
         if self.phase is GroupPhase.DRAINING:
             self.phase = GROUP_NEXT[self.phase, GroupEvent.DRAINED]
 
@@ -214,7 +204,7 @@ class GroupFormer:
     def form_if_free(self, look: ProgressSnapshot | None = None) -> None:
         """Form the groups again, once no rank runs anything that was begun before.
 
-        look: taken now. Where only some groups were aborted, there must be one: more of them may be of no use by now.
+        look: taken now. If only some groups were aborted there must be one: more of them may be of no use by now.
         """
         if self.phase is not GroupPhase.ABORTED or self._forming is not None or self._mesh.lost or self.running():
             return
@@ -226,7 +216,7 @@ class GroupFormer:
         self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self._only)
 
     def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
-        """Form the groups under a new epoch, in place where there are some; ``call`` is what the caller waits for.
+        """Form the groups under a new epoch, in place where there are some; the caller waits for ``call``.
 
         groups: only these, if any are given.
         """
@@ -260,7 +250,7 @@ class GroupFormer:
             host.send(message)
 
     def watch(self, call: OpenCall) -> None:
-        """A rank has answered a call that was made here, or was lost: where one cannot form, the others wait for it."""
+        """Abort the attempt to form groups if a rank has failed it: the others wait for that rank."""
         forming = self._forming
         if forming is not None and call is forming.call and call.failed and call.waiting and not call.aborted:
             call.abort()
@@ -269,16 +259,16 @@ class GroupFormer:
 
     @property
     def due(self) -> float:
-        """When `expire` wants to be called."""
+        """Return when `expire` is due."""
         return self._forming.give_up_at if self._forming is not None else math.inf
 
     def expire(self, now: float) -> None:
-        """Have ranks give up forming that had the time to come."""
+        """Have ranks give up forming when the time is over."""
         if self.due <= now:
             self.cancel_forming()
 
     def cancel_forming(self, older_than_s: float = 0.0) -> None:
-        """Have ranks give up forming, if the attempt is one that has a limit and has lasted so long."""
+        """Have ranks give up forming, if the attempt has a limit and has lasted so long."""
         forming = self._forming
         if forming is None or forming.give_up_at == math.inf or time.monotonic() < forming.began_at + older_than_s:
             return
@@ -287,11 +277,11 @@ class GroupFormer:
         self._mesh.tell(wire.Cancel(self._mesh.id, forming.call.id, forming.call.members.encoded))
 
     def is_forming(self, call: OpenCall) -> bool:
-        """Whether it is the attempt that is under way."""
+        """Whether ``call`` is the attempt that is under way."""
         return self._forming is not None and call is self._forming.call
 
     def name_late(self) -> str:
-        """Those that have not come to form groups; empty where none are being formed."""
+        """Name the ranks that have not come to form groups; empty where none are being formed."""
         return name_ranks(self._forming.late or self._forming.call.waiting) if self._forming is not None else ""
 
     def _on_formed(self, forming: _Forming, error: BaseException | None) -> None:
@@ -313,7 +303,7 @@ class GroupFormer:
         self._tell_formed()
 
     def _drop_keys(self, epochs: Collection[int]) -> None:
-        """Drop what the store keeps for these; ranks that wait there are answered with an error."""
+        """Drop the keys of these epochs from the store; ranks that wait there are answered with an error."""
         for epoch in sorted(epochs):
             self._drop_prefix(f"epoch{epoch}/")
         self._epochs = self._epochs.difference(epochs)
@@ -325,12 +315,12 @@ class GroupFormer:
 
 
 def forming_call(id: int, mesh: MeshState, future: Future[Any]) -> OpenCall:
-    """Make the call that `GroupFormer.form` takes."""
+    """Return the call that `GroupFormer.form` takes."""
     return OpenCall(id, mesh.id, "the process groups", Region.of(mesh.extent), future, fail_fast=False)
 
 
 def cause_of(call: OpenCall) -> str:
-    """Why a call has failed: ``rank 1 raised ValueError``."""
+    """Return why a call has failed: ``rank 1 raised ValueError``."""
     if call.lost:
         return f"{name_ranks(error.rank for error in call.lost)} ended"
     if not call.failures:

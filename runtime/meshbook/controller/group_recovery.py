@@ -1,12 +1,12 @@
-"""What the controller does for the ranks of one mesh that wait in vain, and for its process groups after.
+"""The controller's help for ranks of one mesh that wait in vain, and for the mesh's process groups afterwards.
 
-    calls ──> CallQueue ──> ranks      what may not be sent yet queues (`meshbook.controller.call_queue`)
+    calls ──> CallQueue ──> ranks      calls that may not be sent yet queue (`meshbook.controller.call_queue`)
     StuckWatch                         asks the ranks how far they are, and proves who is stuck
     GroupFormer                        aborts the groups, which frees the ranks, and forms them again
 
 All states are those of `meshbook.lifecycle.GroupPhase` and `meshbook.lifecycle.GroupDoubt`, which the former keeps.
-After each event the queue is looked through: any of them may have been what a call waited for. A dead rank aborts the
-groups at once; they come back when it has been replaced (`GroupRecovery.form`).
+After each event the queue is looked through: any of them may have been the one that a call waited for. A dead rank
+aborts the groups at once; they come back when it has been replaced (`GroupRecovery.form`).
 
 Nothing here waits or locks: all of it runs under the turn of `meshbook.controller.io_turns`.
 """
@@ -47,14 +47,14 @@ class GroupRecovery:
     def send(
         self, mailbox: int, members: Members, transmit: Callable[[], object], call: OpenCall | None = None
     ) -> None:
-        """Have ``transmit`` send a new call, or a message that nobody answers, now or when it meets no failed one."""
+        """Have ``transmit`` send a new call, or a message without an answer, now or when it meets no failed one."""
         if self._watch.begin(call) and not self._queue.queued:  # the path of nearly all calls
             transmit()
         else:
             self._queue.send(mailbox, members, transmit, call)
 
     def cancel(self, call: OpenCall) -> bool:
-        """Somebody asked for the end of a call. True: it still queued here, and has ended now."""
+        """Cancel a call. Return True if it still queued here, and has ended now."""
         call.cancel()
         if not call.mailbox:
             self._former.cancel_forming(older_than_s=DEADLINE_S)  # what was cancelled waits behind it
@@ -66,7 +66,7 @@ class GroupRecovery:
         return dropped
 
     def on_told(self, call: OpenCall, rank: int, encoded: bytes) -> None:
-        """Take in what came with an answer of ``rank`` about its groups."""
+        """Take in the report on a rank's groups that came with its answer."""
         told = decode_told(encoded)
         self.agreements.compare(rank, told)
         if told.broken:
@@ -78,7 +78,8 @@ class GroupRecovery:
             each.tear(rank, (*told.torn, *copied), told.restored)
 
     def watch(self, call: OpenCall) -> bool:
-        """A rank has answered, or was lost; True when a call that has ended everywhere completes later."""
+        """Take in that a rank has answered or was lost; return True if a call that has ended everywhere completes
+        later."""
         is_own = call.id in self._former.own
         if not self._queue.queued:  # the path of nearly all answers
             if call.waiting and not (is_own or call.failures or call.lost or call.cancelled):
@@ -94,7 +95,7 @@ class GroupRecovery:
         return later
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """As in `StateSource`: asked behind the calls, so that ranks which have not had theirs yet run then."""
+        """Ask for states as `StateSource`, behind the calls, so that ranks which have not got theirs yet run then."""
         question = OpenQuestion(
             self._next_id(), self._mesh.id, wire.ProcessState, timeout_s, lambda done: on_done(done.told)
         )
@@ -105,7 +106,7 @@ class GroupRecovery:
 
     @property
     def due(self) -> float:
-        """When `expire` wants to be called."""
+        """Return when `expire` is due."""
         due = self._watch.due
         if self._queue.queued or self._former.phase in UNSOUND:
             due = min(due, self._former.due, self._queue.due)
@@ -122,17 +123,18 @@ class GroupRecovery:
     def abort(self, reason: str, ranks: Collection[int] | None = None) -> None:
         """Abort the groups of all ranks; they are formed again when the calls that run have ended.
 
-        ranks: other ones that run calls keep theirs until then.
+        ranks: if given, other ranks that run calls keep their groups until then.
         """
         self._former.reset(reason, spare=() if ranks is None else self._former.current().keys() - set(ranks))
 
     def form(self, call: OpenCall) -> None:
-        """Form the groups, in place where there are some; ``call`` is what the caller waits for."""
+        """Form the groups, in place where there are some; the caller waits for ``call``."""
         self._former.form(call)
         self._queue.release()
 
     def on_lost(self) -> None:
-        """A rank ended: nothing that includes it can be served any more. `MeshState.lost` has it already."""
+        """Abort the groups of a rank that ended: nothing that includes it can be served. `MeshState.lost` has it
+        already."""
         lost = self._mesh.lost
         self._watch.on_lost()
         current = self._former.current().items()
@@ -142,6 +144,6 @@ class GroupRecovery:
         self._queue.release()
 
     def stop(self) -> None:
-        """The mesh is being stopped, or left."""
+        """Stop, since the mesh is being stopped, or left."""
         self._queue.clear()
         self._watch.stop()

@@ -25,11 +25,10 @@ from meshbook.wire.host_link import HostLink
 from meshbook.wire.lanes import LaneName
 from meshbook.wire.transport import ControllerSocket
 
-SUSPECT_S = 3.0
-"""A host that was not heard of for so long is suspect."""
+SUSPECT_S = 3.0  # a host that was not heard of for so long is suspect
+# a silent host is lost when its machine has not answered for so long either (`meshbook.wire.connections`), or no
+# connection came back; on our own machine when we see that its process has ended
 MAX_SILENCE_S = 10.0
-"""It is lost when its machine has not answered for so long either (`meshbook.wire.connections`), or no connection came
-back; on our own machine when its process has ended, which we see."""
 
 
 class HostStarter(Protocol):
@@ -37,21 +36,21 @@ class HostStarter(Protocol):
 
     @property
     def fixed(self) -> str:
-        """Why there are no more hosts like it (`meshbook.launchers.base.Launcher.fixed`)."""
+        """Return why there are no more hosts like it (`meshbook.launchers.base.Launcher.fixed`)."""
 
     @property
     def place_is_gone(self) -> bool:
         """See `meshbook.launchers.base.Launcher.place_is_gone`."""
 
     def another(self) -> HostState:
-        """In its place."""
+        """Start a host in its place."""
 
     def more(self, count: int, beside: Sequence[HostState]) -> list[HostState]:
-        """Together, in the place of none, and on other machines than ``beside``."""
+        """Start hosts together, beside the existing ones and on other machines than ``beside``."""
 
 
 class HostState(HostLink):
-    """Used by the I/O thread only, but for the plain fields. on_whole: see `HostLink`."""
+    """A host of the controller. Only the I/O thread uses it, but for the plain fields. on_whole: see `HostLink`."""
 
     def __init__(
         self,
@@ -70,31 +69,28 @@ class HostState(HostLink):
         self.launched = launched
         self.shares_environment, self.is_found = shares_environment, is_found
         self.starter: HostStarter | None = None
-        self.launcher = SavedLauncher()
-        """What starts another in its place."""
-        self.is_dismissed = False
-        """Whether it was shut down, by us."""
-        self.endpoint = ""
-        """What it dials, where that is on a network."""
+        self.launcher = SavedLauncher()  # what starts another host in its place
+        self.is_dismissed = False  # whether we have shut it down
+        self.endpoint = ""  # the address that it dials, where that is on a network
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None
+        # messages that came before `hello`, which tells how to read them: each lane connects by itself
         self.early: list[tuple[LaneName, list[bytes]]] = []
-        """What has come before `hello`, which tells how to read it: each lane connects by itself."""
-        self.answered = self.heard
-        """When its machine was last known to be there, while it is silent."""
+        self.answered = self.heard  # when the machine of a silent host was last known to be there
 
     def present(self) -> HostState:
-        """This host, or the one that has taken its place."""
+        """Return this host, or the one that has taken its place."""
         return self if self._successor is None else self._successor.present()
 
     def give_place_to(self, other: HostState) -> None:
-        """``other`` was started in the place of this one, which is lost."""
+        """Note that ``other`` was started in the place of this host, which is lost."""
         self.present()._successor = other
 
     @property
     def suspicion(self) -> str:
-        """What makes it suspect, as in ``silent for 7 s: ...``; empty while it is heard of, and once it is lost."""
+        """Return why the host is suspect, as in ``silent for 7 s: ...``; empty while it is heard of, and once it is
+        lost."""
         now = time.monotonic()
         if not self.is_up or now - self.heard <= SUSPECT_S:
             return ""
@@ -109,22 +105,22 @@ class HostState(HostLink):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its silence is as good as its end."""
+        """Whether the host has been silent for so long that it counts as lost."""
         return not self.is_watched and time.monotonic() - max(self.heard, self.answered) > MAX_SILENCE_S
 
     @property
     def is_watched(self) -> bool:
-        """Whether we see its process."""
+        """Whether we see the host's process."""
         return self.shares_memory and self.launched.pid != 0
 
     def look(self) -> None:
-        """Once per heartbeat: if it is silent, look whether its machine is there."""
+        """Look whether the machine of a silent host is there; once per heartbeat."""
         if time.monotonic() - self.heard > SUSPECT_S / 2:
             self.answered = self._sock.answered(self.id, max(self.heard, self.answered))
 
 
+# an agent that has found us waits nearly so long for a word, whatever its lease (`meshbook.agent.lease`)
 SILENCE_S = 660.0
-"""An agent that has found us waits nearly so long for a word, whatever its lease (`meshbook.agent.lease`)."""
 
 
 class _Late(NamedTuple):
@@ -133,9 +129,10 @@ class _Late(NamedTuple):
 
 
 class LateHosts:
-    """Of one controller; under its turn. lease_s: for how long an agent waits for a controller.
+    """The hosts of one controller that were given up and may come back. Under its turn.
 
-    on_settled: told of each that has heard it, or whose lease is over.
+    lease_s: how long an agent waits for a controller. on_settled: told of each host that has got its goodbye, or whose
+    lease is over.
     """
 
     def __init__(self, lease_s: float, on_settled: Callable[[str], object] = lambda id: None) -> None:
@@ -146,23 +143,23 @@ class LateHosts:
         return id in self._hosts
 
     def keep(self, host: HostLink) -> None:
-        """Its last message, which says that it is to end, is sent again until it has come, or its lease is over."""
+        """Repeat the last message to a host, its goodbye, until it has arrived or the host's lease is over."""
         self._hosts[host.id] = _Late(host, time.monotonic() + max(self._lease_s, SILENCE_S))
 
     def expect(self, host: HostLink) -> None:
-        """One that a former controller has given up."""
+        """Say goodbye to a host that a former controller has given up."""
         host.send_urgent(wire.Goodbye())
         host.lose("it was given up")
         self.keep(host)
 
     def on_frames(self, id: str, lane: LaneName, frames: list[bytes]) -> None:
-        """One that may be kept here has spoken."""
+        """Take frames of a host that may be kept here."""
         if (late := self._hosts.get(id)) is not None:
             with contextlib.suppress(PeerProtocolError):  # it was given up for that, perhaps
                 late.host.repeat_farewell(lane, frames)
 
     def tick(self) -> None:
-        """Once per heartbeat."""
+        """Knock at the hosts that have not got their goodbye; once per heartbeat."""
         now = time.monotonic()
         for id, late in list(self._hosts.items()):
             if late.host.has_farewell or now > late.until:

@@ -21,38 +21,32 @@ from meshbook.stacks.mesh_stacks import MeshStacks, RankStack, RankTold
 from meshbook.wire import messages as wire
 
 ANSWER_TIMEOUT_S = 5.0
-BURST_BYTES = 128 << 10
-"""What a follower brings of all logs together at once; then `RATE_BYTES_S`."""
+BURST_BYTES = 128 << 10  # of all logs together, the most that a follower brings at once; then `RATE_BYTES_S`
 RATE_BYTES_S = 16 << 10
-LEAST_BYTES = 1 << 10
-"""Of each log and look, however many there are."""
+LEAST_BYTES = 1 << 10  # of each log at each look, however many there are
 
 
 def read_logs(
     questions: Questions, mesh: MeshState, members: Members, lines: int, containing: str = ""
 ) -> dict[int, str]:
-    """The last ``lines`` lines of each member's log, as far as the agents answer.
-
-    containing: only lines with this text.
-    """
+    """Return the last ``lines`` lines of each member's log, as far as the agents answer. containing: a text in those
+    lines."""
     return questions.gather(mesh, members.ranks(), wire.ReadLogs(lines, containing), str, ANSWER_TIMEOUT_S)
 
 
 class LogText(NamedTuple):
-    """What a rank has added to its log."""
+    """Text that a rank has added to its log."""
 
     rank: int
-    text: str
-    """May end in the middle of a line."""
-    skipped_bytes: int
-    """What came before it and is in the log only: more was written than is brought at once."""
+    text: str  # may end in the middle of a line
+    skipped_bytes: int  # text before it that is in the log only: more was written than is brought at once
 
 
 class LogFollower:
-    """Remembers how far each log was read."""
+    """A reader of logs that remembers how far it has read each of them."""
 
     def __init__(self, questions: Questions, mesh: MeshState, members: Members, lines: int) -> None:
-        """lines: of what was written before, so many lines are brought too."""
+        """lines: how many lines written before are brought too."""
         self._questions, self._mesh, self._lines = questions, mesh, lines
         self._generation = mesh.generation
         self._offsets = dict.fromkeys(members.ranks(), wire.FROM_THE_END)
@@ -60,7 +54,7 @@ class LogFollower:
         self._room, self._refilled = float(BURST_BYTES), time.monotonic()
 
     def look(self) -> list[LogText]:
-        """What is new, by rank. Waits for the answers of the agents; a silent one is asked again next time.
+        """Return the new text, by rank. Waits for the answers of the agents; a silent one is asked again next time.
 
         Raises: LayoutError if ranks have got other numbers meanwhile, MeshStoppedError.
         """
@@ -91,15 +85,13 @@ class LogFollower:
         return self._room
 
 
-ANSWER_S = 0.5
-"""Ranks that run Python answer by then."""
+ANSWER_S = 0.5  # ranks that run Python answer by then
 LINES_S = 0.3
-HELPERS = 2
-"""Ranks that are asked for the text of lines in another one's stack."""
+HELPERS = 2  # ranks that are asked for the text of lines in another one's stack
 
 
 class StackQuestion(NamedTuple):
-    """See `ProcMesh.stacks`."""
+    """The options of `ProcMesh.stacks`."""
 
     all_threads: bool = False
     native: bool = False
@@ -107,7 +99,9 @@ class StackQuestion(NamedTuple):
 
 
 def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
-    """The stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the verdict."""
+    """Return the stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of
+    the verdict.
+    """
     everyone = Region.of(mesh.extent)
     wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
     answers = questions.gather(mesh, everyone.ranks(), ask_rank("stacks", ask.all_threads), RankTold, ANSWER_S)
@@ -128,7 +122,9 @@ def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask:
 
 
 def _told(rank: int, told: RankTold, read: Sequence[ThreadStack] | None, dump: wire.RankDump | None) -> RankStack:
-    """read: what its agent saw, with native frames, where that was asked for."""
+    """Return the stack of a rank that answers. read: its stack as its agent read it with native frames, if
+    asked for.
+    """
     waiting = told.collectives.waiting
     state: State = "idle"
     doing, since_s = "idle", 0.0
@@ -161,7 +157,7 @@ def _silent(
 def _with_lines(
     questions: Questions, mesh: MeshState, helpers: Sequence[int], dumps: Mapping[int, wire.RankDump], all_threads: bool
 ) -> dict[int, list[ThreadStack]]:
-    """What agents have read, with the texts of lines as other ranks know them."""
+    """Return the threads that agents have read, with the texts of lines as other ranks know them."""
     threads = {
         rank: [thread for thread in dump.threads if thread.is_main or (all_threads and _is_users(thread))]
         for rank, dump in dumps.items()
@@ -187,7 +183,7 @@ def _is_users(thread: ThreadStack) -> bool:
 def _ask_lines(
     questions: Questions, mesh: MeshState, helpers: Sequence[int], threads: Iterable[ThreadStack]
 ) -> dict[tuple[str, int], Frame]:
-    """(file, line) to what ranks that answer know of it; cells have the same names on all ranks that ran them."""
+    """Return the frames that ranks know, by (file, line); cells have the same names on all ranks that ran them."""
     wanted = sorted({(frame.file, frame.line) for thread in threads for frame in thread.users})
     lines: dict[tuple[str, int], Frame] = {}
     if not wanted or not helpers:

@@ -33,31 +33,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REST_S = 0.003
-"""The I/O thread takes over again when the main thread has not come back for so long."""
-
-_LOOK_S = 0.005
-"""How often the resting I/O thread looks."""
-
-ASK_TIMEOUT_S = 10.0
-"""How long whoever asks for something under the turn waits for it."""
+REST_S = 0.003  # the I/O thread takes over again when the main thread has not come back for so long
+_LOOK_S = 0.005  # how often the resting I/O thread looks
+ASK_TIMEOUT_S = 10.0  # how long `TurnQueue.ask` waits for a result
 
 
 class TurnQueue:
-    """What other threads want done under the turn. Any thread may call any method. Raises: OSError."""
+    """The actions that other threads want done under the turn. Any thread may call any method. Raises: OSError."""
 
     def __init__(self) -> None:
         self.asked: deque[tuple[Callable[[], object], Callable[[Exception], object] | None]] = deque()
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.is_asleep = False
-        """Whether somebody waits for ``wake_fd``."""
+        self.is_asleep = False  # whether the serving thread waits for ``wake_fd``
         self.is_closed = False
         self._generation = forks.generation
 
     def submit(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None:
         """Have the I/O thread run ``action``; actions run in the order of submission.
 
-        fail: takes what it raises, for whoever waits for it. Without one that is told as a fault of ours.
+        fail: takes the exception that the action raises; without it the exception is printed as a fault of ours.
         Raises: UsageError in a process that was forked from ours: it has no such thread.
         """
         if self._generation != forks.generation:
@@ -73,13 +67,13 @@ class TurnQueue:
         return future.get(ASK_TIMEOUT_S)
 
     def wake(self) -> None:
-        """Have whoever serves look at what is asked."""
+        """Wake the serving thread to look at the actions."""
         if self.is_asleep and not self.is_closed:
             os.eventfd_write(self.wake_fd, 1)
 
 
 class SocketTurn:
-    """``serve(timeout_s)`` waits for events and handles them; ``wake()`` makes a waiting ``serve`` return."""
+    """The turn. ``serve(timeout_s)`` waits for events and handles them; ``wake()`` makes a waiting ``serve`` return."""
 
     def __init__(self, serve: Callable[[float | None], None], wake: Callable[[], None]) -> None:
         self._serve, self._wake = serve, wake
@@ -106,7 +100,7 @@ class SocketTurn:
         serving.discard(me)
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """On the main thread: serve until ``done()``, the timeout, or an interrupt, which is raised afterwards.
+        """Serve on the main thread until ``done()``, the timeout, or an interrupt, which is raised afterwards.
 
         On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
         Raises: what the handler of another signal raises meanwhile, or another thread in this one.
@@ -148,7 +142,7 @@ class SocketTurn:
 
     @staticmethod
     def _rest_from(error: Exception) -> None:
-        """A fault of ours costs what was served just then, not the thread."""
+        """Print a fault of ours and rest: it costs the events that were being served, not the thread."""
         tell(error, "the thread of the hosts")
         time.sleep(_LOOK_S)  # it may be met again at once
 
@@ -157,21 +151,17 @@ class SocketTurn:
         self._wake()
 
 
-ACK_IDLE_S = 0.02
-"""When nothing has come for so long, what has come is acknowledged."""
-
-LINGER_MS = 500
-"""How long, at the end, what was sent may take to go out: an agent that misses its goodbye waits for its lease."""
+ACK_IDLE_S = 0.02  # messages are acknowledged when nothing has come for so long
+LINGER_MS = 500  # at the end, the time for messages to go out: an agent that misses its goodbye waits for its lease
 
 
 class IoThread:
-    """Of one controller. It owns ``sock``, and closes it."""
+    """The I/O thread of one controller. It owns ``sock``, and closes it."""
 
     def __init__(self, inbox: TurnQueue, sock: ControllerSocket, dispatcher: Dispatcher) -> None:
         self._inbox, self._socket, self._dispatcher = inbox, sock, dispatcher
         self._tick_at = 0.0
-        self._heard: set[str] = set()
-        """Hosts to which we may owe acknowledgements."""
+        self._heard: set[str] = set()  # hosts to which we may owe acknowledgements
         self._ack_at = math.inf
         self.turn = SocketTurn(self._serve, inbox.wake)
         self._thread = hidden_thread(self._run, "meshbook.io")
@@ -196,7 +186,7 @@ class IoThread:
             self._socket.close(LINGER_MS)
 
     def _serve(self, timeout_s: float | None) -> None:
-        """Do what was asked, then wait for messages, at most ``timeout_s``. Only whoever has the turn."""
+        """Run the actions, then wait for messages, at most ``timeout_s``. Only the holder of the turn calls it."""
         self._serve_inbox()
         if self._inbox.is_closed:
             return

@@ -32,17 +32,16 @@ from meshbook.wire import messages as wire
 
 
 class ControllerMail:
-    """The mail of one controller: calls that ranks make to its mailboxes. submit: has a closure run under the turn."""
+    """The mail of one controller: calls that ranks make to its mailboxes. submit: runs a closure under the turn."""
 
     def __init__(self, payloads: Payloads, submit: Callable[[Callable[[], None]], None]) -> None:
         self._incoming = IncomingCalls()
         self.boxes, self.on_cancel, self.give_up = self._incoming.boxes, self._incoming.cancel, self._incoming.give_up
         self._payloads, self._submit = payloads, submit
-        self._strange: set[int] = set()
-        """Mailboxes of former controllers of the session, once something has come for them."""
+        self._strange: set[int] = set()  # mailboxes of the session's former controllers for which messages have come
 
     def on_call(self, host: HostState, call: wire.Call, frames: Sequence[bytes]) -> None:
-        """Under the turn: a worker of ``host`` calls."""
+        """Take a call of a worker of ``host``. Under the turn."""
         buffers = self._payloads.receive(host, call)
 
         def load() -> CallArguments:
@@ -57,7 +56,7 @@ class ControllerMail:
             self._tell_lost(call)
 
     def _tell_lost(self, call: wire.Call) -> None:
-        """Say, once, that nobody will ever receive what comes for a mailbox; its sender expects no answer."""
+        """Say, once, that messages to a mailbox are lost; their sender expects no answer."""
         if call.mailbox not in self._strange:
             self._strange.add(call.mailbox)
             sender = f"rank {call.origin.rank}" if call.origin is not None else "a rank"
@@ -68,7 +67,7 @@ class ControllerMail:
             )
 
     def _reply(self, host: HostState, call: wire.Call, answer: Outcome, duration_s: float) -> None:
-        """On any thread: send an answer."""
+        """Send an answer. Any thread may call it."""
         status, frames, inline, segment = pack(answer, self._payloads.write, _describe)
         reply = wire.RankReply(0, status, len(frames), duration_s, None, None, inline)
 
@@ -84,7 +83,7 @@ def _describe(error: BaseException) -> Failure:
 
 
 class PeerDirectory:
-    """Of one controller. key_of: the public key of a host. ip: where agents of this machine can be reached."""
+    """The introductions between agents. key_of: the public key of a host. ip: the address of this machine's agents."""
 
     def __init__(
         self,
@@ -94,13 +93,13 @@ class PeerDirectory:
         ip: Callable[[], str],
     ) -> None:
         self._hosts, self._meshes, self._key_of, self._ip = hosts, meshes, key_of, ip
+        # (host, mesh) that was asked for, to the placement that the host knows
         self.told: dict[tuple[str, int], object] = {}
-        """(host, mesh) that was asked for, to the placement that the host knows."""
+        # (caller's host, called host) to how they meet; without an endpoint while that is being opened
         self.met: dict[tuple[str, str], wire.Meeting] = {}
-        """(who calls, who is called) to how; without an endpoint while that is being opened."""
 
     def on_ask(self, host: HostState, ask: wire.AskPeers) -> None:
-        """A host has workers that call a mesh."""
+        """Note that workers of a host call a mesh."""
         for broken in ask.broken:
             self.met.pop((host.id, broken), None)
         for known in ask.known:  # from a former controller's time
@@ -109,13 +108,13 @@ class PeerDirectory:
         self.settle()
 
     def on_port(self, host: HostState, port: wire.PeerAddress) -> None:
-        """A host lets another one in."""
+        """Note the port at which a host lets another one in."""
         if (meeting := self.met.get((port.host, host.id))) is not None:
             self.met[port.host, host.id] = meeting._replace(endpoint=port.endpoint, problem=port.problem)
         self.settle()
 
     def settle(self) -> None:
-        """Tell what can be told by now; cheap when there is nothing new."""
+        """Send the answers that are known by now; cheap when there is nothing new."""
         for (host_id, mesh_id), told in list(self.told.items()):
             mesh = self._meshes.get(mesh_id)
             host = self._hosts.get(host_id)
@@ -130,7 +129,7 @@ class PeerDirectory:
                 host.send_urgent(wire.Peers(mesh_id, peers))
 
     def _open(self, host: HostState, mesh: MeshState) -> bool:
-        """Have the other hosts of a mesh let ``host`` in; whether all do."""
+        """Have the other hosts of a mesh let ``host`` in; return whether all do."""
         others = [other for other in mesh.hosts if other is not host and not other.lost]
         for other in others:
             if (host.id, other.id) not in self.met:
@@ -147,7 +146,7 @@ class PeerDirectory:
         return wire.Peer(other.id, other.name, self._key_of(other.id), target, meeting._replace(problem=problem), pid)
 
     def lose(self, lost: HostState) -> None:
-        """A host is lost: the agents answer for its ranks at once."""
+        """Tell the agents that a host is lost, so that they answer for its ranks at once."""
         self.met = {pair: meeting for pair, meeting in self.met.items() if lost.id not in pair}
         for host in self._hosts.values():
             if host is not lost and not host.lost and host.hello is not None:

@@ -42,90 +42,75 @@ from meshbook.wire import messages as wire
 
 class CallOutputSource(Protocol):
     def target(self) -> OutputTarget | None:
-        """Where what a call prints goes that is made now; None: where the front end has it."""
+        """Return the target of prints of a call that is made now; None for the front end's own."""
 
 
 class Renumbering(NamedTuple):
-    """Ranks get other numbers."""
+    """A change of the ranks' numbers."""
 
     extent: Extent
     placement: Sequence[HostState]
-    moved: Mapping[int, int]
-    """Old number to new one; who is not in it leaves."""
-    why: str
-    """As in ``it grew to gpus=6``, for views of no use any more."""
-    pending_workers: PendingWorkers | None = None
-    """They get the ranks of their seats."""
+    moved: Mapping[int, int]  # old number to new one; ranks that are not in it leave
+    why: str  # text for views that are of no use any more, as in ``it grew to gpus=6``
+    pending_workers: PendingWorkers | None = None  # new workers, which get the ranks of their seats
 
 
 class MeshState:
-    """Written by the I/O thread; its plain fields may be read by any."""
+    """The state of one mesh. The I/O thread writes it; any thread may read its plain fields."""
 
     def __init__(self, id: int, name: str, extent: Extent, placement: Sequence[HostState], recipe: WorkerSpec) -> None:
         """placement: the host of each rank."""
         self.id, self.name, self.extent, self.recipe = id, name, extent, recipe
         self.phase = MeshPhase.STARTING
-        self.arrival: MeshArrival | None = None
-        """Of a mesh that people have before it is there."""
-        self.is_asked_for = False
-        """Whether hosts know of it."""
+        self.arrival: MeshArrival | None = None  # set for a mesh whose handle exists before its processes
+        self.is_asked_for = False  # whether hosts know of it
         self._given: dict[HostState, set[int]] = {}
-        self.store_hosts: set[HostState] = set()
-        """Those that keep the store of the process groups, or did."""
-        self.hosts: list[HostState] = []
-        """Those of the placement, by host rank."""
+        self.store_hosts: set[HostState] = set()  # hosts that keep the store of the process groups, or did
+        self.hosts: list[HostState] = []  # hosts of the placement, by host rank
         self.place(placement)
         self.set_moves(())
-        self.changed = ""
-        """How it went up last: ``grew to gpus=6``."""
+        self.changed = ""  # how the generation went up last: ``grew to gpus=6``
         self.workers: dict[int, WorkerRecord] = {}
         self.lost: dict[int, WorkerLost] = {}
         self.stopped: Future[None] = Future()
-        self.owns_hosts = False
-        """Whether the hosts were started for this mesh alone, and end with it."""
-        self.detached = ""
-        """The session in which it lives on without us."""
+        self.owns_hosts = False  # whether the hosts were started for this mesh alone, and end with it
+        self.detached = ""  # the session in which the mesh lives on without us
+        # false while a former controller's mesh is being taken over, and not all of its hosts have told of it
         self.is_whole = True
-        """False while a former controller's mesh is being taken over, and not all of its hosts have told of it."""
-        self.host_axes: tuple[str, ...] = ()
-        """The axes that count hosts, by the names that they had at first."""
+        self.host_axes: tuple[str, ...] = ()  # the axes that count hosts, by the names that they had at first
         self.pending_workers: PendingWorkers | None = None
         self.crash_loops = CrashLoops()
-        self.grouped = True
-        """Whether its ranks form a process group, rather than make their own."""
+        self.grouped = True  # whether its ranks form a process group, rather than make their own
         self.began = time.time()
-        self.called_at = time.monotonic()
-        """When a call to it was last made."""
+        self.called_at = time.monotonic()  # the time of the last call
+        # called before each call, on the caller's thread: others may have something to send that goes first
         self.before_calls: list[weakref.WeakMethod[Callable[[], object]]] = []
-        """What is done before each call, on the caller's thread: others may have something to send that goes first."""
+        # called when ranks were started again, on the caller's thread: others may restore their state there
         self.after_repairs: list[weakref.WeakMethod[Callable[[], object]]] = []
-        """What is done when ranks were started again, on the caller's thread: others may bring them what they lack."""
+        # whether all ranks have met since the last one came or went: form_group or prepare_group has succeeded
         self.joined = False
-        """Whether all ranks have met since the last one came or went: form_group or prepare_group has ended well."""
+        # the axes of `mesh` and `point` on the ranks: those of the extent, until they are split or renamed
         self.axes: dict[str, int] = dict(extent)
-        """As `mesh` and `point` on the ranks have them: those of the extent, until they are split or renamed."""
         self.stopped_ranks = StoppedRanks()
+        # by the files of functions that only this process has, the ranks that were sent their text
         self.sources: dict[str, set[int]] = {}
-        """By the names of files of functions, the ranks that were sent their text, where only this process has it."""
+        # ids of the meshes spawned by the same handle of hosts, which can end them together
         self.siblings: set[int] = {id}
-        """The meshes that were spawned by the same handle of hosts, which can end them together, by their ids."""
-        self.shown_by: CallOutputSource | None = None
-        """Where what calls print goes, if not where the front end has it."""
-        self.last_repair: Repaired | None = None
-        """What the last repair by this controller has done."""
+        self.shown_by: CallOutputSource | None = None  # target of the calls' prints, if not the front end's own
+        self.last_repair: Repaired | None = None  # result of the last repair by this controller
         self._repairer: threading.Thread | None = None
         self._hosts_stopping: set[HostState] = set()
 
     def set_moves(self, moves: Moves) -> None:
-        """moves: how ranks got other numbers, each time."""
+        """Set the moves of the ranks to other numbers, oldest first."""
         self.moves = moves
+        # goes up when ranks get other numbers: views made before name other processes, or none
         self.generation = len(moves)
-        """Goes up when ranks get other numbers: views made before name other processes, or none."""
 
     # ---- arrangement ------------------------------------------------------------------------------------------
 
     def place(self, placement: Sequence[HostState]) -> None:
-        """The ranks live on these hosts from now on."""
+        """Put the ranks on these hosts."""
         self.placement = tuple(placement)
         self.hosts = list(dict.fromkeys(placement))
         self.store_hosts.add(self.store_host)
@@ -133,37 +118,37 @@ class MeshState:
             self._given.setdefault(host, set()).add(rank)
 
     def ever_gave(self, host: HostState, rank: int) -> bool:
-        """Whether ``host`` may speak of ``rank``: what it says can be older than the ranks are now."""
+        """Whether ``host`` may speak of ``rank``, now or by a message that is older than the present placement."""
         return rank in self._given.get(host, ())
 
     def host_of(self, rank: int) -> HostState:
         return self.placement[rank]
 
     def ranks_on(self, host: HostState) -> list[int]:
-        """The ranks that live on ``host``, in order; a rank's place among them is its local rank."""
+        """Return the ranks on ``host``, in order; a rank's place among them is its local rank."""
         return [rank for rank, here in enumerate(self.placement) if here is host]
 
     def arrangement_on(self, host: HostState) -> wire.Arrangement:
-        """What ``host`` needs to know of all ranks."""
+        """Return the arrangement of all ranks for ``host``."""
         return arrangement_of(self.extent, self.placement, host)
 
     @property
     def store_host(self) -> HostState:
-        """The host whose agent keeps the store of the process groups."""
+        """Return the host whose agent keeps the store of the process groups."""
         return self.hosts[0]
 
     def tell(self, message: wire.ToHost) -> None:
-        """Send an urgent message to all of its hosts; one that is lost gets nothing."""
+        """Send an urgent message to all hosts of the mesh; a lost one gets nothing."""
         for host in self.hosts:
             host.send_urgent(message)
 
     def tell_up(self) -> None:
-        """All ranks have met."""
+        """Tell the hosts that all ranks have met."""
         self.tell(wire.MeshUp(self.id))
 
     @property
     def not_started(self) -> BaseException | None:
-        """What has kept its processes from coming, if people had it before them."""
+        """Return the error that kept the processes from coming, if the handle existed before them."""
         return self.arrival.done.exception(0) if self.arrival is not None and self.arrival.is_over else None
 
     def await_arrival(self) -> None:
@@ -177,7 +162,7 @@ class MeshState:
         self.phase = MESH_NEXT[self.phase, event]
 
     def check_usable(self) -> None:
-        """Raises: MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
+        """Raise MeshStoppedError once the mesh was stopped, MeshDetachedError once it was detached."""
         if self.detached:
             raise MeshDetachedError(self.name, self.detached)
         if self.arrival is not None and (error := self.not_started) is not None:
@@ -187,7 +172,7 @@ class MeshState:
 
     @property
     def saved(self) -> SavedMesh:
-        """What the next controller of the session is told of it."""
+        """Return the description of the mesh for the next controller of the session."""
         hosts = [host.id for host in self.hosts]
         return SavedMesh(
             self.name, dict(self.extent), hosts, self.owns_hosts, self.grouped, list(self.host_axes),
@@ -199,7 +184,7 @@ class MeshState:
     # ---- repair -------------------------------------------------------------------------------------------------
 
     def begin_repair(self, who: threading.Thread) -> None:
-        """Nobody but ``who`` repairs it until `end_repair`. Raises: UsageError, MeshStoppedError."""
+        """Let only ``who`` repair the mesh until `end_repair`. Raises: UsageError, MeshStoppedError."""
         self.check_usable()
         other = self._repairer
         if other is not None and other is not who and other.is_alive():  # our own was interrupted before its end
@@ -216,7 +201,7 @@ class MeshState:
             self.advance(MeshEvent.REPAIRED)
 
     def replace_host(self, lost: HostState, host: HostState) -> None:
-        """``host`` has taken the place of ``lost``, without any worker yet."""
+        """Put ``host``, which has no worker yet, in the place of ``lost``."""
         if host in self.hosts:
             return
         was_store_host = self.store_host is lost
@@ -227,7 +212,7 @@ class MeshState:
                     other.send(wire.Renumber(self.id, self.seats_on(other), self.arrangement_on(other), self.moves))
 
     def by_host(self, ranks: Iterable[int]) -> dict[HostState, list[int]]:
-        """The ranks, put together by where they live."""
+        """Return the ranks by host."""
         here: dict[HostState, list[int]] = {}
         for rank in sorted(ranks):
             if rank < len(self.placement):  # else there were more ranks when somebody chose these
@@ -235,11 +220,11 @@ class MeshState:
         return here
 
     def seats_on(self, host: HostState) -> tuple[wire.Seat, ...]:
-        """Who the ranks of ``host`` are."""
+        """Return the seats of the ranks on ``host``."""
         return seats_on(self.placement, host, {})
 
     def renumber(self, renumbering: Renumbering) -> None:
-        """Ranks have other numbers, on the hosts too. No call is open."""
+        """Give the ranks other numbers, on the hosts too. No call is open."""
         extent, placement, moved, why, pending_workers = renumbering
         known_as = {after: before for before, after in moved.items()}
         workers = {moved[rank]: worker for rank, worker in self.workers.items() if rank in moved}
@@ -264,7 +249,7 @@ class MeshState:
     def ask_for(
         self, pending_workers: PendingWorkers, arrangements: Mapping[HostState, wire.Arrangement] | None = None
     ) -> None:
-        """Ask hosts for workers. arrangements: for those that are to be numbered anew; else as the ranks are now."""
+        """Ask hosts for workers. arrangements: for workers that join at a renumbering; else as the ranks are now."""
         self.pending_workers, self.is_asked_for = pending_workers, True
         for host, seats in pending_workers.seats.items():
             self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
@@ -273,7 +258,7 @@ class MeshState:
                 host.send(self._spawn(pending_workers.id, host, alike, arrangement, command))
 
     def _by_command(self, seats: Iterable[wire.Seat]) -> list[tuple[wire.StartCommand, list[wire.Seat]]]:
-        """The seats of one host, put together by what starts them."""
+        """Return the seats of one host by the command that starts them."""
         found: list[tuple[wire.StartCommand, list[wire.Seat]]] = []
         for seat in seats:
             command = self.recipe.command_of(seat.rank)
@@ -291,7 +276,7 @@ class MeshState:
         arrangement: wire.Arrangement,
         command: wire.StartCommand,
     ) -> wire.Spawn:
-        """What asks a host for workers that begin alike."""
+        """Return the request to a host for workers that begin alike."""
         recipe = self.recipe
         here, folder = host.shares_environment, os.fsencode(recipe.asked_cwd)
         more = {**recipe.asked_environment, **command.environment}
@@ -318,12 +303,12 @@ class MeshState:
         )
 
     def seats_of(self, ranks: Iterable[int]) -> dict[HostState, list[wire.Seat]]:
-        """Who ``ranks`` are, by host."""
+        """Return the seats of ``ranks``, by host."""
         wanted = set(ranks)
         return {host: [seat for seat in self.seats_on(host) if seat.rank in wanted] for host in self.hosts}
 
     def on_ready(self, host: HostState, ready: wire.MeshReady) -> None:
-        """Workers of one host answered."""
+        """Note that workers of one host have answered."""
         pending_workers = self.pending_workers
         if pending_workers is None or pending_workers.id != ready.request:
             return  # those that were given up meanwhile
@@ -335,7 +320,7 @@ class MeshState:
             pending_workers.done.set_result(None)
 
     def adopt(self, pending_workers: PendingWorkers, workers: Mapping[int, WorkerRecord]) -> None:
-        """They are ``workers`` of these ranks from now on."""
+        """Make ``workers`` those of their ranks."""
         self.pending_workers, pending_workers.adopted = None, True
         self.workers.update(workers)
         for rank in workers:
@@ -344,7 +329,7 @@ class MeshState:
             self.advance(MeshEvent.STARTED)
 
     def on_spawn_failed(self, host: str, failed: wire.SpawnFailed) -> None:
-        """A host could not start its workers."""
+        """Give up the pending workers, since a host could not start its own."""
         if self.pending_workers is None or self.pending_workers.id != failed.request:
             return
         if failed.found_devices >= 0:
@@ -353,12 +338,12 @@ class MeshState:
             self.fail_recruits(SpawnError(f"no workers on {host}: {failed.reason}"))
 
     def fail_recruits(self, error: SpawnError) -> None:
-        """Those that were asked for will not all come."""
+        """Fail the pending workers, if there are any."""
         if self.pending_workers is not None:
             self.pending_workers.fail(error)
 
     def on_recruit_lost(self, request: int, error: WorkerLost, now: float) -> None:
-        """One that was asked for ended before all had answered."""
+        """Give up the pending workers if one of this request ended before all had answered."""
         if self.pending_workers is None or self.pending_workers.id != request:
             return
         self.crash_loops.record(error.rank, now)
@@ -369,23 +354,23 @@ class MeshState:
     # ---- workers end --------------------------------------------------------------------------------------------
 
     def rank_of(self, host: HostState, pid: int) -> int | None:
-        """Whose process it is, or was."""
+        """Return the rank that the process has, or had."""
         return next((rank for rank, worker in self.workers.items() if worker.pid == pid and worker.host is host), None)
 
     def on_lost(self, error: WorkerLost) -> None:
-        """A worker ended without being told to."""
+        """Note that a worker ended without being told to."""
         self.lost[error.rank] = error
         self.joined = False
 
     def detach(self, session: str) -> None:
-        """It lives on without us; for us it is as good as stopped."""
+        """Leave the mesh to live on without us; for us it is as good as stopped."""
         self.detached = session
         self.stop()
         self.advance(MeshEvent.ENDED)
         self.stopped.set_result(None)
 
     def stop(self) -> None:
-        """Its hosts are being told to end it."""
+        """Note that the hosts are being told to end the mesh."""
         self.advance(MeshEvent.STOP)
         if self.arrival is not None:
             self.arrival.end(ProcsStoppedError(self.name))
@@ -393,7 +378,7 @@ class MeshState:
         self.fail_recruits(SpawnError("the mesh was stopped meanwhile"))
 
     def on_stopped(self, host: HostState, forget: Callable[[], None]) -> None:
-        """One host has no process of this mesh left."""
+        """Note that a host has no process of this mesh left."""
         self._hosts_stopping.discard(host)
         if not self._hosts_stopping and self.phase is MeshPhase.STOPPING:
             self.advance(MeshEvent.ENDED)
@@ -402,7 +387,7 @@ class MeshState:
 
 
 def stale_view(mesh: MeshState) -> LayoutError:
-    """For a view that was made before ranks got other numbers."""
+    """Return the error for a view that was made before ranks got other numbers."""
     return LayoutError(
         f'mesh "{mesh.name}" {mesh.changed} since this view of it was made, and its ranks have other numbers now. '
         f"Take the mesh as it is, by base() of any view of it, and {advice().fresh_view}"
@@ -410,13 +395,14 @@ def stale_view(mesh: MeshState) -> LayoutError:
 
 
 def seats_on(placement: Sequence[HostState], host: HostState, known_as: Mapping[int, int]) -> tuple[wire.Seat, ...]:
-    """Who the ranks of ``host`` are. known_as: what messages call some of them until they hear of it."""
+    """Return the seats of the ranks on ``host``. known_as: old numbers of ranks, which messages use until they are
+    told."""
     ranks = [rank for rank, here in enumerate(placement) if here is host]
     return tuple(wire.Seat(known_as.get(rank, rank), rank, index) for index, rank in enumerate(ranks))
 
 
 def arrangement_of(extent: Extent, placement: Sequence[HostState], host: HostState) -> wire.Arrangement:
-    """What ``host`` needs to know of ranks that are placed like this."""
+    """Return the arrangement for ``host`` of ranks that are placed like this."""
     hosts = list(dict.fromkeys(placement))
     return wire.Arrangement(
         axes=extent.names,
@@ -429,14 +415,14 @@ def arrangement_of(extent: Extent, placement: Sequence[HostState], host: HostSta
 
 
 def check_ranks(host: HostState, mesh: MeshState, ranks: Sequence[int]) -> None:
-    """Raises: PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
+    """Raise PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
     for rank in ranks:
         if not mesh.ever_gave(host, rank):
             raise PeerProtocolError(f'it spoke for rank {rank} of mesh "{mesh.name}", which is not its own')
 
 
 def check_replies(host: HostState, message: wire.Replies, frames: Sequence[bytes]) -> None:
-    """Raises: PeerProtocolError unless the replies share out ``frames``, in a way that the host can send."""
+    """Raise PeerProtocolError unless the replies share out ``frames``, in a way that the host can send."""
     total = 0
     for reply in message.replies:
         if reply.frames < 0 or (reply.segment is not None and not host.shares_memory):
@@ -447,7 +433,7 @@ def check_replies(host: HostState, message: wire.Replies, frames: Sequence[bytes
 
 
 def check(host: HostState, message: wire.FromHost, meshes: Mapping[int, MeshState]) -> None:
-    """Raises: PeerProtocolError if ``host`` speaks for ranks that are not its own."""
+    """Raise PeerProtocolError if ``host`` speaks for ranks that are not its own."""
     match message:
         case wire.MeshReady(mesh_id, workers):
             if (mesh := meshes.get(mesh_id)) is not None:
@@ -471,23 +457,17 @@ FORMED_AGAIN = "its process groups were broken and are formed again"
 
 
 class Repaired(NamedTuple):
-    """What a repair has done."""
+    """The result of a repair."""
 
     mesh: str
-    ranks: tuple[int, ...]
-    """Started again, without their former state."""
-    hosts: tuple[str, ...]
-    """Whose agents were started again."""
-    joined: bool
-    """Whether the groups were formed anew, with all ranks."""
+    ranks: tuple[int, ...]  # ranks that were started again, without their former state
+    hosts: tuple[str, ...]  # hosts whose agents were started again
+    joined: bool  # whether the groups were formed again, with all ranks
     world_size: int
-    proof: str
-    """What became of the process groups of a mesh that was whole; empty where they are sound."""
-    setup_cells: int
-    """Cells that the new ranks have run."""
+    proof: str  # state of the process groups of a mesh that was whole; empty where they are sound
+    setup_cells: int  # cells that the new ranks have run
     seconds: float
-    notes: tuple[str, ...] = ()
-    """What was brought back besides, as the tensors of a `meshbook.distributed.Mesh`."""
+    notes: tuple[str, ...] = ()  # other things that were restored, such as the tensors of a `meshbook.distributed.Mesh`
 
     def __str__(self) -> str:
         if not self.ranks and not self.joined:

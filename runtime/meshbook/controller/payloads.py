@@ -24,30 +24,29 @@ from meshbook.wire.frames import Buffer
 
 _PIECES: Literal["pieces"] = "pieces"
 
+# a user of a segment of ours: a host on this machine, or our own views while pieces of it are under way
 Holder: TypeAlias = HostState | Literal["pieces"]
-"""Who looks at a segment of ours: a host on this machine, or our own views, while pieces of it are under way."""
 
 
 class Payloads:
-    """`write` and `drop` may be called by any thread, the rest by the I/O thread."""
+    """The controller's large payloads. Any thread may call `write` and `drop`, the I/O thread the rest."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._pool = SegmentPool()
         self._unsent: set[int] = set()
         self._lent: dict[int, set[Holder]] = {}
-        self.gone: deque[int] = deque()
-        """Segments of which all pieces have arrived, or never will."""
+        self.gone: deque[int] = deque()  # segments of which all pieces have arrived, or never will
         self.freed: deque[tuple[HostState, int, int]] = deque()
 
     def write(self, buffers: Sequence[Buffer]) -> wire.SegmentRef:
-        """Copy buffers into a segment. Somebody must `send` or `drop` it."""
+        """Copy buffers into a segment; the caller must `send` or `drop` it."""
         segment = self._pool.write(buffers)
         self._unsent.add(segment.segment)
         return segment
 
     def drop(self, segment: wire.SegmentRef) -> None:
-        """Free a payload that was not sent, and will not be; one that was sent is left alone."""
+        """Free a payload that was not sent, and will not be; a payload that was sent is left alone."""
         if segment.segment in self._unsent:
             self._unsent.discard(segment.segment)
             self._pool.release(segment.segment)
@@ -71,7 +70,7 @@ class Payloads:
     def _lend(
         self, segment: wire.SegmentRef, hosts: Sequence[HostState]
     ) -> tuple[Sequence[HostState], Sequence[memoryview]]:
-        """It is being sent to ``hosts``: returns those that map it, and what the others get in pieces."""
+        """Lend a segment to ``hosts``; return those that map it, and the pieces for the others."""
         assert segment.segment in self._unsent, "a payload is sent once, and not after it was dropped"
         self._unsent.discard(segment.segment)
         shared = [host for host in hosts if host.shares_memory]
@@ -85,16 +84,16 @@ class Payloads:
         return shared, views
 
     def _note_gone(self, segment: int) -> None:
-        """Runs wherever the last view dies."""
+        """Note that the last view has died; runs on any thread."""
         self.gone.append(segment)
         self._wake()
 
     def on_free(self, host: HostState, segment: int) -> None:
-        """A host has let go of one of our segments."""
+        """Note that a host has let go of one of our segments."""
         self._end(segment, host)
 
     def _end(self, segment: int, holder: Holder) -> None:
-        """The last holder gives it back to the pool."""
+        """Take a holder off a segment; the last one gives it back to the pool."""
         if (holders := self._lent.get(segment)) is not None:
             holders.discard(holder)
             if not holders:
@@ -102,7 +101,7 @@ class Payloads:
                 self._pool.release(segment)
 
     def settle_lost(self) -> None:
-        """Take back what hosts have held whose processes are gone; now and then is enough."""
+        """Take back segments lent to hosts whose processes are gone; call it now and then."""
         for segment, holders in list(self._lent.items()):
             for holder in tuple(holders):
                 if isinstance(holder, HostState) and holder.lost and holder.launched.failure():
@@ -128,7 +127,7 @@ class Payloads:
         host.send(wire.Replies(call, (reply,), origin), frames)
 
     def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
-        """The large buffers of a reply or a call; what stands in the way of having them is told to whoever loads them.
+        """Return the large buffers of a reply or a call; if they cannot be had, loading them raises the reason.
 
         Raises: PeerProtocolError.
         """
@@ -140,7 +139,9 @@ class Payloads:
             return Unavailable(error)
 
     def _receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
-        """The large buffers of a reply or a call; its worker is told when the last view of them has died here."""
+        """Return the large buffers of a reply or a call; its worker is told when the last view of them has
+        died here.
+        """
         if reply.bulk is not None:
             if not host.bulk_in.has(reply.bulk[0]):
                 raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")

@@ -24,47 +24,38 @@ from meshbook.groups.deadlock import Odd, Stuck, find_deadlocked, where_stuck
 from meshbook.groups.progress import Collectives
 from meshbook.shape.members import Members
 
-FIRST_LOOK_S = 0.025
-"""So long after a rank failed, the others are asked; most failures have ended everywhere by then."""
+FIRST_LOOK_S = 0.025  # the ranks are asked so long after one failed; most failures have ended everywhere by then
+SELDOM_LOOK_S = 0.25  # they are asked again less and less often, in the end once in so many seconds
+ANSWER_S = 0.25  # time for ranks to answer; native code may hold the GIL
 
-SELDOM_LOOK_S = 0.25
-"""They are asked again less and less often, in the end once in so many seconds."""
-
-ANSWER_S = 0.25
-"""How long ranks may take to answer; native code may hold the GIL."""
-
+# operations of each group that ranks tell of; all that they remember, where they are known to disagree
 RECENT, ALL = 16, 1024
-"""Operations of each group that ranks tell of; all that they remember, where it is known that they disagree."""
 
-PATIENCE_S = 2.0
-"""The same on a machine that is slow to answer: the time doubles while answers are missing."""
+PATIENCE_S = 2.0  # the same on a machine that is slow to answer: the time doubles while answers are missing
 
 
 class ProgressSnapshot(NamedTuple):
-    """What was known when the question was sent, and what ranks have answered since."""
+    """The calls and the idle ranks when a question was sent, and the answers since."""
 
     id: int
     until: float
-    ended: dict[int, frozenset[int]]
-    """Per call that was open then: the ranks that had ended it."""
-    idle: frozenset[int]
-    """Ranks whose main threads ran nothing then."""
+    ended: dict[int, frozenset[int]]  # by call that was open then, the ranks that had ended it
+    idle: frozenset[int]  # ranks whose main threads ran nothing then
     asked: frozenset[int]
     answers: dict[int, Collectives]
-    recent: int = RECENT
-    """So many operations of each group were asked for."""
+    recent: int = RECENT  # how many operations of each group were asked for
 
     def has_seen_end(self, call: int, members: Members) -> bool:
         """Whether all ranks had ended ``call`` when they were asked."""
         return self.ended.get(call, frozenset()) >= {*members.ranks()}
 
     def missing(self, dead: Collection[int]) -> set[int]:
-        """The living ranks that have not answered."""
+        """Return the living ranks that have not answered."""
         return {*self.asked} - self.answers.keys() - set(dead)
 
 
 class ProgressPoll:
-    """When to ask, and the question that is under way.
+    """The question that is under way, and the time of the next one.
 
     ``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to.
     """
@@ -77,12 +68,10 @@ class ProgressPoll:
         on_complete: Callable[[ProgressSnapshot], None],
     ) -> None:
         self._mesh, self._calls, self._next_id, self._on_complete = mesh, calls, next_id, on_complete
-        self.look: ProgressSnapshot | None = None
-        """What has come of the question that is open."""
+        self.look: ProgressSnapshot | None = None  # the snapshot of the question that is open
         self._question: OpenQuestion[Collectives] | None = None
         self._answer_s = ANSWER_S
-        self.look_at = math.inf
-        """When to ask the next one."""
+        self.look_at = math.inf  # when to ask the next question
         self._pause_s = FIRST_LOOK_S
         self._odd: list[Odd] = []
 
@@ -102,7 +91,7 @@ class ProgressPoll:
         self.look_at = min(self.look_at, time.monotonic() + pause_s)
 
     def look_soon(self, pause_s: float = FIRST_LOOK_S) -> None:
-        """Something has failed: have them asked after ``pause_s``, then less and less often."""
+        """Have the ranks asked after ``pause_s``, since something has failed, then less and less often."""
         self._pause_s = FIRST_LOOK_S
         self.look_in(pause_s)
 
@@ -112,13 +101,15 @@ class ProgressPoll:
         self._pause_s = min(2 * self._pause_s, longest_s)
 
     def rest(self) -> None:
-        """They need not be asked."""
+        """Have the ranks asked no more, until `look_in`."""
         self.look_at = math.inf
 
     # ---- the question -----------------------------------------------------------------------------------------------
 
     def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
-        """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
+        """Ask all living ranks. calls: the calls that are open, or have just ended. recent: operations of
+        each group.
+        """
         self.rest()
         mesh = self._mesh
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
@@ -132,12 +123,12 @@ class ProgressPoll:
         self._question = question
 
     def expire(self, now: float) -> None:
-        """Go on with what has come in, when the time is over; ``now`` may be infinity."""
+        """Go on with the answers that have come when the time is over; ``now`` may be infinity."""
         if self._question is not None and self._question.until <= now:
             self._calls.end(self._question)
 
     def give_up(self) -> None:
-        """The mesh ends."""
+        """Forget the question, since the mesh ends."""
         self.rest()
         if self._question is not None:
             self._calls.forget(self._question)
@@ -159,45 +150,41 @@ class ProgressPoll:
         return bool(self._odd)
 
     def confirm(self, found: list[Odd]) -> list[Odd]:
-        """Those of ``found`` that are odd for certain, or were so when the ranks were asked before, equally far."""
+        """Return the groups that are odd for certain, or were so, equally far, when the ranks were asked before."""
         confirmed = [each for each in found if each.is_certain or each in self._odd]
         self._odd = [] if confirmed else found
         return confirmed
 
     def forget_suspects(self) -> None:
-        """Groups were aborted: the next ones count from the start."""
+        """Forget odd groups, since groups were aborted: the next ones count from the start."""
         self._odd = []
 
 
-TELL_S = 2.0
-"""So long a call may take before the ranks are asked."""
-
-SELDOM_S = 30.0
-"""They are asked again less and less often, in the end once in so many seconds."""
+TELL_S = 2.0  # a call may take so long before the ranks are asked
+SELDOM_S = 30.0  # they are asked again less and less often, in the end once in so many seconds
 
 
 class LongCalls:
     """The open calls of one mesh, with when to ask their ranks: less and less often."""
 
     def __init__(self) -> None:
+        # by id, with the time of the next question, and the pause before it
         self.calls: dict[int, tuple[OpenCall, float, float]] = {}
-        """By id, with the time of the next question, and the pause before it."""
-        self.due = math.inf
-        """When the ranks should be asked; may be too early, see `is_due`."""
+        self.due = math.inf  # when the ranks should be asked; may be too early, see `is_due`
 
     def suspect(self, call: OpenCall) -> None:
-        """Ranks of the call may wait in vain from now on; again is no news."""
+        """Note that ranks of the call may wait in vain from now on; a call that is known changes nothing."""
         if call.id not in self.calls:
             now = time.monotonic()
             self.calls[call.id] = (call, now + TELL_S, TELL_S)
             self.due = min(self.due, now + TELL_S)
 
     def silence(self, call: OpenCall) -> None:
-        """What there is to be said of it has been said."""
+        """Ask no more about a call, since its message was shown."""
         self.calls[call.id] = (call, math.inf, math.inf)
 
     def postpone(self, now: float) -> list[OpenCall]:
-        """The calls for which the ranks are asked now, and again after a longer while."""
+        """Return the calls for which the ranks are asked now, and plan the next question after a longer pause."""
         found = [call for call, due, _ in self.calls.values() if due <= now]
         for call in found:
             pause_s = min(2 * self.calls[call.id][2], SELDOM_S)
@@ -214,7 +201,7 @@ class LongCalls:
 
 
 def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int]) -> str:
-    """What is to be said of a call that takes long; empty where nobody waits in it in vain.
+    """Return a message about a call that takes long; empty where no rank waits in vain.
 
     ``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``
     """
@@ -238,7 +225,7 @@ def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int
 
 
 def place_and_absent(stuck: Mapping[int, Stuck]) -> list[str]:
-    """``ranks 1-3 wait in barrier (learner.py:7), which rank 0 never entered``, a line for each place."""
+    """Return ``ranks 1-3 wait in barrier (learner.py:7), which rank 0 never entered``, a line for each place."""
     return [_who_waits(ranks, place, absent) for (place, absent), ranks in _by_place(stuck)]
 
 

@@ -29,12 +29,11 @@ from meshbook.wire.link import check_message
 
 T = TypeVar("T")
 
-STATES_TIMEOUT_S = 0.15
-"""Agents answer at once."""
+STATES_TIMEOUT_S = 0.15  # agents answer at once
 
 
 def ask_rank(endpoint: str, *args: object) -> wire.AskRank:
-    """Make a question to control threads, of plain data. Raises: MessageTooLarge."""
+    """Return a question to control threads, of plain data. Raises: MessageTooLarge."""
     asked = wire.AskRank(endpoint, wire.encode(args))
     check_message(asked.args, ())
     return asked
@@ -49,7 +48,7 @@ def put(
     *,
     in_order: bool = False,
 ) -> None:
-    """Under the turn: ask the ranks of each host, or its agent about them. asked: may be made for the ranks of a host.
+    """Ask the ranks of each host, or its agent about them, under the turn. asked: may be made for the ranks of a host.
 
     in_order: behind the calls that were sent, not before them.
     """
@@ -70,7 +69,7 @@ def put(
 
 
 class Questions:
-    """What any thread may ask of the ranks of a controller's meshes."""
+    """The questions that any thread may ask the ranks of a controller's meshes."""
 
     def __init__(self, turns: TurnQueue, calls: CallTable, next_id: Callable[[], int]) -> None:
         self._turns, self._calls, self._next_id = turns, calls, next_id
@@ -83,7 +82,7 @@ class Questions:
         kind: type[T],
         timeout_s: float,
     ) -> dict[int, T]:
-        """Ask ``ranks``, or their agents; what is told of each, as far as it came in time."""
+        """Ask ``ranks``, or their agents; return the answers by rank, as far as they came in time."""
         done: Future[None] = Future()
         question = OpenQuestion(self._next_id(), mesh.id, kind, timeout_s, lambda _: done.set_result(None))
         ranks = list(ranks)
@@ -104,9 +103,9 @@ class Questions:
         patience_s: float,
         timeout_s: float,
     ) -> tuple[int, T | None] | None:
-        """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; who answers first.
+        """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; return the first answer.
 
-        None: nobody has answered within ``timeout_s``.
+        Returns: the rank and its answer; None if no rank has answered within ``timeout_s``.
         """
         answered: Future[tuple[int, T | None]] = Future()
         deadline = time.monotonic() + timeout_s
@@ -125,14 +124,14 @@ class Questions:
         return None
 
     def tell(self, mesh: MeshState, ranks: Iterable[int], asked: wire.AskRank) -> None:
-        """Put a question whose answers nobody waits for."""
+        """Put a question without waiting for answers."""
         question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
         self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked))
 
     def await_printed(
         self, mesh: MeshState, ranks: Iterable[int], on_come: Callable[[], object], timeout_s: float
     ) -> None:
-        """Call ``on_come``, under the turn, when all has come that ``ranks`` have printed by now.
+        """Call ``on_come``, under the turn, when all text has come that ``ranks`` have printed by now.
 
         Hosts that are silent are not waited for, the others at most ``timeout_s``.
         """
@@ -148,52 +147,52 @@ class Questions:
 def look(
     questions: Questions, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float
 ) -> dict[int, T | Unresponsive]:
-    """The answers of all ``ranks`` to a query, as ``kind``; of those that do not answer in time, why they do not."""
+    """Return the answers of ``ranks`` to a query, as ``kind``; for those that do not answer in time, the reason."""
     ranks = sorted(ranks)
     told = questions.gather(mesh, ranks, ask_rank(endpoint), kind, timeout_s)
     return {**told, **explain_silence(questions, mesh, [rank for rank in ranks if rank not in told])}
 
 
 def explain_silence(questions: Questions, mesh: MeshState, ranks: Sequence[int]) -> dict[int, Unresponsive]:
-    """Why the control threads of ``ranks`` do not answer."""
+    """Return why the control threads of ``ranks`` do not answer."""
     told = questions.gather(mesh, ranks, wire.AskProcesses(), wire.ProcessState, STATES_TIMEOUT_S) if ranks else {}
     states = {rank: told.state for rank, told in told.items()}
     return {rank: find_silence(states.get(rank), mesh.lost.get(rank), mesh.host_of(rank).suspicion) for rank in ranks}
 
 
 class HeldDeadlines:
-    """Notes which ranks stop and go on (`StoppedRanks`), and tells the ranks of their mesh."""
+    """The stops of ranks at prompts (`StoppedRanks`), passed on to the ranks of their mesh."""
 
     def __init__(self, calls: CallTable, next_id: Callable[[], int]) -> None:
         self._calls, self._next_id = calls, next_id
 
     def on_prompted(self, mesh: MeshState, message: wire.Prompted) -> None:
-        """A rank has come to a prompt, has written there, or goes on."""
+        """Note that a rank has come to a prompt, has written there, or goes on."""
         with self._telling_of_changes(mesh):
             stop = mesh.stopped_ranks.take(message.rank, message.at, message.output)
         if stop is not None:
             self._calls.tell(message.output, stop)
 
     def merge(self, mesh: MeshState, prompts: Mapping[int, wire.AtPrompt]) -> None:
-        """Take in what ranks answered when asked for their prompts; a former controller may have held deadlines."""
+        """Take in the ranks' answers about their prompts; a former controller may have held deadlines."""
         for rank, at in prompts.items():
             mesh.stopped_ranks.take(rank, at, 0)
         self._tell_all(mesh)
 
     def on_ended(self, mesh: MeshState, ranks: Iterable[int]) -> None:
-        """Ranks are at no prompt any more: they have ended, or are told to."""
+        """Note that ranks are at no prompt any more: they have ended, or are told to."""
         with self._telling_of_changes(mesh):
             for rank in ranks:
                 mesh.stopped_ranks.lose(rank)
 
     def on_ready(self, mesh: MeshState) -> None:
-        """Ranks have come, perhaps while others stand at prompts."""
+        """Tell new ranks, if others stand at prompts."""
         if mesh.stopped_ranks:
             self._tell_all(mesh)
 
     @contextlib.contextmanager
     def _telling_of_changes(self, mesh: MeshState) -> Iterator[None]:
-        """If ranks are stopped after the block and none was before, or the other way round, tell all ranks."""
+        """Tell all ranks if the block makes ranks stopped where none was before, or the other way round."""
         before = bool(mesh.stopped_ranks)
         yield
         if bool(mesh.stopped_ranks) != before:

@@ -26,17 +26,16 @@ NOT_KEPT = "its answer went to the controller that ended, or the call never reac
 
 
 class _Call:
-    """One call, as the hosts tell of it."""
+    """A call in the hosts' reports."""
 
     def __init__(self, resumed: ResumedCall) -> None:
         self.resumed, self.call = resumed, resumed.future.call
-        self.told: set[int] = set()
-        """Ranks that are at it, or whose answers are on their way."""
+        self.told: set[int] = set()  # ranks that are at it, or whose answers are on their way
         self.is_due = False
 
 
 class Reattach:
-    """Of all meshes of a session. ``done`` completes when every host has reported or is given up."""
+    """The reattachment of a session's meshes. ``done`` completes when every host has reported or is given up."""
 
     def __init__(
         self,
@@ -59,18 +58,18 @@ class Reattach:
 
     @property
     def silent(self) -> list[HostState]:
-        """The hosts that have not reported; some may be lost."""
+        """Return the hosts that have not reported; some may be lost."""
         return list(self._expected)
 
     def give_up(self, host: HostState, reason: str) -> None:
-        """A host will not report."""
+        """Give up a host that will not report."""
         self._give_up(host, reason)
         self._settle(host)
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def on_hosted(self, host: HostState, message: wire.Hosted) -> None:
-        """Take in what a host has. Raises: PeerProtocolError."""
+        """Take in the report of a host. Raises: PeerProtocolError."""
         if host not in self._expected:
             raise PeerProtocolError("it reported its meshes twice")
         for state in message.meshes:
@@ -186,7 +185,7 @@ class Reattach:
 
 
 def _members(mesh: MeshState, target: wire.Target) -> Members:
-    """The ranks of a call. How the caller had arranged a part of the mesh is not known any more."""
+    """Return the ranks of a call. The caller's arrangement of a part of the mesh is not known any more."""
     ranks = [rank for part in target for rank in part.ranks()]
     whole = Region.of(mesh.extent)
     return whole if ranks == list(whole.ranks()) else whole.select(ranks)

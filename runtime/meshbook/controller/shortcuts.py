@@ -1,10 +1,11 @@
-"""Which calls go past the agent (`meshbook.wire.shortcuts`), and what of them the agent must know. Under the turn.
+"""The choice of calls that go past the agent (`meshbook.wire.shortcuts`), and the agent's knowledge of them. Under the
+turn.
 
-What goes there may overtake all that is on its way by the agent. So only a call goes there that meets nothing: none of
-its ranks has another call to answer, and no message without an answer may be on its way to a mailbox there. Whatever is
-sent to the host after it has the call before it (`HostLink.deferred`). A call to several ranks is one datagram to each,
-of the same bytes; until all have answered, none of them gets another call past the agent: else the agent, which may be
-told of the call after that, would not get the answer of a rank that has given it.
+A call that goes there may overtake messages that are on their way by the agent. So only a call goes there that meets
+nothing: none of its ranks has another call to answer, and no message without an answer may be on its way to a mailbox
+there. Any message that is sent to the host after it has the call before it (`HostLink.deferred`). A call to several
+ranks is one datagram to each, of the same bytes; until all have answered, none of them gets another call past the
+agent: else the agent, which may be told of the call after that, would not get the answer of a rank that has given it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,15 @@ from meshbook.controller.mesh_state import MeshState
 from meshbook.wire import messages as wire
 from meshbook.wire.shortcuts import DEFER_S
 
+# a call to more goes by the agent: Linux queues 10 datagrams for a socket (net.unix.max_dgram_qlen), so of more answers
+# at a time some would go by the agent after all. Measured: 12 ranks 0.7 times as long so, 16 ranks 1.5 times
 MOST_RANKS = 12
-"""A call to more goes by the agent. Linux queues 10 datagrams for a socket (net.unix.max_dgram_qlen): of more answers
-at a time some would have to go by the agent after all. Measured: 12 ranks 0.7 times as long so, 16 ranks 1.5 times."""
-KEPT_NAMES = 256
-"""Of calls with large answers."""
-LOOK_AT = 8
-"""With more calls open than that, wherever, it is not looked which ranks have them."""
+KEPT_NAMES = 256  # names of calls with large answers
+LOOK_AT = 8  # with more open calls than that, it is not looked which ranks have them
 
 
 class _RankLane(NamedTuple):
-    """To the main thread of a rank, or to its mailboxes."""
+    """A rank's main thread, or its mailboxes, as the end of a shortcut."""
 
     mesh: int
     rank: int
@@ -42,29 +41,25 @@ class _RankLane(NamedTuple):
 
 
 class Shortcuts:
-    """Those of all meshes."""
+    """The shortcuts of all meshes."""
 
     def __init__(self, calls: CallTable, next_id: Callable[[], int], send: Callable[[bytes, str], bool]) -> None:
-        """send: sends a datagram to an address; False if it cannot go there."""
+        """send: sends a datagram to an address; returns False if it cannot go there."""
         self._calls, self._next_id, self._send = calls, next_id, send
         self._addresses: dict[_RankLane, str] = {}
+        # the last answered call on each lane, which the rank keeps until it hears that we have the answer
         self._unheard: dict[_RankLane, int] = {}
-        """The last call that was answered on each, which the rank keeps until it hears that we have the answer."""
-        self._spread: dict[int, frozenset[int]] = {}
-        """The ranks of open calls to several, by call."""
+        self._spread: dict[int, frozenset[int]] = {}  # the ranks of open calls to several, by call
+        # (mesh, name) of calls to several ranks with answers that had to go by the agent, so it is to have them first
         self._large: set[tuple[int, str]] = set()
-        """By mesh and name, calls to several with answers that had to go by the agent, which is to have them first."""
-        self._casts: dict[int, int] = {}
-        """By mesh, how many messages without an answer were sent."""
+        self._casts: dict[int, int] = {}  # how many messages without an answer were sent, by mesh
+        # how many of them a rank has read, as an answer to a later call has shown
         self._read: dict[_RankLane, int] = {}
-        """How many of them a rank has read, as an answer to a later call has shown."""
-        self._deferring: set[HostState] = set()
-        """Hosts that may have `HostLink.deferred`."""
-        self.due = math.inf
-        """When `expire` has something to do."""
+        self._deferring: set[HostState] = set()  # hosts that may have `HostLink.deferred`
+        self.due = math.inf  # when `expire` has something to do
 
     def send(self, host: HostState, mesh: MeshState, call: OpenCall, message: wire.Call) -> wire.Call | None:
-        """Send a call of one host past it; else returns what to send by it."""
+        """Send a call of one host past it; return None, or the message to send by the host."""
         ranks = call.waiting
         if len(ranks) > MOST_RANKS or message.output or len(self._calls.ids) > LOOK_AT or host.backlog:
             return message
@@ -93,7 +88,7 @@ class Shortcuts:
         return None
 
     def _on_spread_ended(self, call: OpenCall, lanes: Sequence[_RankLane]) -> None:
-        """All ranks of a call to several have answered, or will not: those that have shall hear so."""
+        """Note that all ranks of a call have answered, or will not: those that have are acknowledged."""
         del self._spread[call.id]
         self._unheard.update(dict.fromkeys(lanes, call.id))
         for head, buffers in call.results.raw.values():
@@ -104,7 +99,7 @@ class Shortcuts:
                 return
 
     def note_cast(self, mesh: MeshState) -> None:
-        """A message that nobody answers is sent to mailboxes of ``mesh``."""
+        """Count a message without an answer to mailboxes of ``mesh``."""
         self._casts[mesh.id] = self._casts.get(mesh.id, 0) + 1
 
     def _have_read_casts(self, lanes: Sequence[_RankLane], call: OpenCall) -> bool:
@@ -145,7 +140,7 @@ class Shortcuts:
     # ---- what ranks say ---------------------------------------------------------------------------------------------
 
     def on_datagram(self, data: bytes, address: str) -> None:
-        """Take what a rank has sent past its agent. Raises: what is in `wire.MALFORMED`."""
+        """Take a datagram that a rank has sent past its agent. Raises: the errors of `wire.MALFORMED`."""
         message = wire.decode_past_agent(data)
         if isinstance(message, wire.ShortcutOpened):
             self._addresses[_RankLane(message.mesh, message.rank, message.is_mail)] = address
@@ -164,7 +159,7 @@ class Shortcuts:
         self._unheard.clear()
 
     def forget(self, mesh: int) -> None:
-        """A mesh has ended."""
+        """Forget a mesh that has ended."""
         self._casts.pop(mesh, None)
         for lane in [lane for lane in {*self._addresses, *self._read, *self._unheard} if lane.mesh == mesh]:
             self._addresses.pop(lane, None)

@@ -30,29 +30,28 @@ if TYPE_CHECKING:
 
 
 class MeshArrival:
-    """How far one mesh has come. Made by whoever starts it."""
+    """The arrival of one mesh: the calls that wait for its processes. Its starter makes it."""
 
     def __init__(self) -> None:
+        # true when the processes are there; else it raises the error that kept them; any thread may wait
         self.done: Future[bool] = Future()
-        """True when the processes are there; else it raises what kept them. For any thread."""
+        # the thread that brings the mesh up; its own calls are sent at once
         self.thread: threading.Thread | None = None
-        """Who brings it up, whose own calls are sent at once."""
         self.is_over = False
-        self.is_asked = False
-        """Whether anybody is told by a call, or by waiting, what becomes of it."""
+        self.is_asked = False  # whether some call or wait will report the outcome
         self._held: list[OutgoingCall] = []
 
     @property
     def is_own(self) -> bool:
-        """Whether this thread is at it, and must not wait for it."""
+        """Whether the calling thread brings the mesh up, and so must not wait for it."""
         return self.thread is threading.current_thread()
 
     def hold(self, call: OutgoingCall) -> None:
-        """Send it later."""
+        """Keep a call until the mesh is there."""
         self._held.append(call)
 
     def cancel(self, id: int) -> bool:
-        """Somebody asked for the end of a call; whether it was held here, and has ended now."""
+        """Cancel a call if it is held here; return whether it was, and has ended now."""
         found = next((held.call for held in self._held if held.call.id == id), None)
         if found is None:
             return False
@@ -64,7 +63,7 @@ class MeshArrival:
         return True
 
     def end(self, error: Exception | None = None) -> None:
-        """All are there, or will not come. Idempotent."""
+        """Send the calls that were held, or fail them with ``error``. Idempotent."""
         if self.is_over:
             return
         self.is_over = True
@@ -81,23 +80,18 @@ class MeshArrival:
 
 
 class WorkerSpec(NamedTuple):
-    """How workers of a mesh are started, whenever one is."""
+    """The way in which workers of a mesh are started, whenever one is."""
 
-    device: str | None
-    """``cpu``, ``cuda``, or None for CUDA where there is any."""
+    device: str | None  # ``cpu``, ``cuda``, or None for CUDA where there is any
     preload: tuple[str, ...]
     cwd: bytes
     sys_path: tuple[bytes, ...]
     environment: Mapping[bytes, bytes]
-    torch: bool = True
-    """Whether they have it from their first moment."""
+    torch: bool = True  # whether they have torch from their first moment
     asked_cwd: str = ""
-    asked_environment: Mapping[str, str] = {}
-    """What was asked for on every host, the controller's own or another."""
-    commands: tuple[wire.StartCommand, ...] = ()
-    """How they begin: by rank, or one for all."""
-    bindings: tuple[dict[str, str], ...] = ()
-    """Where on the machine they run, by local rank."""
+    asked_environment: Mapping[str, str] = {}  # the variables asked for on every host, the controller's own or another
+    commands: tuple[wire.StartCommand, ...] = ()  # the commands that begin workers: one per rank, or one for all
+    bindings: tuple[dict[str, str], ...] = ()  # where on the machine they run, by local rank
 
     @classmethod
     def here(
@@ -108,23 +102,25 @@ class WorkerSpec(NamedTuple):
         asked_cwd: str = "",
         asked_environment: Mapping[str, str] | None = None,
     ) -> WorkerSpec:
-        """With the folder, the path and the environment of this process as they are now."""
+        """Return a recipe with the folder, the path and the environment of this process as they are now."""
         asked = dict(asked_environment or {})
         return cls(device, preload, os.getcwdb(), _search_path(), dict(os.environb), torch, asked_cwd, asked)
 
     def command_of(self, rank: int) -> wire.StartCommand:
-        """What starts ``rank``."""
+        """Return the command that starts ``rank``."""
         return self.commands[rank if len(self.commands) > 1 else 0] if self.commands else wire.StartCommand()
 
 
 def _search_path() -> tuple[bytes, ...]:
-    """``sys.path`` as the system has it, which need not be UTF-8; without what is no path, which imports ignore too."""
+    """Return ``sys.path`` as the system has it, which need not be UTF-8; drop entries that are no path, as
+    imports do.
+    """
     entries: tuple[object, ...] = tuple(sys.path)
     return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
 
 
 def outside(prefix: str, base: str, path: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The entries of ``path`` that are not an interpreter's own: another interpreter has its own modules."""
+    """Return the entries of ``path`` that are not an interpreter's own: another interpreter has its own modules."""
     own = tuple(os.fsencode(os.path.join(each, "")) for each in (prefix, base))
     return tuple(entry for entry in path if not entry.startswith(own))
 
@@ -144,29 +140,27 @@ class WorkerRecord(NamedTuple):
     log_path: str
 
     def become(self, rank: int) -> WorkerRecord:
-        """The same process under another rank; its log is renamed."""
+        """Return the same process under another rank; its log is renamed."""
         return self._replace(rank=rank, log_path=str(PurePath(self.log_path).with_name(f"rank-{rank}.log")))
 
 
 class PendingWorkers:
-    """They come together or not at all."""
+    """The workers of one request: they come together or not at all."""
 
     def __init__(self, id: int, seats: Mapping[HostState, Sequence[wire.Seat]], *, apart: bool = False) -> None:
-        """id: of the request for them. apart: they have no rank yet, and become the mesh's when it is numbered anew."""
+        """id: the number of the request. apart: the workers have no rank yet, and join the mesh when it is
+        renumbered.
+        """
         self.id = id
         self.seats = {host: tuple(here) for host, here in seats.items() if here}
         self.apart = apart
         self.waiting = {seat.known_as for here in self.seats.values() for seat in here}
-        self.workers: dict[int, WorkerRecord] = {}
-        """By what messages call them."""
+        self.workers: dict[int, WorkerRecord] = {}  # by the number that messages use for them
         self.done: Future[None] = Future()
-        self.adopted = False
-        """Whether they are workers of the mesh by now."""
+        self.adopted = False  # whether they are workers of the mesh by now
         self.failure: SpawnError | None = None
-        self.moves = 0
-        """How often a host has told that something moved."""
-        self.last_line = ""
-        """The host that told last has this at the end of its log."""
+        self.moves = 0  # how often a host has reported progress
+        self.last_line = ""  # the last line in the log of the host that reported last
         self._steps: dict[HostState, str] = {}
 
     def come(self, host: HostState, started: wire.WorkerStarted) -> None:
@@ -177,11 +171,11 @@ class PendingWorkers:
             self.workers[started.rank] = WorkerRecord(started.rank, host, started.pid, started.device, started.log_path)
 
     def move(self, host: HostState, progress: wire.SpawnProgress) -> None:
-        """Note how far those of one host have come."""
+        """Note the progress of one host's workers."""
         self.moves, self.last_line, self._steps[host] = self.moves + 1, progress.last_line, progress.step
 
     def describe(self) -> str:
-        """Say what the workers that have not answered wait for, as in ``importing torch on local-2, local-3``."""
+        """Say what the missing workers wait for, as in ``importing torch on local-2, local-3``."""
         late = [host for host, here in self.seats.items() if any(seat.known_as in self.waiting for seat in here)]
         steps = {host.name: self._steps.get(host, "starting ranks") for host in late}
         step = next(iter(steps.values()), "starting ranks")
@@ -191,16 +185,16 @@ class PendingWorkers:
         return f"{step} on {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
     def fail(self, error: SpawnError) -> None:
-        """They will not all come, or one that came has ended."""
+        """Give up the request: not all workers will come, or one that came has ended."""
         self.failure = self.failure or error
         self.done.set_exception(error)
 
     def give_up(self, error: Exception) -> None:
-        """They could not be asked for."""
+        """Give up the request since the hosts could not be asked."""
         self.fail(SpawnError(f"the hosts could not be asked for workers: {type(error).__name__}: {error}"))
 
     def by_host(self) -> dict[HostState, list[int]]:
-        """What messages call them, by where they are."""
+        """Return the numbers that messages use for the workers, by host."""
         return {host: [seat.known_as for seat in here] for host, here in self.seats.items()}
 
 
@@ -209,27 +203,27 @@ WINDOW_S = 60.0
 
 
 class CrashLoops:
-    """When each rank of a mesh ended by itself, lately."""
+    """The times at which ranks of a mesh ended by themselves, lately."""
 
     def __init__(self) -> None:
         self._deaths: dict[int, deque[float]] = {}
 
     def record(self, rank: int, now: float) -> None:
-        """The rank has ended, and nobody had asked for it."""
+        """Note that a rank has ended without being told to."""
         self._deaths.setdefault(rank, deque(maxlen=MAX_DEATHS + 1)).append(now)
 
     def check(self, lost: Mapping[int, WorkerLost], now: float) -> None:
-        """Raises: CrashLoopError if one of ``lost`` ended more than `MAX_DEATHS` times within `WINDOW_S`."""
+        """Raise CrashLoopError if one of ``lost`` ended more than `MAX_DEATHS` times within `WINDOW_S`."""
         for rank, error in sorted(lost.items()):
             recent = [at for at in self._deaths.get(rank, ()) if now - at < WINDOW_S]
             if len(recent) > MAX_DEATHS:
                 raise CrashLoopError(rank, error.host, error.cause, error.log_tail, len(recent), WINDOW_S)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Start counting anew for ``ranks``."""
+        """Start counting again for ``ranks``."""
         for rank in ranks:
             self._deaths.pop(rank, None)
 
     def renumber(self, moved: Mapping[int, int]) -> None:
-        """Ranks have other numbers now: ``moved`` maps the old ones of those that are left."""
+        """Follow ranks to their new numbers; ``moved`` maps the old numbers of those that stay."""
         self._deaths = {moved[rank]: deaths for rank, deaths in self._deaths.items() if rank in moved}

@@ -70,37 +70,24 @@ from meshbook.groups.deadlock import (
 from meshbook.groups.progress import Collectives
 from meshbook.lifecycle import DoubtEvent, GroupDoubt, GroupPhase
 
-DEADLINE_S = 2.0
-"""A failed call waits so long for its groups to come back."""
-
-DRAIN_LOOK_S = 0.01
-"""How often it is asked, after actors were freed, whether they have all come back."""
-
-DRAIN_S = 1.0
-"""So long the forming of groups waits for that."""
-
-BACK_S = 10.0
-"""So much longer calls to actors queue while the groups are being formed again."""
-
-UNEVEN_LOOK_S = 2.0
-"""The pause between questions while others are at work in groups that a call may have left uneven."""
-
-SETTLE_S = 0.5
-"""So long at most a failure of an actor keeps calls to other actors, and cells, waiting."""
+DEADLINE_S = 2.0  # a failed call waits so long for its groups to come back
+DRAIN_LOOK_S = 0.01  # pause between questions to actors that were freed, until they have all come back
+DRAIN_S = 1.0  # the forming of groups waits so long for that
+BACK_S = 10.0  # calls to actors queue so much longer while the groups are being formed again
+UNEVEN_LOOK_S = 2.0  # pause between questions while others are at work in groups that a call may have left uneven
+SETTLE_S = 0.5  # a failure of an actor keeps calls to other actors, and cells, waiting at most so long
 
 
 class _Ended(NamedTuple):
     """A call that all ranks have ended, and that has not completed."""
 
     call: OpenCall
-    in_new: bool
-    """Whether its groups were being formed then."""
-    deadline: float
-    """Then it completes, whatever has come of the groups."""
+    in_new: bool  # whether its groups were being formed then
+    deadline: float  # it completes then, whatever the state of the groups
 
 
 class StuckWatch:
-    """The failed, ended and long calls of one mesh, and what its ranks tell of them."""
+    """The failed, ended and long calls of one mesh, and the ranks' reports on them."""
 
     def __init__(
         self,
@@ -115,30 +102,27 @@ class StuckWatch:
         self._poll = ProgressPoll(mesh, calls, next_id, self._on_look)
         self.former = GroupFormer(mesh, calls, queue, self._poll, next_id, drop_prefix, self._on_formed)
         self._failing: dict[int, OpenCall] = {}
+        # operations of groups that ranks disagree in or were freed of. Until the groups are formed again ranks remember
+        # them, while they, and those who never came, go on to other calls
         self._judged: set[tuple[str, int]] = set()
-        """Operations of groups that ranks disagree in or were freed of. Until the groups are formed again they remember
-        them, while they, and those who never came, go on to other calls."""
+        # a cell that failed when ranks had begun with others behind it: the progress of these says nothing about it
         self._failed_before: OpenCall | None = None
-        """A cell that failed when ranks had begun with others behind it: how far these are tells nothing of it."""
         self._ended: dict[int, _Ended] = {}
         self._long = LongCalls()
         self.suspect = self._long.suspect
-        self._asked: list[OpenCall] = []
-        """Calls that are open for long, for which the ranks are being asked."""
+        self._asked: list[OpenCall] = []  # calls that are open for long, for which the ranks are being asked
+        # call to a mailbox to the ranks that were stuck when the ranks were asked last
         self._stuck: dict[int, frozenset[int]] = {}
-        """Call to a mailbox to the ranks that were stuck when the ranks were asked last."""
-        self._uneven = False
-        """Actors have failed, and nobody has compared the groups since."""
+        self._uneven = False  # whether actors have failed, and the groups were not compared since
+        # other calls queue until then: actors have failed, and the state of the groups is unknown
         self._settle_by = 0.0
-        """Until then other calls queue: actors have failed, and it is not known what has become of the groups."""
-        self._freed: set[int] = set()
-        """The mailboxes of the actors that were freed, while the groups are draining."""
+        self._freed: set[int] = set()  # mailboxes of the actors that were freed, while the groups are draining
         self._drain_by = 0.0
 
     # ---- what may not be sent yet -----------------------------------------------------------------------------------
 
     def begin(self, call: OpenCall | None) -> bool:
-        """Watch a new call, if it is one; whether no failure is being dealt with, so that nothing must wait."""
+        """Watch a new call; return whether no failure is being dealt with, so that nothing must wait."""
         if call is not None:
             self._long.suspect(call)
         return not (self._failing or self._ended or self._uneven or self.former.phase in UNSOUND)
@@ -165,7 +149,7 @@ class StuckWatch:
         return not self.former.is_sound or self._is_unsettled(new.ranks)
 
     def _is_at_failed(self, new: Unsent) -> bool:
-        """Whether ranks that it goes to have not ended a failed call of the same mailbox, or main threads."""
+        """Whether some of its ranks have not ended a failed call of the same mailbox, or of main threads."""
         failing = [call for call in self._failing.values() if call.mailbox == new.mailbox and not call.beside]
         return any(not call.waiting.isdisjoint(new.ranks) for call in failing)
 
@@ -179,11 +163,13 @@ class StuckWatch:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def ended_on(self, call: OpenCall) -> list[OpenCall]:
-        """The calls to which it matters what came with an answer to ``call``: forming tells what others have torn."""
+        """Return the calls that the report with an answer to ``call`` concerns: forming reports what others
+        have torn.
+        """
         return [ended.call for ended in self._ended.values()] if self.former.is_forming(call) else [call]
 
     def has_ended_well(self, call: OpenCall) -> bool:
-        """Forget a call that has ended everywhere as most do; False where `watch` is to look at it."""
+        """Forget a call that has ended everywhere as most do; return False where `watch` is to look at it."""
         if self._failing or self._ended or self._uneven or self._stuck or self._agreements.doubted:
             return False
         if call.failures or call.lost or call.freed or call.cancelled:
@@ -194,7 +180,7 @@ class StuckWatch:
         return True
 
     def watch(self, call: OpenCall) -> bool:
-        """A rank has answered a call or was lost, or somebody wants its end.
+        """Take in that a rank has answered a call or was lost, or that the call was cancelled.
 
         Returns: whether a call that has ended everywhere completes later.
         """
@@ -218,7 +204,7 @@ class StuckWatch:
             self.note_uneven(FIRST_LOOK_S)
 
     def _watch_ended_actors(self, call: OpenCall) -> bool:
-        """It completes later where ranks may have disagreed: they are asked."""
+        """Ask the ranks if they may have disagreed, and return True: the call completes later then."""
         if self._mesh.lost:
             return False
         if call.failed or call.cancelled:
@@ -248,20 +234,21 @@ class StuckWatch:
         self._ended[call.id] = _Ended(call, in_new, time.monotonic() + DEADLINE_S)
 
     def note_uneven(self, pause_s: float = 0.0) -> None:
-        """Actors may have left groups of no use: ask the ranks in a moment."""
+        """Ask the ranks in a moment: actors may have left groups that are of no use."""
         self._uneven = True
         self._settle_by = time.monotonic() + SETTLE_S
         self._queue.wake(self._settle_by)
         self._poll.look_soon(pause_s)
 
     def on_lost(self) -> None:
-        """A rank ended: the groups will not come back, so nobody waits for them, and actors are freed at once."""
+        """Complete the calls that wait for groups, which do not come back when a rank has ended; actors are freed at
+        once."""
         self._failing = {id: call for id, call in self._failing.items() if not call.mailbox}
         for id in list(self._ended):
             self._calls.complete(self._ended.pop(id).call)
 
     def _on_formed(self) -> None:
-        """The groups are back, or will not come: complete what waited for that."""
+        """Complete the calls that waited for groups: these are back, or will not come."""
         self._judged.clear()
         if not (self._failing or self._uneven):
             self._poll.rest()
@@ -274,7 +261,7 @@ class StuckWatch:
         self._queue.release()
 
     def stop(self) -> None:
-        """The mesh is being stopped."""
+        """Stop, since the mesh is being stopped."""
         self.on_lost()
         self._failing.clear()
         self._poll.give_up()
@@ -286,7 +273,7 @@ class StuckWatch:
 
     @property
     def due(self) -> float:
-        """When `expire` wants to be called."""
+        """Return when `expire` is due."""
         look = self._poll.look
         due = min(self._poll.look_at, self._long.due) if look is None else look.until
         for ended in self._ended.values():
@@ -312,18 +299,19 @@ class StuckWatch:
         self._calls.complete(call, why)
 
     def _ask(self) -> None:
-        """Ask the ranks now."""
         self._asked = self._long.postpone(time.monotonic())
         calls = [*self.former.running(), *(ended.call for ended in self._ended.values())]
         self._poll.ask(calls, ALL if self._agreements.doubted or self._asked else RECENT)
 
     @property
     def _is_told_of_actors(self) -> bool:
-        """Whether anything can be said of actors: not while the groups are aborted or being formed."""
+        """Whether the ranks' reports cover actors: not while the groups are aborted or being formed."""
         return self.former.is_sound or self.former.phase is GroupPhase.DRAINING
 
     def _on_look(self, look: ProgressSnapshot) -> None:
-        """Free ranks that are stuck, then those that disagree; compare what is sound still; form what was aborted."""
+        """Free ranks that are stuck, then those that disagree; compare the sound groups; form those that
+        were aborted.
+        """
         former = self.former
         former.on_look(look)
         asked, self._asked = [call for call in self._asked if call.waiting], []
@@ -341,7 +329,7 @@ class StuckWatch:
         self._queue.release()
 
     def _complete_actors(self, seen: Collection[int]) -> None:
-        """Complete ended calls to mailboxes whose ranks have told by now, or cannot tell."""
+        """Complete ended calls to mailboxes whose ranks have reported by now, or cannot."""
         for id, ended in list(self._ended.items()):
             if ended.call.mailbox and (id in seen or not self._is_told_of_actors):
                 self._calls.complete(self._ended.pop(id).call)
@@ -387,7 +375,8 @@ class StuckWatch:
             self._free(look, former.why, stuck)  # ranks that were spared may wait for those that were not
 
     def _up_to_failures(self, look: ProgressSnapshot) -> Mapping[int, Collectives]:
-        """Return what ranks tell, without what they have begun behind a cell that failed on them and is not settled."""
+        """Return the reports without operations that ranks have begun behind a cell that failed on them and is not
+        settled."""
         unsettled = {call.id for call in self._failed_cells()}
         return {
             rank: told.up_to_failure() if told.failed_call in unsettled else told for rank, told in look.answers.items()
@@ -404,7 +393,7 @@ class StuckWatch:
         self.former.abort(reason, places=where_stuck(stuck.items()), spare=spare, groups=names)
 
     def _free_actors(self, look: ProgressSnapshot, call: OpenCall, before: frozenset[int] | None) -> None:
-        """Free those that were stuck when ranks were asked before, and still are."""
+        """Free the actors that were stuck when ranks were asked before, and still are."""
         if self.former.phase is not GroupPhase.FORMED or not self._is_certain(look):
             return
         idle = [rank for rank, told in look.answers.items() if not told.call]
@@ -424,13 +413,13 @@ class StuckWatch:
         return not look.missing(self._mesh.lost) and not any(told.aborted for told in look.answers.values())
 
     def _at_no_failed(self) -> set[int]:
-        """The ranks that run calls which have not failed."""
+        """Return the ranks that run calls which have not failed."""
         return {rank for rank, call in self.former.current().items() if call.id not in self._failing}
 
     # ---- who disagrees, and which groups are uneven -----------------------------------------------------------------
 
     def _judge(self, look: ProgressSnapshot, asked: Collection[OpenCall]) -> None:
-        """Fail the calls in which ranks disagree, and free those that wait there: they are never served rightly."""
+        """Fail the calls in which ranks disagree, and free the ranks that wait there: they are never served rightly."""
         former = self.former
         found = [each for each in find_disagreements(look.answers) if (each.group, each.number) not in self._judged]
         found = [each for each in found if not self._free_behind_failed(each, look)]
@@ -454,7 +443,7 @@ class StuckWatch:
             self._agreements.clear()
 
     def _free_behind_failed(self, group: Disagreement, look: ProgressSnapshot) -> bool:
-        """Free ranks that differ since one is at a call behind a cell that failed on it; whether it is so."""
+        """Free ranks that differ since one is at a call behind a cell that failed on it; return whether it is so."""
         behind = {
             look.answers[rank].failed_call
             for rank in group.ranks
@@ -468,14 +457,14 @@ class StuckWatch:
         return True
 
     def _failed_cells(self) -> list[OpenCall]:
-        """Return the cells that have failed, as long as it is not known whether the groups are equally far."""
+        """Return the failed cells, as long as it is not known whether the groups are equally far."""
         calls = [*self._failing.values(), *(ended.call for ended in self._ended.values() if ended.call.failed)]
         if self._failed_before is not None and self.former.doubt is GroupDoubt.PARTIAL:
             calls.append(self._failed_before)
         return [call for call in calls if not call.mailbox]
 
     def _fail_in(self, group: Disagreement, call: OpenCall, look: ProgressSnapshot) -> bool:
-        """Have the call fail if it is one in which ranks disagree; whether it is."""
+        """Fail the call if it is one in which ranks disagree; return whether it is."""
         if not any(call.members.has(rank) for rank in group.ranks):
             return False
         if not call.mailbox:
@@ -519,7 +508,7 @@ class StuckWatch:
                 self._uneven = are_failing or are_in_use(look.answers)
 
     def _not_back(self) -> str:
-        """Why the process groups are not back, as `OpenCall.settle` wants it; empty where they are."""
+        """Return why the process groups are not back, for `OpenCall.settle`; empty where they are."""
         former = self.former
         why = former.why
         if late := former.name_late():
@@ -556,11 +545,11 @@ class StuckWatch:
 
 
 def _has_entered(answers: Mapping[int, Collectives], rank: int, name: str, number: int) -> bool:
-    """Whether a rank has begun an operation, also one that has failed there."""
+    """Whether a rank has begun an operation, even if it failed there."""
     groups = answers[rank].groups if rank in answers else ()
     return any(each.number == number for group in groups if group.name == name for each in group.recent)
 
 
 def _places(look: ProgressSnapshot) -> dict[int, str]:
-    """Name the place in which each rank waits, as in ``all_reduce (cell 7, line 5)``."""
+    """Return the place in which each rank waits, as in ``all_reduce (cell 7, line 5)``."""
     return {rank: place_of(told.waiting[0]) for rank, told in look.answers.items() if told.waiting}
