@@ -29,11 +29,10 @@ from meshbook.wire import messages as wire
 from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.replies import dropped_replies, explain_failure, lost_reply
 
-COMBINE_S = 0.002
-"""Answers of one host wait this long for each other; failures do not wait."""
+COMBINE_S = 0.002  # answers of one host wait this long for each other; failures do not wait
 
+# the id of the controller's call; else the origin of a call with its id
 CallKey: TypeAlias = int | tuple[wire.Origin, int]
-"""The id of the controller's call, or whose call it is and its id."""
 
 _rank_of = attrgetter("rank")
 
@@ -41,26 +40,21 @@ _rank_of = attrgetter("rank")
 class _OpenCall(msgspec.Struct):
     """A call whose answers are being collected on this host."""
 
-    waiting: set[int]
-    """The ranks, as they are called now."""
-    prints: bool
-    """Its output has a listener: everything printed goes before the answer."""
+    waiting: set[int]  # the ranks, by their present numbers
+    prints: bool  # whether its output has a listener: all printed text goes before the answer
     is_mail: bool = False
-    answer: MailAnswer | None = None
-    """None: they go to the controller."""
-    memory: RememberedCall | None = None
-    """Notes the answers that the next controller may want."""
-    names: dict[int, int] | None = None
-    """What the caller calls the ranks, where that is something else."""
+    answer: MailAnswer | None = None  # takes the answers; None: they go to the controller
+    memory: RememberedCall | None = None  # notes the answers that the next controller may want
+    names: dict[int, int] | None = None  # the caller's numbers of the ranks, where they differ
     replies: list[wire.RankReply] = []
     frames: list[bytes] = []
 
     def name_of(self, rank: int) -> int:
-        """What the caller calls a rank."""
+        """Return the caller's number of a rank."""
         return rank if self.names is None else self.names[rank]
 
     def rename(self, now: Mapping[int, int]) -> None:
-        """Ranks get other numbers: those that wait stay known to the caller as they were."""
+        """Follow ranks to other numbers; the caller goes on to use the old ones."""
         self.names = {now[rank]: self.name_of(rank) for rank in self.waiting}
         self.waiting = set(self.names)
 
@@ -71,7 +65,7 @@ class AgentCalls:
     def __init__(
         self, host: HostResources, mail: AgentMail, memory: CallJournal, pool: WorkerPool, output: OutputPump
     ) -> None:
-        """memory: notes calls of the controller, and their answers. output: what is printed goes before the answers."""
+        """memory: notes calls of the controller, and their answers. output: its texts go before the answers."""
         self._host, self._mail, self._memory, self._pool, self._output = host, mail, memory, pool, output
         self._loop, self._uplink = host.loop, host.uplink
         self._open: dict[CallKey, _OpenCall] = {}
@@ -96,11 +90,11 @@ class AgentCalls:
         return members
 
     def expect_answers(self, question: int, ranks: set[int]) -> None:
-        """Note what the control threads of ``ranks`` are asked."""
+        """Expect answers of the control threads of ``ranks`` to a question."""
         self._open[question] = _OpenCall(ranks, False)
 
     def cancel(self, cancel: wire.Cancel) -> None:
-        """Pass a cancel on to the members that have not answered; whoever insists gets stopped processes continued."""
+        """Pass a cancel on to the members that have not answered; an insistent one also continues stopped processes."""
         call = self._open.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
         if call is None:
             if cancel.origin is None:  # else it came behind its call, which has ended
@@ -133,7 +127,7 @@ class AgentCalls:
     # ---- answers ------------------------------------------------------------------------------------------------
 
     def on_reply(self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]) -> None:
-        """A worker has answered."""
+        """Take the answer of a worker."""
         for each in reply.freed:  # before the answer goes on, so that the next payload finds its segment free
             self._host.segment_refs.take_back(worker, each)
         key = reply.id if reply.origin is None else (reply.origin, reply.id)
@@ -172,7 +166,7 @@ class AgentCalls:
     def _pass_on(
         self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
     ) -> tuple[wire.RankReply, list[bytes]]:
-        """The worker's answer as the controller gets it, and its frames."""
+        """Return a worker's answer in the form for the controller, and its frames."""
         quota = self._host.quota
         if not quota.listening and not quota.result(
             size := sum(map(len, payload)) + (reply.segment.size_bytes if reply.segment else 0)
@@ -198,7 +192,7 @@ class AgentCalls:
         return answer, payload
 
     def flush(self) -> None:
-        """Send the answers that wait for others, now."""
+        """Send now the answers that wait for others."""
         for key in [key for key, call in self._open.items() if call.replies]:
             self._flush_call(key)
 
@@ -227,7 +221,7 @@ class AgentCalls:
     # ---- answers that will not come -----------------------------------------------------------------------------
 
     def forget_rank(self, rank: int, death: wire.DeathCause) -> None:
-        """A rank answers nothing any more: workers that wait for it are told, the controller knows."""
+        """Expect no answer of a rank any more: tell workers that wait for it; the controller knows."""
         for key, call in tuple(self._open.items()):
             if call.answer is not None and rank in call.waiting:
                 call.replies.append(lost_reply(call.name_of(rank), death))
@@ -236,7 +230,7 @@ class AgentCalls:
                 self._flush_call(key)
 
     def give_up_mail(self, death: wire.DeathCause) -> None:
-        """Workers that wait for ranks here will not get an answer."""
+        """Tell workers that wait for ranks here that they will get no answer."""
         for key, call in tuple(self._open.items()):
             if call.answer is not None:
                 call.replies += [lost_reply(call.name_of(rank), death) for rank in sorted(call.waiting)]
@@ -244,9 +238,10 @@ class AgentCalls:
                 self._flush_call(key)
 
     def rename(self, now: Mapping[int, int], death_of: Callable[[int], wire.DeathCause]) -> None:
-        """Calls of workers go on; of the controller's none is open. now: the ranks here, by what they were.
+        """Follow ranks to other numbers: calls of workers go on; of the controller's none is open.
 
-        death_of: why a rank that is not among them does not answer.
+        now: the new numbers of the ranks here, by their old ones. death_of: why a rank that is not among them does not
+        answer.
         """
         self._open = {key: call for key, call in self._open.items() if call.answer is not None}
         for rank in set().union(*(call.waiting for call in self._open.values())) - now.keys():
@@ -255,16 +250,14 @@ class AgentCalls:
             call.rename(now)
 
 
-KEPT = 1024
-"""Cancels without a call are remembered up to this number: most name calls that have ended."""
+KEPT = 1024  # the most cancels without a call that are remembered: most name calls that have ended
 
 
 class EarlyCancels:
-    """Cancels of calls that this host does not know (yet)."""
+    """The cancels of calls that this host does not know (yet)."""
 
     def __init__(self) -> None:
-        self.targets: OrderedDict[int, wire.Target] = OrderedDict()
-        """By call."""
+        self.targets: OrderedDict[int, wire.Target] = OrderedDict()  # the cancelled members, by call
 
     def add(self, cancel: wire.Cancel) -> None:
         self.targets[cancel.call] = (*self.targets.pop(cancel.call, ()), *cancel.target)
@@ -272,7 +265,7 @@ class EarlyCancels:
             self.targets.popitem(last=False)
 
     def take(self, call: int, ranks: Iterable[int]) -> set[int]:
-        """Those of ``ranks`` for which ``call``, which has come now, was cancelled."""
+        """Return the ranks among ``ranks`` for which ``call``, which has come now, was cancelled."""
         target = self.targets.pop(call, ())
         return {rank for rank in ranks if wire.target_has(target, rank)}
 
@@ -282,7 +275,7 @@ def find_held(
 ) -> tuple[wire.Call, set[int]] | None:
     """Find a call that waits for its payload, if ``cancel`` names it for all of its members here.
 
-    ranks: those that live here. Returns: the call, and its members among them.
+    ranks: the ranks that live here. Returns: the call, and its members among them.
     """
     for call in held:
         if isinstance(call, wire.Call) and call.id == cancel.call:
@@ -293,7 +286,7 @@ def find_held(
 
 
 def wake_stopped(workers: Iterable[AgentWorker]) -> None:
-    """SIGCONT to those that a signal has stopped; what a debugger has stopped is left to it."""
+    """Send SIGCONT to workers that a signal has stopped; a debugger's stops are left to the debugger."""
     for worker in workers:
         if worker.pid and process_state(worker.pid) == "T":
             os.kill(worker.pid, signal.SIGCONT)

@@ -26,36 +26,30 @@ from meshbook.wire.replies import split_replies
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
 
-HEAR_S = 1.0
-"""How long a new controller waits for ranks to tell which calls of the former one came past their agent."""
+HEAR_S = 1.0  # a new controller waits so long for ranks to tell which calls of the former one came past their agent
 
-Segment = tuple[int, int]
-"""(pid of the worker that owns it, number)."""
+Segment = tuple[int, int]  # (pid of the worker that owns it, number)
 
 
+# answers to requests of the former controller, and its view of meshes: the next one gets a report instead. Also calls
+# to mailboxes of its process: the next one has others
 _OF_THE_OLD = (
     wire.MeshReady, wire.SpawnProgress, wire.SpawnFailed, wire.MeshStopped, wire.Hosted, wire.Call, wire.Cancel,
 )  # fmt: skip
-"""Answers to what the former controller asked, and its view of meshes: the next one gets a report instead. Calls to
-mailboxes of its process: the next one has others."""
 
 
 class UnackedMessages(NamedTuple):
-    """Messages to send again, in order, and what they tell."""
+    """The messages to send again, in order, with their contents."""
 
     messages: list[tuple[wire.FromHost, Sequence[Buffer]]]
-    pieces: list[Sent]
-    """Of payloads that cross hosts; whole ones only."""
-    replies: set[tuple[int, int]]
-    """(call, rank) of the answers among the messages."""
-    exits: set[int]
-    """Pids of the workers whose end is among them."""
-    segments: set[tuple[int, int]]
-    """(pid, segment) of payloads in shared memory that they name."""
+    pieces: list[Sent]  # pieces of payloads that cross hosts; whole payloads only
+    replies: set[tuple[int, int]]  # (call, rank) of the answers among the messages
+    exits: set[int]  # pids of the workers whose end is among them
+    segments: set[tuple[int, int]]  # (pid, segment) of payloads in shared memory that they name
 
 
 def unacked_messages(calls: Sequence[Sent], bulk: Sequence[Sent]) -> UnackedMessages:
-    """Sort what the lanes of calls and of bulk still had."""
+    """Sort the messages that the lanes of calls and of bulk still had."""
     pieces = [(wire.decode_from_host(header), header, payload) for header, payload in bulk]
     whole = {piece.payload for piece, _, _ in pieces if isinstance(piece, wire.Bulk) and piece.offset == 0}
     kept = [(h, payload) for piece, h, payload in pieces if isinstance(piece, wire.Bulk) and piece.payload in whole]
@@ -78,7 +72,7 @@ def unacked_messages(calls: Sequence[Sent], bulk: Sequence[Sent]) -> UnackedMess
 
 
 def _checked(message: wire.Replies, frames: Sequence[Buffer], whole: set[int]) -> tuple[wire.Replies, Sequence[Buffer]]:
-    """Without the values of which a part has gone to the former controller."""
+    """Return replies without values of which a part has gone to the former controller."""
     replies: list[wire.RankReply] = []
     kept: list[Buffer] = []
     for reply, mine in split_replies(message, frames):
@@ -91,17 +85,17 @@ def _checked(message: wire.Replies, frames: Sequence[Buffer], whole: set[int]) -
 
 
 class Report(NamedTuple):
-    """For the new controller, in this order."""
+    """The messages for the new controller, in this order."""
 
     hosted: wire.Hosted
+    # answers that the former one had acknowledged, to calls that are still open; then all it had not
     again: list[tuple[wire.FromHost, Sequence[Buffer]]]
-    """Answers that the former one had acknowledged, to calls that are still open; then all it had not."""
-    unneeded: set[Segment]
-    """Shared memory that nobody will ask for again."""
+    unneeded: set[Segment]  # shared memory that will not be asked for again
 
 
 def hear_out(meshes: Iterable[AgentMesh]) -> None:
-    """Take in what workers say until each has told which calls came past us: the next controller is to know them.
+    """Take in the workers' messages until each has told which calls came past us: the next controller is to
+    know them.
 
     A worker that is stopped, or whose native code keeps the interpreter, is waited for `HEAR_S` and no longer.
     """
@@ -119,7 +113,7 @@ def hear_out(meshes: Iterable[AgentMesh]) -> None:
 
 
 def report(meshes: Iterable[AgentMesh], found: UnackedMessages) -> Report:
-    """Put together what the new controller needs to know."""
+    """Put together the report for the new controller."""
     known = [mesh for mesh in meshes if mesh.memory.spawn is not None and not mesh.worker_pool.ending]
     lent = {(worker.pid, segment) for mesh in known for worker in mesh.workers.values() for segment in worker.lent}
     answers = [each for mesh in known for each in mesh.memory.acknowledged_replies(found.replies, lent)]
@@ -156,18 +150,19 @@ def _describe(mesh: AgentMesh, found: UnackedMessages) -> wire.HostedState:
 
 
 class PreviousControllers:
-    """Those that still run look at shared memory of our workers: it is freed when they have ended."""
+    """The former controllers that still run and look at shared memory of our workers: it is freed when they
+    have ended."""
 
     def __init__(self) -> None:
         self._holding: list[tuple[int, int, set[Segment]]] = []
 
     def add(self, pid: int, started: int, segments: Collection[Segment]) -> None:
-        """The process ``pid`` may look at ``segments`` as long as it runs."""
+        """Note that the process ``pid`` may look at ``segments`` as long as it runs."""
         if segments:
             self._holding.append((pid, started, set(segments)))
 
     def take_freed(self) -> set[Segment]:
-        """What those have left that have ended since."""
+        """Return the segments of controllers that have ended since the last call."""
         freed: set[Segment] = set()
         for each in tuple(self._holding):
             if not is_same_process(each[0], each[1]):
@@ -177,8 +172,7 @@ class PreviousControllers:
 
 
 KEPT_ENDED_CALLS = 256
-KEPT_REPLY_BYTES = 1 << 20
-"""A larger answer is not kept once it was acknowledged."""
+KEPT_REPLY_BYTES = 1 << 20  # a larger answer is not kept once it was acknowledged
 KEPT_BYTES = 16 << 20
 LABEL_CHARS = 80
 
@@ -191,14 +185,11 @@ class RememberedCall(msgspec.Struct):
     target: wire.Target
     output: int
     mailbox: int
-    waiting: set[int]
-    """The ranks here that have not answered; kept up to date by its owner."""
+    waiting: set[int]  # the ranks here that have not answered; kept up to date by its owner
     replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
     size_bytes: int = 0
-    shortcut: int = 0
-    """As in `meshbook.wire.messages.Call`."""
-    is_over: bool = False
-    """A rank has forgotten it, since the controller had all answers."""
+    shortcut: int = 0  # see `meshbook.wire.messages.Call`
+    is_over: bool = False  # whether a rank has forgotten it, since the controller had all answers
 
     def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:
         """Note an answer that is sent."""
@@ -212,20 +203,18 @@ class RememberedCall(msgspec.Struct):
 
 
 def without_value(reply: wire.RankReply, why: str) -> wire.RankReply:
-    """The reply that says that a value was not kept."""
+    """Return the reply that says that a value was not kept."""
     return wire.RankReply(reply.rank, wire.GONE, 0, reply.duration_s, None, inline=why.encode())
 
 
 class CallJournal:
-    """Of one mesh on one host."""
+    """The journal of one mesh on one host."""
 
     def __init__(self, id: int, name: str) -> None:
         self.id, self.name = id, name
-        self.spawn: wire.Spawn | None = None
-        """The last one: how workers are started."""
+        self.spawn: wire.Spawn | None = None  # the last one: how workers are started
         self.arrangement: wire.Arrangement | None = None
-        self.moves: Moves = ()
-        """How its ranks got other numbers."""
+        self.moves: Moves = ()  # how its ranks got other numbers
         self._lost: dict[int, tuple[wire.WorkerExited, wire.WorkerStarted]] = {}
         self._open: dict[int, RememberedCall] = {}
         self._ended: OrderedDict[int, RememberedCall] = OrderedDict()
@@ -245,7 +234,7 @@ class CallJournal:
         return not is_same or any(seat.known_as != seat.rank for seat in renumber.seats)
 
     def on_renumber(self, renumber: wire.Renumber) -> None:
-        """Ranks may have other numbers; no call is open if they do."""
+        """Follow ranks to other numbers; no call is open if any rank gets one."""
         if self.is_resized_by(renumber):
             self._open.clear()
             self._ended.clear()
@@ -259,27 +248,27 @@ class CallJournal:
         }
 
     def on_retire(self, ranks: Collection[int]) -> None:
-        """Ranks were told to leave."""
+        """Forget the deaths of ranks that were told to leave."""
         for rank in ranks:
             self._lost.pop(rank, None)
 
     def on_lost(self, exited: wire.WorkerExited, device: str, log_path: str) -> None:
-        """A worker ended without being told to."""
+        """Note that a worker ended without being told to."""
         self._lost[exited.rank] = (exited, wire.WorkerStarted(exited.rank, exited.pid, device, log_path))
 
     def on_call(self, call: wire.Call, waiting: set[int]) -> RememberedCall:
-        """A call has come; ``waiting`` shrinks as ranks answer. Returns: what notes its answers."""
+        """Note a call; ``waiting`` shrinks as ranks answer. Return the record for its answers."""
         remembered = self._open[call.id] = RememberedCall(
             call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting, shortcut=call.shortcut
         )
         return remembered
 
     def knows(self, id: int) -> bool:
-        """Whether a call has come, as far as we remember."""
+        """Whether a call has come, as far as the journal goes."""
         return id in self._open or id in self._ended
 
     def on_ended(self, id: int) -> None:
-        """Every rank here has answered, or is gone."""
+        """Note that every rank here has answered a call, or is gone."""
         call = self._open.pop(id, None)
         if call is None:
             return
@@ -289,18 +278,18 @@ class CallJournal:
             self._ended_bytes -= self._ended.popitem(last=False)[1].size_bytes
 
     def exit_of(self, rank: int) -> wire.WorkerExited | None:
-        """How a rank ended that has not been started again."""
+        """Return the end of a rank that has not been started again."""
         return self._lost[rank][0] if rank in self._lost else None
 
     # ---- for the next controller --------------------------------------------------------------------------------
 
     @property
     def dead(self) -> tuple[wire.WorkerStarted, ...]:
-        """The workers that had the dead ranks."""
+        """Return the workers that had the dead ranks."""
         return tuple(worker for _, worker in self._lost.values())
 
     def lost(self, still_to_be_told: Collection[int]) -> tuple[wire.LostRank, ...]:
-        """The dead ranks whose end was acknowledged. still_to_be_told: pids of those whose end was not."""
+        """Return the dead ranks whose end was acknowledged. still_to_be_told: pids of workers whose end was not."""
         return tuple(
             wire.LostRank(rank, exited.cause, exited.log_tail)
             for rank, (exited, _) in self._lost.items()
@@ -308,7 +297,7 @@ class CallJournal:
         )
 
     def calls(self, unacknowledged: Collection[tuple[int, int]]) -> tuple[wire.CallState, ...]:
-        """The calls that may matter. unacknowledged: (call, rank) of answers that are sent again anyway."""
+        """Return the calls that may matter. unacknowledged: (call, rank) of answers that are sent again anyway."""
         states = []
         for call in (*self._ended.values(), *self._open.values()):
             unsure = any((call.id, rank) in unacknowledged for rank in call.replies)
@@ -337,9 +326,9 @@ class CallJournal:
     def acknowledged_replies(
         self, unacknowledged: Collection[tuple[int, int]], lent: Collection[tuple[int, int]]
     ) -> Iterator[tuple[wire.Replies, Sequence[bytes]]]:
-        """Answers to send once more, since the controller that acknowledged them has ended.
+        """Yield answers to send once more, since the controller that acknowledged them has ended.
 
-        lent: (pid, segment) of payloads in shared memory that still hold what they held.
+        lent: (pid, segment) of payloads in shared memory that are still unchanged.
         """
         told = {call.id for call in self.calls(unacknowledged)}
         for call in (*self._ended.values(), *self._open.values()):

@@ -59,22 +59,19 @@ from meshbook.wire.uplink import Uplink
 
 EXIT_LOST, EXIT_REFUSED = 75, 77
 
-MAX_UNSENT_BYTES = 64 << 20
-"""With so much waiting for slow workers we stop reading calls, and the controller feels it."""
+MAX_UNSENT_BYTES = 64 << 20  # we stop reading calls when so much waits for slow workers, and the controller feels it
+MAX_UNSENT_MAIL_BYTES = 256 << 20  # the same for mail; that of workers is held back long before (`meshbook.agent.mail`)
 
-MAX_UNSENT_MAIL_BYTES = 256 << 20
-"""The same for mail; that of workers is held back long before (`meshbook.agent.mail`)."""
-
+# we stop reading calls of other hosts' workers when so much mail waits here, and their agents feel it
 PEERS_UNSENT_BYTES = 16 << 20
-"""With so much mail waiting here we stop reading calls of other hosts' workers, and their agents feel it."""
 
 GOODBYE_GRACE_S = 1.0
 LOGS_GRACE_S = 1.0
 
 FAULT_REST_S = 0.01
 
+# torch that a controller expects to need is imported so long after: at once it would slow a kernel's first cell
 EXPECT_TORCH_S = 0.5
-"""Torch that a controller expects to need is imported so long after: at once it would slow a kernel's first cell."""
 
 _LEFT = wire.DeathCause("", "the process that controls the mesh has ended, or has detached from it", "")
 
@@ -94,22 +91,19 @@ class HostAgent:
         self._former = PreviousControllers()
         self._pool = SegmentPool()
         self._segment_refs = SegmentRefCounts(self._segment_unused)
-        self._moves: dict[int, Moves] = {}
-        """By mesh, of those whose ranks got other numbers."""
+        self._moves: dict[int, Moves] = {}  # moves of meshes whose ranks got other numbers
         self._resources = HostResources(
             self._name, ticket, self._loop, dialer, self._uplink, self._segment_refs, self._pool, self._moves
         )
         self._quota = self._resources.quota
         self._mail = AgentMail(self._resources, self._meshes, lambda: self._lease.runs or self._lease.is_heard)
         self._spawns = Spawns(self._loop, self._mesh_of, self._uplink.send, template)
-        self._ending: int | None = None
-        """With which code the agent exits when its last mesh has ended."""
+        self._ending: int | None = None  # the exit code of the agent when its last mesh has ended
         self._exit_code: int | None = None
-        self.last_words = ""
-        """Why it ends, for whoever has started it and could not be told otherwise."""
+        self.last_words = ""  # why it ends, for a starter that could not be told otherwise
 
     def end_with(self, connection: int) -> None:
-        """End, workers and all, when the connection does that has started us."""
+        """End, workers and all, when the connection ends that has started us."""
         tunnel.watch(self._loop, connection, self._on_cut)
 
     def _on_cut(self) -> None:
@@ -117,7 +111,7 @@ class HostAgent:
         self._end(EXIT_LOST)
 
     def run(self) -> int:
-        """Serve until the end; returns the exit code."""
+        """Serve until the end; return the exit code."""
         self._lease.watch_stdin()
         self._greet()
         self._beat()
@@ -162,7 +156,7 @@ class HostAgent:
         )
 
     def _segment_unused(self, owner_pid: int, segment: int) -> None:
-        """All workers have let go of a payload."""
+        """Release a payload that all workers have let go of."""
         if owner_pid == os.getpid():
             self._pool.release(segment)
         elif not self._free_in_worker(owner_pid, segment):
@@ -171,7 +165,7 @@ class HostAgent:
     # ---- controller ---------------------------------------------------------------------------------------------
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
-        """Act on a message; whoever waits for an answer to one that cannot be read learns that there will be none."""
+        """Act on a message. If it cannot be read, the sender is told that there will be no answer."""
         try:
             self._dispatch(wire.decode_to_host(header), payload)
         except (*wire.MALFORMED, PeerProtocolError) as error:
@@ -181,7 +175,7 @@ class HostAgent:
             self._refuse(*wire.name_of(header), error)
 
     def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
-        """It has come with all of its payload."""
+        """Act on a message whose payload has arrived in full."""
         if isinstance(message, wire.Call):
             self._on_call(message, frames)
         elif isinstance(message, wire.Replies):
@@ -284,7 +278,7 @@ class HostAgent:
             self._uplink.send_urgent(agents_answer(query.id, {}))
 
     def _note_moves(self, mesh_id: int, moves: Moves) -> None:
-        """Ranks of a mesh have other numbers: the workers here that have references to them are told."""
+        """Tell the workers here that have references to ranks of a mesh about the new numbers of these."""
         self._moves[mesh_id] = moves
         told = wire.encode(wire.Moved(mesh_id, moves))
         for mesh in self._meshes.values():
@@ -308,7 +302,7 @@ class HostAgent:
         mesh.call(call, payload)
 
     def _drop_held(self, mesh: AgentMesh, cancel: wire.Cancel) -> bool:
-        """Answer for a call that waits for its payload; the payload is thrown away. False if there is none."""
+        """Answer for a call that waits for its payload, and drop the payload; return False if there is none."""
         found = find_held(self._uplink.bulk_in.held, cancel, mesh.workers)
         if found is None:
             return False
@@ -333,7 +327,7 @@ class HostAgent:
             self._on_stopped(mesh_id)
 
     def _on_stopped(self, mesh_id: int) -> None:
-        """A mesh has no process left here."""
+        """Note that a mesh has no process left here."""
         self._meshes.pop(mesh_id, None)
         self._spawns.forget(mesh_id)
         if not self._meshes:
@@ -343,7 +337,7 @@ class HostAgent:
         self._uplink.send(wire.MeshStopped(mesh_id))
 
     def _free_in_worker(self, pid: int, segment: int) -> bool:
-        """Tell a worker that nobody looks at its segment any more; False if none is process ``pid``."""
+        """Tell a worker that its segment is free; return False if no worker is process ``pid``."""
         for mesh in self._meshes.values():
             for worker in mesh.workers.values():
                 if worker.pid == pid:
@@ -385,7 +379,7 @@ class HostAgent:
             mesh.on_controller_gone()
 
     def _pause(self) -> None:
-        """Nobody listens: keep what there is to say."""
+        """Keep messages, since no controller listens."""
         self._uplink.pause(self._resume)
         if self._welcome is not None and self._welcome.machine == machine_id() and not self._lease.runs:
             self._mail.controller.lose(_LEFT)
@@ -398,7 +392,7 @@ class HostAgent:
             mesh.flush_output()
 
     def _succeed(self, epoch: int) -> None:
-        """A new controller of our session has spoken: tell it everything, then go on as before."""
+        """Report everything to a new controller of our session, then go on as before."""
         self._on_gone()
         hear_out(self._meshes.values())
         for mesh in self._meshes.values():
@@ -430,9 +424,10 @@ class HostAgent:
 
 
 def main(template: StartedTemplate | None = None) -> None:
-    """Entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on stdin.
+    """Run an agent: the entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on
+    stdin.
 
-    template: from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
+    template: the one from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
     """
     begin_as_host()
     raise_file_limit()

@@ -24,21 +24,14 @@ from meshbook.system.exits import open_end
 from meshbook.system.processes import is_same_process
 from meshbook.wire.uplink import PeerSilence
 
-LEASE_S = 600.0
-"""How long meshes wait for the next controller."""
-
-MAX_SILENCE_S = 600.0
-"""A controller that runs may be busy in native code, stopped, or asleep."""
-
-IDLE_LEASE_S = 5.0
-"""Without meshes there is nothing to wait for."""
-
-UNHEARD_S = 4.0
-"""A controller that was not heard of for so long is taken not to listen; what it misses is kept for it."""
+LEASE_S = 600.0  # meshes wait so long for the next controller
+MAX_SILENCE_S = 600.0  # a controller that runs may be busy in native code, stopped, or asleep
+IDLE_LEASE_S = 5.0  # an agent without meshes has nothing to wait for
+UNHEARD_S = 4.0  # a controller that was not heard of for so long is taken not to listen; messages are kept for it
 
 
 def default_lease_s() -> float:
-    """What a controller tells its agents: `LEASE_S`, or MESHBOOK_LEASE_S. Raises: UsageError."""
+    """Return the lease that a controller tells its agents: `LEASE_S`, or MESHBOOK_LEASE_S. Raises: UsageError."""
     text = os.environ.get("MESHBOOK_LEASE_S")
     if not text:
         return LEASE_S
@@ -52,9 +45,9 @@ def default_lease_s() -> float:
 
 
 class Lease:
-    """Used by the agent's loop. silence: of the controller. arrive_s: as in `Ticket`.
+    """The lease of one agent, used by its loop. silence: the controller's silence. arrive_s: see `Ticket`.
 
-    on_gone: told when that has ended on our machine, or has left.
+    on_gone: called when the controller has ended on our machine, or has left.
     """
 
     def __init__(
@@ -66,20 +59,19 @@ class Lease:
         arrive_s: float = math.inf,
     ) -> None:
         self.lease_s, self._arrive_s = lease_s, arrive_s
-        self.has_arrived = False
-        """Whether the controller's machine was ever there to connect to."""
+        self.has_arrived = False  # whether the controller's machine was ever there to connect to
         self._loop, self._silence, self._on_gone = loop, silence, on_gone
         self._stdin: Watch | None = None
         self._process: Watch | None = None
         self._is_connected = False
 
     def watch_stdin(self) -> None:
-        """Its end means that our launcher has ended."""
+        """Watch stdin, whose end means that our launcher has ended."""
         os.set_blocking(0, False)
         self._stdin = self._loop.watch(0, self._on_stdin)
 
     def watch_process(self, pid: int, started: int) -> None:
-        """Our controller is this process of our machine."""
+        """Watch our controller's process, which runs on our machine."""
         self._forget_process()
         try:
             fd = open_end(pid)
@@ -92,7 +84,7 @@ class Lease:
             os.close(fd)
 
     def leave(self, lease_s: float) -> None:
-        """The controller takes its leave; its process may go on."""
+        """Note that the controller has left; its process may go on."""
         self.lease_s = lease_s
         self._is_connected = False
         self._forget_process()
@@ -100,16 +92,17 @@ class Lease:
         self._on_gone()
 
     def beat(self, *, is_connected: bool, has_arrived: bool = True) -> None:
-        """Once a second. is_connected: a connection to a controller elsewhere stands, on which its machine answers.
+        """Take in the state of the connection, once a second.
 
-        has_arrived: one has stood, or there is none to be asked for.
+        is_connected: a connection to a controller elsewhere stands, on which its machine answers. has_arrived: one has
+        stood at any time, or none is needed.
         """
         self._is_connected = is_connected
         self.has_arrived = self.has_arrived or has_arrived
 
     @property
     def is_heard(self) -> bool:
-        """Whether somebody seems to listen."""
+        """Whether a controller seems to listen."""
         return self._silence.length_s < (UNHEARD_S if self.runs else UNHEARD_S / 2)
 
     @property
@@ -118,7 +111,7 @@ class Lease:
         return self._stdin is not None or self._process is not None or self._is_connected
 
     def is_over(self, has_meshes: bool) -> bool:
-        """Whether we have waited long enough."""
+        """Whether the agent has waited long enough."""
         if not self.has_arrived and self._silence.length_s > self._arrive_s:
             return True
         if self.runs:

@@ -45,35 +45,32 @@ from meshbook.wire.uplink import Uplink
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
 
-HOLD_BYTES = 8 << 20
-"""With so much waiting for one worker, those who send to it are told to wait until all of it has been sent."""
+HOLD_BYTES = 8 << 20  # senders to a worker are told to wait, when so much waits for it, until all of it has been sent
 
 
-MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]
-"""Where the answers to a worker's call go."""
+MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]  # takes the answers to a worker's call
 
 
 class AgentMail:
-    """The mail of one host. meshes: those that have workers here. is_there: see `meshbook.agent.peers.AgentPeers`."""
+    """The mail of one host. meshes: the meshes with workers here. is_there: see `meshbook.agent.peers.AgentPeers`."""
 
     def __init__(self, host: HostResources, meshes: Mapping[int, AgentMesh], is_there: Callable[[], bool]) -> None:
         self._host, self._meshes, self._segment_refs = host, meshes, host.segment_refs
-        self.controller = self.calls_by(host.uplink)
-        """The calls that are the controller's to answer."""
+        self.controller = self.calls_by(host.uplink)  # calls that are the controller's to answer
         self.peers = AgentPeers(self, host, is_there)
         self.lanes = AgentLanes(host, meshes, self.peers)
+        # workers that read too slowly, with the hold that was sent, and the senders that wait
         self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
-        """Workers that read too slowly, with those who wait for it, and what they were told."""
+        # senders that wait for room on an uplink, with the hold that they were sent
         self.held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
-        """Who waits for room on an uplink, and what they were told."""
 
     @property
     def environment(self) -> Mapping[bytes, bytes]:
-        """What was asked for the ranks of the meshes here; of two meshes the later one counts."""
+        """Return the variables asked for the ranks of the meshes here; of two meshes the later one counts."""
         return {name: value for mesh in self._meshes.values() for name, value in mesh.environment.items()}
 
     def call(self, sender: AgentWorker, mesh_id: int, call: wire.Call, payload: Sequence[Buffer]) -> None:
-        """Pass on what a worker of mesh ``mesh_id`` has called."""
+        """Pass on a call of a worker of mesh ``mesh_id``."""
         call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if call.mesh == 0:
             self.controller.send(sender, call, payload, (0,))
@@ -116,7 +113,7 @@ class AgentMail:
             self._segment_refs.end((call.segment.pid, call.segment.segment))
 
     def deliver(self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer) -> Sequence[AgentWorker]:
-        """Pass on a call all of whose members live here, or lived; returns those that do."""
+        """Pass on a call all of whose members live here, or lived; return the members that do."""
         mesh = self._meshes.get(call.mesh)
         if call.generation not in (AS_NOW, len(self._host.moves.get(call.mesh, ()))):
             mesh, dead = None, _MOVING
@@ -135,7 +132,7 @@ class AgentMail:
         return members
 
     def cancel(self, sender: AgentWorker, mesh_id: int, cancel: wire.Cancel) -> None:
-        """Pass on that a worker wants the end of its call."""
+        """Pass on the cancel of a worker for its call."""
         cancel = msgspec.structs.replace(cancel, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if cancel.mesh == 0:
             self.controller.cancel(cancel)
@@ -150,12 +147,12 @@ class AgentMail:
             self.peers.cancel(cancel)
 
     def cancel_here(self, cancel: wire.Cancel) -> None:
-        """The same for the members that live here."""
+        """Pass on a cancel to the members that live here."""
         if (mesh := self._meshes.get(cancel.mesh)) is not None:
             mesh.calls.cancel(cancel)
 
     def calls_by(self, uplink: Uplink) -> ForwardedCalls:
-        """Make the table of the calls that go by an uplink."""
+        """Return a new table of the calls that go by an uplink."""
         return ForwardedCalls(uplink, self._host, self._answer, self.discard)
 
     def _answer(self, sender: AgentWorker, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
@@ -169,7 +166,7 @@ class AgentMail:
             sender.send_mail([wire.encode(replies), *frames])
 
     def answer_direct(self, worker: AgentWorker, reply: wire.Reply, payload: Sequence[Buffer]) -> None:
-        """Pass on the answer to a call of which we have no note; the caller knows by which name it called the rank."""
+        """Pass on the answer to a call that came past us; the caller knows by which number it called the rank."""
         origin = reply.origin
         mesh = self._meshes.get(origin.mesh) if origin is not None else None
         workers = mesh.workers.values() if mesh is not None else ()
@@ -198,7 +195,7 @@ class AgentMail:
                     sender.urgent.send([wire.encode(hold)])
 
     def release(self, worker: AgentWorker) -> None:
-        """A worker has read what was sent to it, or will read nothing more."""
+        """Release the senders that wait for a worker: it has read its mail, or will read no more."""
         if worker in self._held:
             hold, waiting = self._held.pop(worker)
             for sender in waiting:
@@ -211,7 +208,7 @@ class AgentMail:
             sender.urgent.send([wire.encode(hold)])
 
     def settle(self) -> None:
-        """Once per turn of the agent's loop: let go on those for whom there is room again."""
+        """Release the senders for which uplinks have room again; once per turn of the agent's loop."""
         for uplink in [uplink for uplink in self.held_by_uplink if not uplink.is_full]:
             for sender, hold in self.held_by_uplink.pop(uplink).items():
                 if not sender.has_ended:
@@ -222,24 +219,21 @@ _MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers j
 _STOPPED = wire.DeathCause("", "its mesh was stopped, or was never on this host", "")
 
 
+# a socket whose other end was closed is most often that of a process that ends: its cause is waited for so long
 CUT_S = 1.0
-"""A socket whose other end was closed is most often that of a process that ends: so long its cause is waited for."""
 
-SEND_BYTES = 1 << 20
-"""What may wait in a socket, as far as the system allows; a message counts for more than its bytes."""
-
+SEND_BYTES = 1 << 20  # room in a socket, as far as the system allows; a message counts for more than its bytes
 _CUT = wire.DeathCause("", "its connection was closed; call again", "")
 
 
 class _OfferedLane(NamedTuple):
     caller: AgentWorker
     callee: AgentWorker
-    theirs: socket.socket | None
-    """The callee's end, before it was sent."""
+    theirs: socket.socket | None  # the callee's end, before it was sent
 
 
 class AgentLanes:
-    """Those of one host. meshes: those that have workers here."""
+    """The sockets between workers of one host. meshes: the meshes with workers here."""
 
     def __init__(self, host: HostResources, meshes: Mapping[int, AgentMesh], peers: AgentPeers) -> None:
         self._host, self._meshes, self._peers = host, meshes, peers
@@ -247,7 +241,7 @@ class AgentLanes:
         self._numbers = itertools.count(1)
 
     def offer(self, caller: AgentWorker, asked: wire.AskLane) -> None:
-        """Give a worker its end of a new socket, if the other one lives here and no call to its mesh waits."""
+        """Give a worker its end of a new socket, if the other worker lives here and no call to its mesh waits."""
         mesh = self._meshes.get(asked.mesh)
         if mesh is None or self._peers.must_wait(asked.mesh, is_here=mesh.is_all_here):
             return
@@ -267,17 +261,17 @@ class AgentLanes:
         caller.send_mail([wire.encode(wire.LaneOffer(number, asked.mesh, asked.rank, asked.generation))], ours)
 
     def take(self, number: int) -> None:
-        """Pass the other end on, behind what the caller has sent so far."""
+        """Pass the other end on, behind the messages that the caller has sent so far."""
         if (given := self._given.get(number)) is not None and given.theirs is not None:
             self._given[number] = given._replace(theirs=None)
             given.callee.send_mail([wire.encode(wire.LaneOpened())], given.theirs)
 
     def cut(self, number: int) -> None:
-        """The caller has closed its end, or found it closed."""
+        """Note that the caller has closed its end, or found it closed."""
         self._host.loop.call_later(CUT_S, lambda: self._lose(number, _CUT))
 
     def lose(self, worker: AgentWorker, death: wire.DeathCause) -> None:
-        """A worker is gone, or answers nobody any more."""
+        """Tell the callers of a worker that is gone, or will not answer any more."""
         for number, given in tuple(self._given.items()):
             if worker in given[:2]:
                 self._lose(number, death)

@@ -41,15 +41,14 @@ def _state_of(pid: int) -> wire.ProcessState:
 
 
 class AgentMesh:
-    """All workers of a mesh on this host."""
+    """The workers of a mesh on this host."""
 
     def __init__(
         self, spawn: wire.Spawn, host: HostResources, mail: AgentMail, on_stopped: Callable[[int], None]
     ) -> None:
-        """spawn: the first of its workers. on_stopped: called when it was told to end and no process is left of it."""
+        """spawn: the first of its workers. on_stopped: called when the mesh was told to end and has no process left."""
         self.id = spawn.mesh
-        self.is_up = False
-        """Whether it can be attached, so that it waits for another controller (`wire.MeshUp`)."""
+        self.is_up = False  # whether it can be attached, so that it waits for another controller (`wire.MeshUp`)
         self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
@@ -66,7 +65,7 @@ class AgentMesh:
 
     @property
     def workers(self) -> dict[int, AgentWorker]:
-        """By what messages call them: their rank, most often."""
+        """Return the workers by the numbers that messages use: their ranks, most often."""
         return self.worker_pool.workers
 
     @property
@@ -84,9 +83,10 @@ class AgentMesh:
         answer: MailAnswer | None = None,
         had_by: AgentWorker | None = None,
     ) -> Sequence[AgentWorker]:
-        """Pass a call on to its members here, and return them. answer: for a worker's call.
+        """Pass a call on to its members here, and return them. answer: takes the answers to a worker's
+        call.
 
-        had_by: who has told us of it, as it came there past us; the others get it here, once.
+        had_by: the worker that has told us of it, as it came there past us; the others get it here, once.
         """
         found = members = self.worker_pool.members(call.target)
         if call.shortcut and self.memory.knows(call.id):
@@ -156,17 +156,17 @@ class AgentMesh:
         self._uplink.send_urgent(agents_answer(id, answers))
 
     def abort_groups(self, abort: wire.AbortGroups) -> None:
-        """Pass it on to its members here."""
+        """Pass the message on to its members here."""
         for worker in self.worker_pool.members(abort.target):
             worker.urgent.send([wire.encode(abort)])
 
     def on_controller_gone(self) -> None:
-        """The controller has ended, or leaves: what went past us is ours."""
+        """Have workers report the calls that came past us, since the controller has ended, or leaves."""
         for worker in self.workers.values():
             worker.ask_what_came_past()
 
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
-        """Send an urgent message to one worker, if it lives here; whether it does."""
+        """Send an urgent message to one worker, if it lives here; return whether it does."""
         if (worker := self.workers.get(rank)) is None:
             return False
         worker.urgent.send([wire.encode(message)])
@@ -174,13 +174,13 @@ class AgentMesh:
 
     @property
     def unsent_mail_bytes(self) -> int:
-        """Mail that waits for workers to read it."""
+        """Return the size of the mail that waits for workers to read it."""
         return sum(worker.mail.unsent_bytes for worker in self.workers.values())
 
     # ---- workers to controller ----------------------------------------------------------------------------------
 
     def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
-        """A worker said something; what it printed before goes first."""
+        """Act on a message of a worker; text that it printed before goes first."""
         match message:
             case wire.Reply():
                 self.calls.on_reply(worker, message, payload)
@@ -224,7 +224,7 @@ class AgentMesh:
                 self.worker_pool.report_ready()
 
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
-        """A worker ended: settle its calls and segments, say why."""
+        """Settle the calls and segments of a worker that ended, and report why it did."""
         worker.output.release()
         self._output.send(worker, final=True)
         told = self.worker_pool.left(worker)
@@ -250,12 +250,12 @@ class AgentMesh:
         self.tell_if_stopped()
 
     def tell_if_stopped(self) -> None:
-        """Say that the mesh has stopped, if it has: a process has gone, or was never forked."""
+        """Report that the mesh has stopped, if it has: a process has gone, or was never forked."""
         if self.worker_pool.ending and not self.workers and not self.worker_pool.leaving:
             self._on_stopped(self.id)
 
     def _retire(self, id: int, retire: wire.Retire) -> None:
-        """Some workers are to leave; answers that are still due from them will not come."""
+        """Have workers leave; answers that are still due from them will not come."""
         self.memory.on_retire(retire.ranks)
         for worker in self.worker_pool.retire(id, retire):
             worker.drain()
@@ -266,20 +266,20 @@ class AgentMesh:
             self.calls.forget_rank(worker.rank, self.death(worker.rank))
 
     def death(self, rank: int) -> wire.DeathCause:
-        """Why a rank that has no worker here does not answer."""
+        """Return why a rank that has no worker here does not answer."""
         if (exited := self.memory.exit_of(rank)) is not None:
             return wire.DeathCause(self.worker_pool.host, exited.cause, exited.log_tail)
         return wire.DeathCause(self.worker_pool.host, "it was told to leave, or its mesh was stopped", "")
 
     def _give_up_mail(self, cause: str) -> None:
-        """Workers that wait for ranks here will not get an answer."""
+        """Tell workers that wait for ranks here that they will get no answer."""
         death = wire.DeathCause(self.worker_pool.host, cause, "")
         for worker in self.workers.values():
             self._mail.lanes.lose(worker, death)
         self.calls.give_up_mail(death)
 
     def renumber(self, renumber: wire.Renumber) -> None:
-        """The workers have other ranks from now on, or only the store another home; groups will be formed anew."""
+        """Give the workers other ranks, or only the store another home; groups will be formed again."""
         if self.memory.is_resized_by(renumber):
             self.calls.rename({seat.known_as: seat.rank for seat in renumber.seats}, self.death)
         self.memory.on_renumber(renumber)
@@ -292,21 +292,20 @@ class AgentMesh:
         return StoreHome(self.id, self.to_worker, self._uplink.send_urgent)
 
     def on_mail_sent(self, worker: AgentWorker) -> None:
-        """All mail that had to wait for a worker has been sent, or never will be."""
+        """Release the senders that wait for a worker: all of its mail was sent, or never will be."""
         self._mail.release(worker)
 
     def on_output(self, worker: AgentWorker) -> None:
-        """Something was printed."""
         self._output.on_output()
 
     def flush_output(self) -> None:
-        """Somebody listens again: send what was printed meanwhile."""
+        """Send the text that was printed while no controller listened."""
         self._output.flush()
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 
     def _logs(self, ranks: Sequence[int], asked: wire.ReadLogs) -> dict[int, str]:
-        """The last lines that each of ``ranks`` wrote; also of those that have ended."""
+        """Return the last lines that each of ``ranks`` wrote, even if it has ended."""
         self._drain(ranks)
         return {rank: log_tail(self.worker_pool.logs[rank], asked.lines, containing=asked.containing) for rank in ranks}
 

@@ -42,14 +42,14 @@ _LONGEST_ID = 24
 
 
 class ShownDisplay(NamedTuple):
-    """Rich output, and its payload."""
+    """A rich output with its payload."""
 
     message: wire.DisplayData
     payload: list[bytes]
 
 
 class _Stream:
-    """One pipe: splits its bytes at markers and decodes them."""
+    """A pipe of a rank: splits its bytes at markers and decodes them."""
 
     def __init__(self, name: str, marker: bytes) -> None:
         self.name = name
@@ -96,12 +96,12 @@ class _Stream:
 
 
 def _number(digits: bytes) -> int:
-    """The id in a marker; 0, nobody's, for one that a rank has forged."""
+    """Return the id in a marker; 0, for no output, in a marker that a rank has forged."""
     return number if digits.isdigit() and (number := int(digits)) < 1 << 63 else 0
 
 
 class RankOutput:
-    """Both pipes of one rank. ``now`` is a monotonic time in seconds, given by the caller."""
+    """The two pipes of a rank. ``now`` is a monotonic time in seconds, given by the caller."""
 
     def __init__(self, marker: bytes, log: RankLog, now: float) -> None:
         self.log = log
@@ -111,15 +111,14 @@ class RankOutput:
         self._pending: deque[StreamText | ShownDisplay] = deque()
         self._shown_waiting = 0
         self._pending_bytes = 0
-        self._last = 0
-        """The output that has written to the log last."""
+        self._last = 0  # the output that has written to the log last
         self._budget = float(BURST_BYTES)
         self._refilled = now
         self._cut: dict[int, int] = {}
         self._cut_news: set[int] = set()
 
     def feed(self, stream: str, data: bytes, now: float) -> None:
-        """Take what was read from the pipe ``stream``."""
+        """Take bytes that were read from the pipe ``stream``."""
         split = self._streams[stream]
         parts = split.split(data)
         if written := [part for part in parts if not isinstance(part, OutputPlace)]:
@@ -141,7 +140,7 @@ class RankOutput:
         self._order.shown(shown.message.place, shown)
 
     def release(self) -> None:
-        """The rank has ended: no text waits any more for what belongs before it."""
+        """Hand on all text that waits, since the rank has ended."""
         self._order.release()
 
     @property
@@ -177,9 +176,9 @@ class RankOutput:
         return bool(self._pending or self.log.has_note)
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[StreamText | ShownDisplay], dict[int, int]]:
-        """Return what may be sent now, and the total cut so far of each output whose total grew.
+        """Return the parts that may be sent now, and the total cut so far of each output whose total grew.
 
-        final: an output ended: everything that waits is sent, whatever the rate; so is what stands before rich output.
+        final: send all parts, whatever the rate, since an output ended; parts before rich output are sent in any case.
         """
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
@@ -203,16 +202,16 @@ class RankOutput:
         return pieces, cuts
 
     def cut(self, output: int, size_bytes: int) -> dict[int, int]:
-        """So much more of ``output`` will not be shown; returns its total, as `take` does."""
+        """Count text of ``output`` that will not be shown; return its total, as `take` does."""
         self._cut[output] = self._cut.get(output, 0) + size_bytes
         return {output: self._cut[output]}
 
     def renew(self) -> None:
-        """A cell has ended: what it printed must not silence the next one."""
+        """Renew the budget, since a cell has ended: its text must not silence the next one."""
         self._budget = float(BURST_BYTES)
 
     def _shorten(self) -> None:
-        """Drop the oldest text beyond what may wait: it is counted, and in the log."""
+        """Drop the oldest text beyond the limit: it is counted, and in the log."""
         most = max(self._budget, TAIL_BYTES) + TAIL_BYTES
         shown: list[ShownDisplay] = []
         while self._pending_bytes > most:
@@ -230,8 +229,8 @@ class RankOutput:
         self._cut_news.add(piece.output)
 
 
+# text beyond so much is let through, though others should come before it (a rank has forged marks)
 HELD_MAX_CHARS = 1 << 20
-"""So much text waits for what belongs before it; more than that is let through (a rank has forged marks)."""
 
 OrderedDisplay = TypeVar("OrderedDisplay")
 
@@ -240,21 +239,19 @@ class OutputPlace(NamedTuple):
     """A mark that was read."""
 
     number: int
-    has_shown: bool
-    """Rich output belongs here."""
+    has_shown: bool  # whether rich output belongs here
 
 
 class _Pipe:
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        self.read_to = 0
-        """The highest number that was read."""
+        self.read_to = 0  # the highest number that was read
+        # marks, each with the text behind it and the output that this belongs to
         self.waiting: deque[tuple[OutputPlace, list[tuple[int, str]]]] = deque()
-        """Marks, each with the text behind it and the output that this belongs to."""
 
 
 class OutputOrder(Generic[OrderedDisplay]):
-    """Both pipes of one rank, and its rich output."""
+    """The order of a rank's two pipes and of its rich output. Pure."""
 
     def __init__(
         self,
@@ -262,16 +259,15 @@ class OutputOrder(Generic[OrderedDisplay]):
         on_shown: Callable[[OrderedDisplay], None],
         streams: tuple[str, ...],
     ) -> None:
-        """on_text: gets stream, output and text; on_shown: what was shown; both in the order of the rank."""
-        self.passed = 0
-        """How many places lie behind us."""
+        """on_text: takes stream, output and text. on_shown: takes rich output. Both are called in the order of the
+        rank."""
+        self.passed = 0  # how many places lie behind us
         self._on_text, self._on_shown = on_text, on_shown
         self._pipes = {stream: _Pipe(stream) for stream in streams}
         self._each = tuple(self._pipes.values())
-        self._read_to = 0
-        """Up to this number both were read."""
+        self._read_to = 0  # both pipes were read up to this number
+        # rich output of marks that were not passed; None: it was handed on already
         self._early: dict[int, OrderedDisplay | None] = {}
-        """Rich output of marks that were not passed; None: it was handed on already."""
         self._held_chars = 0
 
     @property
@@ -280,7 +276,7 @@ class OutputOrder(Generic[OrderedDisplay]):
         return any(pipe.waiting for pipe in self._each)
 
     def text(self, stream: str, output: int, text: str) -> None:
-        """This was read from a pipe."""
+        """Take text that was read from a pipe."""
         pipe = self._pipes[stream]
         if not pipe.waiting:
             self._on_text(stream, output, text)
@@ -291,7 +287,7 @@ class OutputOrder(Generic[OrderedDisplay]):
             self.release()
 
     def place(self, stream: str, place: OutputPlace) -> None:
-        """A mark was read from a pipe."""
+        """Take a mark that was read from a pipe."""
         pipe = self._pipes[stream]
         if place.number > pipe.read_to:
             pipe.read_to = place.number
@@ -300,7 +296,7 @@ class OutputOrder(Generic[OrderedDisplay]):
         self._advance()
 
     def shown(self, number: int, shown: OrderedDisplay) -> None:
-        """Rich output has come, and all text before it was read. number: of its place, 0 for none."""
+        """Take rich output; all text before it was read. number: that of its place, 0 for none."""
         if any(place.number == number for pipe in self._each for place, _ in pipe.waiting):
             self._early[number] = shown
             self._advance()
@@ -310,7 +306,7 @@ class OutputOrder(Generic[OrderedDisplay]):
             self._early[number] = None
 
     def release(self) -> None:
-        """Hand on all that waits, in the order that is known: nothing more will come."""
+        """Hand on all that waits, in the order that is known: no more will come."""
         self._advance(at_once=True)
 
     def _advance(self, *, at_once: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""What ranks print, on its way from their agent to the controller; and how much is kept while that does not listen.
+"""The output of ranks on its way from their agent to the controller, and the amounts kept while no controller listens.
 
-What several ranks have printed alike between two turns travels once. Ranks that are ahead do not wait for the others:
-what waits takes from what a rank may print before it is cut.
+Text that several ranks have printed alike between two turns travels once. Ranks that are ahead do not wait for the
+others: text that waits counts against the amount that a rank may print before it is cut.
 
-Whatever is not kept is counted and named: output as `wire.OutputDropped`, the value of a result by a reply without it.
+Output that is not kept is counted and named by `wire.OutputDropped`, the value of a result by a reply without it.
 """
 
 from __future__ import annotations
@@ -22,36 +22,27 @@ from meshbook.wire import messages as wire
 from meshbook.wire.messages import SharedText, StreamText
 from meshbook.wire.uplink import Uplink
 
-FLUSH_S = 0.05
-"""How long output may wait for more of it."""
-
-MESSAGE_CHARS = 1 << 20
-"""Of text in one message."""
-
-UNDER_WAY_BYTES = 512 << 20
-"""With so much on its way to the controller what ranks show is counted and left out."""
-
-KEPT_OUTPUT_BYTES = 16 << 20
-"""Of all meshes of the host; the logs have the rest."""
-
-KEPT_RESULT_BYTES = 1 << 30
-"""Of all meshes of the host, payloads in the shared memory of workers included."""
+FLUSH_S = 0.05  # output waits so long for more of it
+MESSAGE_CHARS = 1 << 20  # of text in one message
+UNDER_WAY_BYTES = 512 << 20  # the ranks' output is counted and left out when so much is on its way to the controller
+KEPT_OUTPUT_BYTES = 16 << 20  # of all meshes of the host; the logs have the rest
+KEPT_RESULT_BYTES = 1 << 30  # of all meshes of the host, payloads in the shared memory of workers included
 
 
 class OfflineQuota:
-    """Counts from the moment when nobody listens any more."""
+    """The amounts of output and results kept while no controller listens."""
 
     def __init__(self) -> None:
         self.listening = True
         self._output_bytes = self._result_bytes = 0
 
     def begin(self) -> None:
-        """Nobody listens from now on."""
+        """Begin to count: no controller listens any more."""
         self.listening = False
         self._output_bytes = self._result_bytes = 0
 
     def end(self) -> None:
-        """Somebody listens again from now on."""
+        """Count no more: a controller listens again."""
         self.listening = True
 
     def output(self, size_bytes: int) -> bool:
@@ -70,14 +61,14 @@ class OfflineQuota:
 
 
 class OutputPump:
-    """The output of one mesh on one host. pool: of those that print."""
+    """The output of one mesh on one host. pool: the workers that print."""
 
     def __init__(self, loop: EventLoop, uplink: Uplink, quota: OfflineQuota, pool: WorkerPool) -> None:
         self._loop, self._uplink, self._quota, self._pool = loop, uplink, quota, pool
         self._is_due = False
 
     def on_output(self) -> None:
-        """Something was printed: send it soon, together with what follows."""
+        """Send output soon, together with more that follows."""
         if not self._is_due and self._quota.listening:
             self._is_due = True
             self._loop.call_later(FLUSH_S, self.flush)
@@ -92,13 +83,13 @@ class OutputPump:
             self.on_output()
 
     def send(self, worker: AgentWorker, *, final: bool = False) -> None:
-        """Send what one worker has printed. final: all of it, also what more could follow."""
+        """Send the output of one worker. final: all of it, though more could follow."""
         if final:
             worker.drain()
         self._send_own(worker, self._take(worker, final=final))
 
     def _take(self, worker: AgentWorker, *, final: bool = False) -> list[StreamText]:
-        """What may be sent now; of that, send what stands before rich output, and return the texts behind it."""
+        """Send the output up to the last rich one, as far as it may be sent now; return the texts behind that."""
         parts, cuts = worker.output.take(time.monotonic(), final=final)
         self._send_cuts(worker, cuts)
         texts: list[StreamText] = []
@@ -112,7 +103,7 @@ class OutputPump:
         return _joined(texts, worker.rank)
 
     def _send_own(self, worker: AgentWorker, pieces: list[StreamText]) -> None:
-        """Send what one rank has printed, if the quota allows."""
+        """Send the texts of one rank, if the quota allows."""
         if not pieces:
             return
         if self._quota.output(sum(len(piece.text) for piece in pieces)):
@@ -122,7 +113,7 @@ class OutputPump:
                 self._send_cuts(worker, worker.output.cut(piece.output, len(piece.text)))
 
     def _send_texts(self, runs: list[list[StreamText]]) -> None:
-        """Send what ranks have printed, each its own run; equal texts once."""
+        """Send the texts of ranks, each its own run; equal texts once."""
         for texts in _in_messages(_shared(runs)):
             self._uplink.send(wire.StreamTexts(texts))
 
@@ -140,7 +131,7 @@ class OutputPump:
 
 
 def _in_messages(texts: Iterable[SharedText]) -> Iterator[tuple[SharedText, ...]]:
-    """Cut at `MESSAGE_CHARS` or soon after."""
+    """Group texts into messages of `MESSAGE_CHARS` or little more."""
     taken: list[SharedText] = []
     size = 0
     for text in texts:
@@ -154,7 +145,7 @@ def _in_messages(texts: Iterable[SharedText]) -> Iterator[tuple[SharedText, ...]
 
 
 def _joined(pieces: list[StreamText], rank: int) -> list[StreamText]:
-    """Neighbours of one output and stream as one text of ``rank``."""
+    """Join neighbours of one output and stream to one text of ``rank``."""
     runs = [list(run) for _, run in groupby(pieces, lambda piece: (piece.output, piece.stream))]
     return [
         StreamText(rank, run[0].stream, "".join([piece.text for piece in run]), run[0].output, run[0].place)
@@ -163,7 +154,7 @@ def _joined(pieces: list[StreamText], rank: int) -> list[StreamText]:
 
 
 def _shared(runs: list[list[StreamText]]) -> Iterator[SharedText]:
-    """The first texts of all ranks, then the second ones, and so on: equal ones as one."""
+    """Yield the first texts of all ranks, then the second ones, and so on: equal ones as one."""
     for step in zip_longest(*runs):
         ranks: dict[tuple[str, int, int, str], list[int]] = {}
         for piece in step:

@@ -25,12 +25,11 @@ from meshbook.wire.transport import ControllerSocket
 if TYPE_CHECKING:
     from meshbook.agent.mail import AgentMail
 
-TURN_MESSAGES = 256
-"""So much is taken in before others have their turn."""
+TURN_MESSAGES = 256  # messages taken in before others have their turn
 
 
 class PeerServer:
-    """Raises: OSError if the system has no sockets for it."""
+    """The server of one agent for its peers. Raises: OSError if the system has no sockets for it."""
 
     def __init__(self, host: HostResources, ip: str, callee: AgentMail) -> None:
         self._host, self._callee = host, callee
@@ -44,7 +43,7 @@ class PeerServer:
         self._callers: dict[str, HostLink] = {}
 
     def admit(self, host_id: str, key: str, epoch: int) -> None:
-        """Let a host in, which starts to count anew."""
+        """Let a host in; its links count from the start."""
         if (former := self._callers.get(host_id)) is not None:
             former.lose("it has come anew")
         host = self._callers[host_id] = HostLink(
@@ -53,13 +52,14 @@ class PeerServer:
         self._sock.readmit(host_id, key)
 
     def drop(self, host_id: str) -> None:
-        """A host is lost, or has sent what no host of ours sends: let it in no more."""
+        """Let a host in no more: it is lost, or has sent a message that no host of ours sends."""
         if (host := self._callers.pop(host_id, None)) is not None:
             host.lose("it was dropped")
             self._sock.revoke(host_id)
 
     def serve(self, *, choked: bool) -> bool:
-        """Send and receive what there is; whether there was anything. choked: too much waits for slow workers."""
+        """Send and receive the messages that are there; return whether there were any. choked: too much waits for slow
+        workers."""
         for host in self._callers.values():
             host.flush()
         self._sock.look()
@@ -80,7 +80,7 @@ class PeerServer:
         return busy
 
     def beat(self) -> None:
-        """Say once a second that we are there, and open or shut the door."""
+        """Send heartbeats, and open or shut the port; once a second."""
         for host in self._callers.values():
             host.beat()
         self._sock.watch_door()
@@ -100,7 +100,7 @@ class PeerServer:
                 raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
 
     def _on_whole(self, host: HostLink, message: NamesPayload, frames: list[bytes]) -> None:
-        """It has come with all of its payload."""
+        """Act on a message whose payload has arrived in full."""
         if isinstance(message, wire.Cancel):
             self._callee.cancel_here(message)
             return

@@ -32,19 +32,17 @@ from meshbook.wire.uplink import Uplink
 if TYPE_CHECKING:
     from meshbook.agent.mail import AgentMail
 
-PATIENCE_S = 10.0
-"""Calls wait so long for the controller to say where their ranks live."""
-
+PATIENCE_S = 10.0  # calls wait so long for the controller to say where their ranks live
 KEPT_PLANS = 256
 
+# a peer that was not heard of for so long is lost, unless its machine answers, or it is seen to live on ours
 MAX_SILENCE_S = 10.0
-"""Who was not heard of for so long is lost, unless its machine answers, or it is seen to live on ours."""
 
 WaitingCall = tuple[AgentWorker, wire.Call, Sequence[Buffer]]
 
 
 class Part(NamedTuple):
-    """What of a target lies on one other host."""
+    """The part of a target that lies on one other host."""
 
     ranks: tuple[int, ...]
     target: wire.Target
@@ -52,9 +50,10 @@ class Part(NamedTuple):
 
 
 class PeerClient:
-    """The way to another agent, to which we are a host that dials in: calls of our workers go there, answers come back.
+    """The connection to another agent, for which we are a host that dials in: calls of our workers go there, answers
+    come back.
 
-    Lost once `lost` says why.
+    The connection is lost once `lost` says why.
     """
 
     def __init__(
@@ -64,18 +63,17 @@ class PeerClient:
         make_calls: Callable[[Uplink], ForwardedCalls],
         pid: int = 0,
     ) -> None:
-        """ticket: to the port of the other agent. pid: its process, where that is on this machine. Raises: OSError."""
+        """ticket: a ticket to the port of the other agent. pid: its process, where that is on this machine. Raises:
+        OSError."""
         self._pid, self._started = pid, start_time(pid) if pid else None
         self._from, self._endpoint = host.name, ticket.endpoint
-        self.lost = ""
-        """Why it is: its host is lost, or out of our reach."""
+        self.lost = ""  # why it is lost: its host is lost, or out of our reach
         self._uplink = Uplink(host.dialer, ticket, host.loop, self)
-        self.calls = make_calls(self._uplink)
-        """Those that went there."""
+        self.calls = make_calls(self._uplink)  # the calls that went there
         self.beat()
 
     def serve(self) -> None:
-        """Send and receive until there is nothing."""
+        """Send and receive until there is no message."""
         if not self.lost:
             try:
                 self._uplink.serve()
@@ -99,7 +97,7 @@ class PeerClient:
         self.calls.on_replies(message, frames)
 
     def beat(self) -> None:
-        """Once a second: say that we are there, and how far we are; notice silence."""
+        """Send heartbeats and notice silence; once a second."""
         self._uplink.look()
         if self._uplink.unanswered_s > MAX_SILENCE_S and not self._is_seen_alive:
             self.lost = self.lost or self._silence()
@@ -136,24 +134,21 @@ class AgentPeers:
         self._mail, self._host, self._is_there = mail, host, is_there
         self._loop, self._send = host.loop, host.uplink.send_urgent
         self._clients: dict[str, PeerClient] = {}
-        self._lost: dict[str, wire.DeathCause] = {}
-        """Hosts to which there is no connection (any more)."""
+        self._lost: dict[str, wire.DeathCause] = {}  # hosts to which there is no connection (any more)
         self._where: dict[int, tuple[wire.Peer, ...]] = {}
         self._plans: dict[tuple[int, wire.Target], tuple[Part, ...]] = {}
-        self._waiting: dict[int, deque[WaitingCall]] = {}
-        """Calls to meshes of which it is not known where they live."""
+        self._waiting: dict[int, deque[WaitingCall]] = {}  # calls to meshes whose hosts are not known
         self._port: PeerServer | None = None
-        self.active = False
-        """Whether there has been any to serve."""
+        self.active = False  # whether there has been any to serve
 
     # ---- calls of our workers -----------------------------------------------------------------------------------
 
     def must_wait(self, mesh: int, *, is_here: bool) -> bool:
-        """Whether a call has to wait until it is known where the ranks of ``mesh`` live. is_here: all of them."""
+        """Whether a call has to wait until the hosts of ``mesh`` are known. is_here: whether all ranks live here."""
         return mesh in self._waiting or not (is_here or mesh in self._where)
 
     def wait(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
-        """Keep a call until that is known."""
+        """Keep a call until the hosts of its mesh are known."""
         queue = self._waiting.get(call.mesh)
         if queue is None:
             queue = self._waiting[call.mesh] = deque()
@@ -162,7 +157,7 @@ class AgentPeers:
         queue.append((sender, call, payload))
 
     def take_waiting(self, cancel: wire.Cancel) -> WaitingCall | None:
-        """Take a call that is cancelled out of those that wait."""
+        """Take a cancelled call out of the waiting ones."""
         for waiting in self._waiting.get(cancel.mesh, ()):
             if (waiting[1].origin, waiting[1].id) == (cancel.origin, cancel.call):
                 self._waiting[cancel.mesh].remove(waiting)
@@ -170,7 +165,7 @@ class AgentPeers:
         return None
 
     def parts(self, mesh: int, target: wire.Target) -> tuple[Part, ...]:
-        """What of ``target`` lies on other hosts."""
+        """Return the parts of ``target`` that lie on other hosts."""
         found = self._plans.get((mesh, target))
         if found is None:
             if len(self._plans) >= KEPT_PLANS:
@@ -187,11 +182,11 @@ class AgentPeers:
         return parts
 
     def away(self, host: str) -> ForwardedCalls | wire.DeathCause:
-        """The calls that go to a host, or why none can."""
+        """Return the calls that go to a host, or why none can."""
         return self._clients[host].calls if host in self._clients else self._lost[host]
 
     def cancel(self, cancel: wire.Cancel) -> None:
-        """Pass a cancel on to wherever its call may have gone."""
+        """Pass a cancel on to each host to which its call may have gone."""
         for client in self._clients.values():
             client.calls.cancel(cancel)
 
@@ -209,7 +204,7 @@ class AgentPeers:
     # ---- what the controller says -------------------------------------------------------------------------------
 
     def on_peers(self, message: wire.Peers) -> None:
-        """The ranks of a mesh live there."""
+        """Take in where the ranks of a mesh live."""
         self._plans.clear()
         if message.peers:
             self._where[message.mesh] = message.peers
@@ -240,7 +235,7 @@ class AgentPeers:
             self._lost[peer.host] = wire.DeathCause(peer.name, "the way to its host was lost; call again", "")
 
     def on_open(self, message: wire.OpenPeerPort) -> None:
-        """Another host's workers are to call ours: let its agent in, and say where."""
+        """Let the agent of another host in, whose workers are to call ours, and tell it the port."""
         try:
             if self._port is None:
                 self._port = PeerServer(self._host, self._ip(message.ip), self._mail)
@@ -252,7 +247,7 @@ class AgentPeers:
         self._send(wire.PeerAddress(message.host, self._port.endpoint))
 
     def _ip(self, proposed: str) -> str:
-        """The one that was asked for the ranks here, else that by which the controller's network reaches us."""
+        """Return the address asked for the ranks here, else that by which the controller's network reaches us."""
         if found := wanted_interfaces(self._mail.environment.get(WANTED.encode(), b"").decode()):
             return in_endpoint(found[0].address)
         endpoint = self._host.ticket.endpoint
@@ -268,14 +263,14 @@ class AgentPeers:
         return in_endpoint(own)
 
     def on_lost(self, message: wire.PeerLost) -> None:
-        """A host is lost."""
+        """Note that a host is lost."""
         if self._port is not None:
             self._port.drop(message.host)
         if message.host in self._clients:
             self._lose(message.host, f"its host is lost: {message.reason}")
 
     def on_succession(self) -> None:
-        """A new controller has come: it does not know yet whom to tell of what."""
+        """Ask a new controller for the hosts of all meshes: it does not know yet which agents have asked."""
         for mesh in {*self._where, *self._waiting}:
             self._send(wire.AskPeers(mesh, tuple(self._clients)))
 
@@ -288,7 +283,7 @@ class AgentPeers:
     # ---- the agent's loop ---------------------------------------------------------------------------------------
 
     def serve(self, *, choked: bool) -> bool:
-        """Send and receive what there is; whether to look again before a sleep. choked: too much waits to be read."""
+        """Send and receive; return whether to look again before a sleep. choked: too much waits to be read."""
         busy = self._port is not None and self._port.serve(choked=choked)
         for host, client in tuple(self._clients.items()):
             client.serve()  # until there is nothing
@@ -301,13 +296,13 @@ class AgentPeers:
         return busy
 
     def _forget(self, host: str) -> None:
-        """Ask anew where its ranks live: the way to it may be another one."""
+        """Ask again for the hosts of meshes, since the connection to a host was lost."""
         for mesh, peers in tuple(self._where.items()):
             if any(peer.host == host for peer in peers):
                 self._send(wire.AskPeers(mesh, tuple(self._clients), (host,)))
 
     def beat(self) -> None:
-        """Say once a second that we are there, and notice who is not."""
+        """Send heartbeats, and notice silent peers; once a second."""
         for client in self._clients.values():
             client.beat()
         if self._port is not None:
@@ -323,9 +318,9 @@ class _Away(NamedTuple):
 
 
 class ForwardedCalls:
-    """Of one uplink: to the controller's process, or to the agent of another host.
+    """The calls sent by one uplink: to the controller's process, or to the agent of another host.
 
-    answer: hands answers to the worker that has called. discard: lets go of a payload that nobody wants.
+    answer: hands answers to the worker that has called. discard: lets go of a payload that is not wanted.
     """
 
     def __init__(
@@ -361,13 +356,13 @@ class ForwardedCalls:
             self.uplink.send(cancel)
 
     def lose(self, death: wire.DeathCause) -> None:
-        """Nothing comes from there any more."""
+        """Answer for all calls: no answer comes from there any more."""
         opened, self._open = self._open, {}
         for (origin, id), away in opened.items():
             self._answer(away.sender, lost_replies(id, [(rank, death) for rank in sorted(away.ranks)], origin), ())
 
     def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Answers have come, with all of their payloads."""
+        """Hand on answers that have come with all of their payloads."""
         away = self._open.get((replies.origin, replies.id))
         kept: list[wire.RankReply] = []
         mine: list[bytes] = []

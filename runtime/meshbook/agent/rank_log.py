@@ -24,36 +24,31 @@ from meshbook.system.os_errors import explain
 from meshbook.wire.messages import FROM_THE_END, LogPiece, ReadOn
 
 LOG_QUOTA_BYTES = 1 << 30
-RETRY_S = 2.0
-"""How often a log that could not be written is tried again."""
+RETRY_S = 2.0  # a log that could not be written is tried again so often
 QUEUE_BYTES = 4 << 20
-PATIENCE_S = 5.0
-"""So long a rank waits for its disk."""
+PATIENCE_S = 5.0  # a rank waits so long for its disk
 REST_S = 0.01
-SETTLE_S = 0.5
-"""So long a disk is waited for where somebody is to read what was written; it takes far less."""
-
+SETTLE_S = 0.5  # a reader of a log waits so long for the disk, which takes far less
 SLOW = "its disk does not keep up"
 
 _Jobs = queue.SimpleQueue["Callable[[], None] | None"]
 
 
 class _Writer:
-    """The thread, which lives while there are logs. Between jobs it rests, so that much is written at once.
+    """The thread that writes, while there are logs. Between jobs it rests, so that much is written at once.
 
     Else it and the loop would hand the interpreter to each other at every line: that costs ten times the work.
     """
 
     def __init__(self) -> None:
-        self.hurry = threading.Event()
-        """Somebody waits for what is written."""
+        self.hurry = threading.Event()  # set when a reader waits for the text
+        # whether a reader has waited in vain, and no text was written since: no log is waited for meanwhile
         self.hangs = False
-        """Somebody has waited in vain, and nothing was written since: nobody waits for any log meanwhile."""
         self._lock = threading.Lock()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._logs = 0
+        # the thread that writes, or the last one: it may have something to write still
         self._thread: threading.Thread | None = None
-        """The one that writes, or the last one: it may have something to write still."""
 
     def add_log(self) -> None:
         with self._lock:
@@ -99,26 +94,27 @@ _writer = _Writer()
 
 
 def settle_logs(timeout_s: float) -> None:
-    """Wait until all that was written by now is in the logs."""
+    """Wait until all text that was written by now is in the logs."""
     _writer.settle(timeout_s)
 
 
 class RankLog:
-    """Everything a rank wrote, up to the quota; a full disk loses the log, not the rank.
+    """The log of all text that a rank wrote, up to the quota; a full disk loses the log, not the rank.
 
-    What cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks.
+    Text that cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it
+    lacks.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises: OSError if there can be none."""
+        """Raises: OSError if the file cannot be opened."""
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # where this process's part begins; text before it is of one that had the rank earlier
         self.begin = os.fstat(self._fd).st_size
-        """Where this process's part begins; what stands before is of one that had the rank earlier."""
         self._lock = threading.Lock()
         self._queued_bytes = self._skipped_bytes = 0
+        # pieces that the thread has not begun with, each with how many bytes are missing before it
         self._queued: list[tuple[int, bytes]] = []
-        """What the thread has not begun with; each piece with how many bytes are missing before it."""
         self._empty = threading.Event()
         self._empty.set()
         self._full_since = math.inf
@@ -155,7 +151,7 @@ class RankLog:
         return now - self._full_since < PATIENCE_S
 
     def take_note(self) -> str:
-        """What the person should know, once: that the log has become incomplete, and why."""
+        """Return, once, that the log has become incomplete, and why."""
         note, self._note = self._note, ""
         return note
 
@@ -165,23 +161,23 @@ class RankLog:
 
     @property
     def lacks(self) -> str:
-        """Why it lacks what was written last; empty where it has that."""
+        """Return why the last text is missing; empty where it is not."""
         return self._why
 
     @property
     def behind(self) -> bool:
-        """Whether some of what was written has not come to the file."""
+        """Whether some text has not come to the file."""
         return not self._empty.is_set()
 
     def settle(self) -> None:
-        """Wait a moment until all that was written by now is in the file; not again until the disk has caught up."""
+        """Wait a moment until all text is in the file; not again until the disk has caught up."""
         if _writer.hangs or self._empty.is_set():
             return
         _writer.hurry.set()
         _writer.hangs = not self._empty.wait(SETTLE_S)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the log after all text is written."""
         _writer.do(self._end)
         _writer.remove_log()
 
@@ -243,7 +239,7 @@ class RankLog:
 
 
 def read_on(paths: Mapping[int, Path], asked: ReadOn) -> tuple[LogPiece, ...]:
-    """What was written beyond the offsets asked for, of the logs that have something new."""
+    """Return the text beyond the offsets asked for, of the logs that have any."""
     pieces = [
         _read_on(rank, paths[rank], offset, asked.lines, asked.limit_bytes)
         for rank, offset in asked.offsets

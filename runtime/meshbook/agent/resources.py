@@ -29,43 +29,38 @@ from meshbook.wire.uplink import Uplink
 
 @dataclass(frozen=True)
 class HostResources:
-    """What the meshes of one host, its mail and its peers share."""
+    """The resources that the meshes of one host, its mail and its peers share."""
 
     name: str
     ticket: Ticket
     loop: EventLoop
     dialer: Dialer
-    uplink: Uplink
-    """To the controller."""
+    uplink: Uplink  # to the controller
     segment_refs: SegmentRefCounts
-    pool: SegmentPool
-    """The agent's own shared memory."""
-    moves: Mapping[int, Moves]
-    """By mesh, of those whose ranks got other numbers."""
+    pool: SegmentPool  # the agent's own shared memory
+    moves: Mapping[int, Moves]  # moves of meshes whose ranks got other numbers
     quota: OfflineQuota = field(default_factory=OfflineQuota)
     oom: OomWatch = field(default_factory=OomWatch)
 
     @property
     def log_dir(self) -> Path:
-        """Where the logs of ranks lie."""
+        """Return the folder of the logs of ranks."""
         return Path(self.ticket.log_dir)
 
 
-LentSegment: TypeAlias = tuple[int, int]
-"""(pid of its owner, number)."""
+LentSegment: TypeAlias = tuple[int, int]  # (pid of its owner, number)
 
 
 class SegmentRefCounts:
-    """Of one host; ``on_unused(pid, segment)`` is called when nobody has a segment any more."""
+    """The holders of payloads on one host; ``on_unused(pid, segment)`` is called when a segment has none any more."""
 
     def __init__(self, on_unused: Callable[[int, int], None]) -> None:
         self._on_unused = on_unused
         self._holders: dict[LentSegment, int] = {}
-        self.sent: deque[LentSegment] = deque()
-        """Segments of which the other end has all pieces, or never will."""
+        self.sent: deque[LentSegment] = deque()  # segments of which the other end has all pieces, or never will
 
     def lend(self, key: LentSegment, workers: Iterable[AgentWorker] = ()) -> None:
-        """Workers are about to get it. Without any: we hold it ourselves, until `end`."""
+        """Count workers that are about to get a segment; without any we hold it ourselves, until `end`."""
         holders = list(workers)
         self._holders[key] = self._holders.get(key, 0) + (len(holders) or 1)
         for worker in holders:
@@ -83,7 +78,8 @@ class SegmentRefCounts:
     def export(
         self, segment: wire.SegmentRef, link: Uplink | HostLink
     ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
-        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied before.
+        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied
+        before.
 
         Raises: MeshError.
         """
@@ -98,17 +94,17 @@ class SegmentRefCounts:
         return [buffer.data for buffer in map_segment(segment, lambda _: self.sent.append(key))]
 
     def settle(self) -> None:
-        """Once per turn of the agent's loop: let go of what has been sent. Views may die on any thread."""
+        """Let go of segments that have been sent, once per turn of the agent's loop. Views may die on any thread."""
         while self.sent:
             self.end(self.sent.popleft())
 
     def take_back(self, worker: AgentWorker, key: LentSegment) -> None:
-        """A worker has let go of it."""
+        """Note that a worker has let go of a segment."""
         if key in worker.segments:
             worker.segments.discard(key)
             self.end(key)
 
     def take_back_all(self, worker: AgentWorker) -> None:
-        """Take back all that a worker held, since it has ended."""
+        """Take back all segments of a worker that has ended."""
         for key in tuple(worker.segments):
             self.take_back(worker, key)

@@ -19,12 +19,11 @@ from meshbook.system.os_errors import explain
 from meshbook.system.processes import count_moves, kill_strays
 from meshbook.wire import messages as wire
 
-TELL_S = 1.0
-"""How often the controller is told what workers wait for that come up."""
+TELL_S = 1.0  # how often the controller is told why workers that come up wait
 
 
 class _Interpreter(NamedTuple):
-    """What templates run. path: empty for ours. mesh: the one that it serves alone; 0: all that name it."""
+    """The interpreter of a template. path: empty for ours. mesh: the one that it serves alone; 0: all that name it."""
 
     path: str = ""
     mesh: int = 0
@@ -34,19 +33,19 @@ _OURS = _Interpreter()
 
 
 class _Starting(NamedTuple):
-    """What was asked for and has not come up."""
+    """A request whose workers have not come up."""
 
     spawn: wire.Spawn
     mesh: AgentMesh
     template: TemplateProcess
-    told: tuple[object, ...] = ()
-    """The state that the controller was told of last."""
+    told: tuple[object, ...] = ()  # the state in the last report to the controller
 
 
 class Spawns:
-    """Those of one agent.
+    """The requests for workers of one agent, and their templates.
 
-    mesh_of: the mesh of a request, made where there is none. report: to the controller. inherited: the first template.
+    mesh_of: the mesh of a request, made where there is none. report: sends to the controller. inherited: the first
+    template.
     """
 
     def __init__(
@@ -57,10 +56,9 @@ class Spawns:
         inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._plain: dict[tuple[_Interpreter, bool], TemplateProcess] = {}
-        """By their interpreter: with torch, and without."""
+        self._plain: dict[tuple[_Interpreter, bool], TemplateProcess] = {}  # by interpreter, with torch and without
+        # by the modules, too, that they have imported besides
         self._special: dict[tuple[_Interpreter, bool, tuple[str, ...]], TemplateProcess] = {}
-        """By the modules that they have imported besides, too."""
         self._waiting: list[wire.Spawn] = []
         self._starting: list[_Starting] = []
         self._was_asked = False
@@ -104,9 +102,9 @@ class Spawns:
         template.when_ready(lambda: self._fork(spawn, mesh, template, again))
 
     def _template_for(self, spawn: wire.Spawn) -> TemplateProcess:
-        """What its workers are forked from: the plain one if that with its modules must not be forked.
+        """Return the template of a request: the plain one if that with its modules must not be forked.
 
-        One that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
+        A template that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
         """
         command, python = spawn.command, _OURS
         if command.python not in ("", sys.executable):
@@ -121,13 +119,13 @@ class Spawns:
         return forked
 
     def expect_torch(self) -> None:
-        """Have torch imported before somebody asks for ranks, unless somebody has: they may want none."""
+        """Have torch imported before ranks are asked for, unless some were: they may want none."""
         if not self._was_asked:
             with contextlib.suppress(OSError):  # who asks is told
                 self._plain_template(_OURS, torch=True)
 
     def _plain_template(self, python: _Interpreter, torch: bool) -> TemplateProcess:
-        """Raises: OSError."""
+        """Return the template without modules. Raises: OSError."""
         template = self._plain.get((python, torch))
         if template is None or template.failure:
             if torch:
@@ -151,7 +149,7 @@ class Spawns:
             mesh.worker_pool.start(spawn, template, in_workers, retry)
 
     def _tell(self) -> None:
-        """Once a second while workers come up: tell the controller what they wait for, if that has moved."""
+        """Report once a second why workers that come up wait, if that has changed."""
         told = []
         for each in self._starting:
             workers, is_waiting = each.mesh.worker_pool.starting(each.spawn), each.spawn in self._waiting
@@ -179,20 +177,20 @@ class Spawns:
         self._report(wire.SpawnFailed(spawn.mesh, reason, request=spawn.request))
 
     def give_up(self, mesh: int, ranks: Sequence[int] | None = None) -> None:
-        """Do not start what waits for a template still, for some workers of a mesh or for all."""
+        """Drop requests that still wait for a template, for some workers of a mesh or for all."""
         for spawn in tuple(self._waiting):
             if spawn.mesh == mesh and (ranks is None or any(seat.known_as in ranks for seat in spawn.seats)):
                 self._waiting.remove(spawn)
 
     def forget(self, mesh: int) -> None:
-        """A mesh has ended: so do the templates that it had for itself."""
+        """Close the templates that a mesh, which has ended, had for itself."""
         for plain in [key for key in self._plain if key[0].mesh == mesh]:
             self._plain.pop(plain).close()
         for special in [key for key in self._special if key[0].mesh == mesh]:
             self._special.pop(special).close()
 
     def end_strays(self) -> None:
-        """End what ranks have left in sessions of their own; the last mesh has ended."""
+        """End processes that ranks have left in sessions of their own; the last mesh has ended."""
         if all(template.pid or template.failure for template in self._templates):
             kill_strays(self.template_pids)
 
@@ -207,7 +205,7 @@ def _answers(spawn: wire.Spawn, missing: int) -> str:
 
 
 def _at_home(spawn: wire.Spawn, cwd: bytes) -> wire.Spawn:
-    """The request with ``~`` as the folder that it is on this host."""
+    """Return the request with ``~`` as the folder that it is on this host."""
     there = os.path.expanduser(cwd)
     sys_path = tuple(there if entry == cwd else entry for entry in spawn.sys_path)
     return msgspec.structs.replace(spawn, cwd=there, sys_path=sys_path)

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from meshbook.agent.worker import AgentWorker
 
 POLL_S = 0.01
-SIGNAL_S = 0.15
-"""A process that runs has written its dump by then."""
-AT_ONCE = 4
-"""So many py-spy run at the same time."""
+SIGNAL_S = 0.15  # a process that runs has written its dump by then
+AT_ONCE = 4  # the most py-spy that run at the same time
 MAX_BYTES = 8 << 20
 
 ADVICE = "py-spy reads it from outside; on that host: pip install 'meshbook[stacks]'"
@@ -73,7 +71,7 @@ class OutsideStacks:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Look at what has come, begin what can begin, and come back soon."""
+        """Read the dumps that have come, begin others, and come back soon."""
         if self._ended:
             return
         now = time.monotonic()
@@ -126,7 +124,7 @@ class _Spy:
     """A process of py-spy that reads one worker."""
 
     def __init__(self, loop: EventLoop, program: str, pid: int, native: bool, on_end: Callable[[_Spy], None]) -> None:
-        """Raises: OSError if it cannot be started."""
+        """Raises: OSError if the process cannot be started."""
         self._loop, self._pid, self._on_end = loop, pid, on_end
         self._text = bytearray()
         how = "--native" if native else "--nonblocking"
@@ -151,7 +149,7 @@ class _Spy:
             self.end()
 
     def end(self) -> None:
-        """Stop it if it runs."""
+        """End the process if it runs."""
         if self._watch is None:
             return
         self._loop.forget(self._watch)
@@ -172,7 +170,7 @@ class _Spy:
 
 
 def _explain(text: str) -> str:
-    """Return why py-spy has found nothing."""
+    """Return why py-spy has found no stack."""
     said = " ".join(text.split())[:200]
     if "ermission" in said:
         return (
@@ -183,6 +181,6 @@ def _explain(text: str) -> str:
 
 
 def find_py_spy() -> str | None:
-    """Beside this Python, or on the PATH."""
+    """Return the path of py-spy beside this Python, or on the PATH."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")

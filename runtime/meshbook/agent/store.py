@@ -16,11 +16,10 @@ from typing import TypeAlias
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import DueAnswer, KeyValueStore, StoreOp, StoreResult
 
-REMEMBERED_ANSWERS = 64
-"""Of each rank on another host; far more than a rank has threads that ask at once."""
+REMEMBERED_ANSWERS = 64  # for each rank on another host; far more than a rank has threads that ask at once
 
+# ``deliver(rank, answer)`` gives it to that rank, and returns whether that is a worker of this host
 Deliver = Callable[[int, wire.RankStored], bool]
-"""``deliver(rank, answer)``: give it to that rank if it is a worker of this host; whether it is."""
 
 SendUrgent = Callable[[wire.FromHost], None]
 
@@ -31,18 +30,17 @@ StoreMessage: TypeAlias = (
 
 
 class StoreHome:
-    """On host 0: the store itself."""
+    """The store itself, on host 0."""
 
     def __init__(self, mesh: int, deliver: Deliver, send_urgent: SendUrgent) -> None:
         self._mesh, self._deliver, self._send_urgent = mesh, deliver, send_urgent
         self._store: KeyValueStore[int] = KeyValueStore()
-        self._open: set[tuple[int, int]] = set()
-        """(rank, request) of questions from afar that wait."""
+        self._open: set[tuple[int, int]] = set()  # (rank, request) of questions from afar that wait
+        # the last answers to each rank of another host, by request
         self._answered: dict[int, OrderedDict[int, StoreResult]] = {}
-        """The last answers to each rank of another host, by request."""
 
     def on_message(self, message: StoreMessage) -> None:
-        """Take what the controller sends or passes on."""
+        """Take a message that the controller sends or passes on."""
         match message:
             case wire.StoreRequest(_, rank, request, op):
                 self.ask_from_afar(rank, request, op)
@@ -54,11 +52,11 @@ class StoreHome:
                 pass  # answers come from here, and this host is not lost
 
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
-        """A worker of this host asks."""
+        """Take a question of a worker of this host."""
         self._send(self._store.request(rank, request, op))
 
     def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
-        """A worker of another host asks, by way of the controller."""
+        """Take a question of a worker of another host, passed on by the controller."""
         known = self._answered.setdefault(rank, OrderedDict()).get(request)
         if known is not None:
             self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, known))
@@ -67,7 +65,7 @@ class StoreHome:
             self._send(self._store.request(rank, request, op))
 
     def drop_client(self, rank: int) -> None:
-        """A rank has ended: forget what it waits for."""
+        """Forget the questions of a rank that has ended."""
         self._store.drop_client(rank)
         self._answered.pop(rank, None)
         self._open = {question for question in self._open if question[0] != rank}
@@ -85,7 +83,7 @@ class StoreHome:
 
 
 class StoreRelay:
-    """On the other hosts: questions on their way to the store."""
+    """The relay on the other hosts: the questions on their way to the store."""
 
     def __init__(self, mesh: int, deliver: Deliver, send_urgent: SendUrgent) -> None:
         self._mesh, self._deliver, self._send_urgent = mesh, deliver, send_urgent
@@ -93,7 +91,7 @@ class StoreRelay:
         self._lost = ""
 
     def on_message(self, message: StoreMessage) -> None:
-        """Take what the controller sends or passes on."""
+        """Take a message that the controller sends or passes on."""
         match message:
             case wire.StoreAnswer(_, rank, request, result):
                 self.answer(rank, request, result)
@@ -105,7 +103,7 @@ class StoreRelay:
                 pass  # the rest is for the home
 
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
-        """A worker of this host asks."""
+        """Pass on a question of a worker of this host."""
         if self._lost:
             self._deliver(rank, wire.RankStored(request, StoreResult(error=self._lost)))
             return
@@ -113,21 +111,21 @@ class StoreRelay:
         self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
 
     def answer(self, rank: int, request: int, result: StoreResult) -> None:
-        """The home has answered a worker of this host."""
+        """Pass the home's answer on to a worker of this host."""
         if self._open.pop((rank, request), None) is not None:
             self._deliver(rank, wire.RankStored(request, result))
 
     def drop_client(self, rank: int) -> None:
-        """A rank has ended: forget what it waits for."""
+        """Forget the questions of a rank that has ended."""
         self._open = {question: op for question, op in self._open.items() if question[0] != rank}
 
     def lose(self, reason: str) -> None:
-        """The host of the store is lost."""
+        """Answer all questions with an error, since the host of the store is lost."""
         self._lost = f"the store of the process groups is gone: {reason}"
         for rank, request in list(self._open):
             self.answer(rank, request, StoreResult(error=self._lost))
 
     def resend(self) -> None:
-        """A new controller is there, which knows nothing of open questions."""
+        """Ask all open questions again: a new controller does not know them."""
         for (rank, request), op in self._open.items():
             self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))

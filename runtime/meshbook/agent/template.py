@@ -20,12 +20,11 @@ from meshbook.system.processes import describe_exit, kill_session, versions
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
 
-REAP_S = 0.5
-"""So long the agent waits for a template that was killed; in uninterruptible sleep it does not end."""
+REAP_S = 0.5  # the agent waits so long for a template that was killed; in uninterruptible sleep it does not end
 
+# how many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
+# to write messages that the other one does not read
 _BATCH = 64
-"""So many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
-to write what the other one does not read."""
 
 _KEPT_LINES = 200
 _LAST_LINES = 5
@@ -39,7 +38,7 @@ class _ForkRequest(NamedTuple):
 
 
 class TemplateOutput:
-    """What a template and its forks write: passed on to our own log, and the last of it kept."""
+    """The output of a template and its forks: passed on to our own log, with the last of it kept."""
 
     def __init__(self, loop: EventLoop, fd: int) -> None:
         self._loop, self._fd = loop, fd
@@ -48,14 +47,14 @@ class TemplateOutput:
         self._watch = loop.watch(self._fd, self._read)
 
     def last_words(self) -> str:
-        """The end of it, indented, below a colon; empty when nothing was said."""
+        """Return the end of the output, indented, below a colon; empty when there was none."""
         self._read()
         words = last_words(self._kept.decode(errors="backslashreplace"), _LAST_LINES)
         return "; its last words:\n" + "\n".join(f"  {line}" for line in words.splitlines()) if words else ""
 
     @property
     def last_line(self) -> str:
-        """Return its last line; empty when nothing was written."""
+        """Return the last line of the output; empty when there was none."""
         return last_words(self._kept.decode(errors="backslashreplace"), 1).strip()
 
     def close(self) -> None:
@@ -78,7 +77,7 @@ class TemplateOutput:
 
 
 def _misfit(version: str) -> str:
-    """Why a template of another interpreter is of no use; empty where it is."""
+    """Return why a template of another interpreter is of no use; empty where it is."""
     return "" if version == versions() else f"it is {version}, this side {versions()}; both sides need the same"
 
 
@@ -86,26 +85,22 @@ class TemplateProcess:
     """A template process. Fork requests wait until it is ready; they fail when it ends."""
 
     def __init__(self, loop: EventLoop, sock: socket.socket, voice: TemplateOutput) -> None:
-        self.problem = ""
-        """Why this template must not be forked; then its modules are imported by each worker instead."""
-        self.failure = ""
-        """Why it is unusable: it ended, or an import failed."""
-        self.pid = 0
-        """Of a child of ours; 0 until it is known, and once it was reaped."""
+        self.problem = ""  # why this template must not be forked; then its modules are imported by each worker instead
+        self.failure = ""  # why it is unusable: it ended, or an import failed
+        self.pid = 0  # pid of a child of ours; 0 until it is known, and once it was reaped
         self._loop = loop
         self._sock = sock
         self._voice = voice
         self._watch = loop.watch(sock.fileno(), self._on_readable)
-        self.is_ready = False
-        """Whether it has imported all that it is to import."""
+        self.is_ready = False  # whether it has finished its imports
         self._waiting: deque[Callable[[], None]] = deque()
         self._forks: deque[_ForkRequest] = deque()
 
     @classmethod
     def start(cls, loop: EventLoop, inherited: StartedTemplate | None = None, *, python: str = "") -> TemplateProcess:
-        """Speak to a template with the standard modules: the one that came with us, or one that is started now.
+        """Return a template with the standard modules: the one that came with us, or a new one.
 
-        python: the interpreter of the latter; ours by default. Raises: OSError if the system has no process or no
+        python: the interpreter of a new one; ours by default. Raises: OSError if the system has no process or no
         descriptors for it, or no such interpreter.
         """
         started = exec_template(python) if inherited is None else inherited
@@ -135,7 +130,7 @@ class TemplateProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line that it or one of its forks has written."""
+        """Return the last line that it or one of its forks has written."""
         return self._voice.last_line
 
     def when_ready(self, callback: Callable[[], None]) -> None:
@@ -163,7 +158,7 @@ class TemplateProcess:
             self._ask_for_more()
 
     def _ask_for_more(self) -> None:
-        """Ask for the next workers of the first request; those asked for before are there."""
+        """Ask for the next workers of the first request; the earlier ones are there."""
         if not self._forks:
             return
         fork = self._forks[0]
@@ -216,7 +211,7 @@ class TemplateProcess:
                 self._ask_for_more()
 
     def _on_end(self, error: OSError | None = None) -> None:
-        """It ended, or we cannot speak to it (``error``), which comes to the same."""
+        """Fail all requests, since the process ended, or does not take messages (``error``)."""
         if not self._watch.active:
             return
         self._loop.forget(self._watch)
@@ -230,7 +225,7 @@ class TemplateProcess:
             self._fail(self._forks.popleft(), self.failure)
 
     def _reap(self) -> str:
-        """End the process for certain; how it ended, in words, where that is known."""
+        """End the process for certain; return how it ended, in words, where that is known."""
         pid, self.pid = self.pid, 0
         if not pid:
             return ""
@@ -243,7 +238,7 @@ class TemplateProcess:
         return describe_exit(os.waitstatus_to_exitcode(ended[1]))
 
     def _fail(self, fork: _ForkRequest, reason: str) -> None:
-        """Give up a request; the workers that it has forked already are ended."""
+        """Give up a request, and end the workers that it has forked already."""
         for pid in fork.pids:
             kill_session(pid)
         fork.on_failed(reason)

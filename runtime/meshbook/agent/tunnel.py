@@ -29,12 +29,12 @@ from meshbook.wire.ticket import TUNNEL_ENDS, Ticket
 LOG = "agent.log"
 
 _ENDS = TUNNEL_ENDS + "[0-9a-f]" * 24
-NEW_S = 60.0
-"""An end is young for so long: sshd makes it before it listens there."""
+NEW_S = 60.0  # an end is young for so long: sshd makes it before it listens there
 
 
 def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
-    """Write to a log of this machine from now on; returns the ticket as it is to be used here, and the connection.
+    """Write to a log of this machine from now on; return the ticket as it is to be used here, and the
+    connection.
 
     Raises: OSError, SpawnError.
     """
@@ -54,7 +54,7 @@ def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
 
 
 def sweep() -> None:
-    """Remove ends of tunnels of ours at which nobody listens: sshd leaves them, and an agent that was killed too."""
+    """Remove ends of our tunnels that have no listener: sshd leaves them, and so does an agent that was killed."""
     for name in glob.glob(_ENDS):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:  # another agent does the same
             told = os.lstat(name)
@@ -66,12 +66,12 @@ def sweep() -> None:
 
 
 def tunnel_of(ticket: Ticket) -> Path:
-    """Where its end of the tunnel is."""
+    """Return the agent's end of the tunnel."""
     return Path(ticket.endpoint.removeprefix("ipc://"))
 
 
 def watch(loop: EventLoop, connection: int, on_end: Callable[[], None]) -> None:
-    """Call ``on_end``, once, when nobody is there any more to read what is written to ``connection``."""
+    """Call ``on_end``, once, when ``connection`` has no reader any more."""
     poll = select.poll()
     poll.register(connection, 0)
 

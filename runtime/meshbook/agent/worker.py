@@ -24,17 +24,15 @@ if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
 
 PIPE_BYTES = 1 << 20
-FULL_LOG_S = 0.02
-"""So often it is looked whether the disk has caught up with a rank."""
+FULL_LOG_S = 0.02  # how often it is looked whether the disk has caught up with a rank
 TRICKLE_BYTES = 1 << 15
+# a rank that prints less than that at a time, but all the time, is read so often: else each line wakes the agent
 TRICKLE_S = 0.005
-"""A rank that prints less than that at a time, but all the time, is read so often: else each line wakes the agent."""
-_MAIL_BYTES = 1 << 15
-"""A worker can send mail faster than we pass it on: others have their turn after so much."""
+_MAIL_BYTES = 1 << 15  # a worker can send mail faster than we pass it on: others have their turn after so much
 
 
 class WorkerLane:
-    """A non-blocking message socket to a worker; what does not fit now is sent when it does."""
+    """A non-blocking message socket to a worker; data that does not fit now is sent when it does."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class WorkerLane:
         *,
         read_bytes: int = READ_BYTES,
     ) -> None:
-        """on_sent: called when what had to wait for the worker has been sent, or never will be.
+        """on_sent: called when all data that had to wait was sent, or never will be.
 
         read_bytes: how much is taken in at a time, before others have their turn.
         """
@@ -60,7 +58,7 @@ class WorkerLane:
         self.send_packed(pack(frames))
 
     def send_packed(self, data: bytes, given: socket.socket | None = None) -> None:
-        """The same with a message as `pack` makes it, for whoever sends it to several workers; given: as there."""
+        """Send a message as `pack` makes it, which may go to several workers. given: see `MessageSocket.send`."""
         if self._watch is not None:
             try:
                 if not self._messages.send(data, given):
@@ -73,16 +71,16 @@ class WorkerLane:
 
     @property
     def fd(self) -> int:
-        """-1 once it is closed."""
+        """Return the descriptor; -1 once it is closed."""
         return self._sock.fileno() if self._watch is not None else -1
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits for the worker to read."""
+        """Return the size of the data that waits for the worker to read."""
         return self._messages.unsent_bytes if self._watch is not None else 0
 
     def end_writing(self) -> None:
-        """Tell the worker that nothing more comes."""
+        """Tell the worker that no more comes."""
         try:
             self._sock.shutdown(socket.SHUT_WR)
         except OSError:
@@ -101,13 +99,14 @@ class WorkerLane:
             pass
 
     def read_waiting(self) -> None:
-        """Deliver what is there now: at most what a socket holds, so that who writes on and on holds nobody up."""
+        """Deliver the messages that are there now: at most what a socket holds, so that no writer holds the
+        agent up."""
         for _ in range(1 + READ_BYTES // min(self._read_bytes, FIRST_READ_BYTES)):
             if not self._on_readable():
                 break
 
     def _on_readable(self) -> bool:
-        """Take in what has come, as far as it is one turn's; whether there may be more."""
+        """Take in messages, as far as it is one turn's; return whether there may be more."""
         if self._watch is None:
             return False
         try:
@@ -139,32 +138,25 @@ class WorkerLane:
 
 
 class AgentWorker:
-    """One worker process and everything of it that the agent holds open."""
+    """A worker process and everything of it that the agent holds open."""
 
     def __init__(self, loop: EventLoop, owner: AgentMesh, rank: int, device: str, marker: bytes, log: Path, now: float):
         self.rank, self.device = rank, device
-        self.request = 0
-        """Which `Spawn` asked for it."""
-        self.identity: wire.Identity
-        """What it was told when it began, or when ranks got other numbers."""
-        self.slot = 0
-        """Which of the mesh's devices on this host it has; other than ``rank`` it never changes."""
+        self.request = 0  # number of the `Spawn` that asked for it
+        self.identity: wire.Identity  # as it was sent when the worker began, or when ranks got other numbers
+        self.slot = 0  # index of its device among the mesh's on this host; other than ``rank`` it never changes
         self.pid = 0
-        self.control_thread, self.dump_fd = 0, -1
-        """As the worker said when it began (`meshbook.stacks.dump`)."""
+        self.control_thread, self.dump_fd = 0, -1  # as the worker said when it began (`meshbook.stacks.dump`)
         self.phase = WorkerPhase.FORKING
+        # (owner pid, segment) of payloads that the worker may still have mapped
         self.segments: set[tuple[int, int]] = set()
-        """(owner pid, segment) of payloads that the worker may still have mapped."""
-        self.untold = 0
-        """How many words that it has told what came past us are still to come (`ask_what_came_past`)."""
-        self.lent: set[int] = set()
-        """Segments of the worker's own that its controller looks at."""
+        self.untold = 0  # reports on calls that came past us which are still to come (`ask_what_came_past`)
+        self.lent: set[int] = set()  # segments of the worker's own that its controller looks at
         self.output = RankOutput(marker, RankLog(log), now)
         self._loop, self._owner = loop, owner
         self._nonsense = ""
         self._pipes: dict[str, Watch] = {}
-        self._read_at = 0.0
-        """When one of the pipes was read last."""
+        self._read_at = 0.0  # when one of the pipes was read last
         self._pipe_ends: list[int] = []
         self._theirs: list[socket.socket] = []
         self._pidfd: Watch | None = None
@@ -180,15 +172,15 @@ class AgentWorker:
 
     @property
     def descriptors(self) -> list[int]:
-        """The worker's ends, to be sent to the template."""
+        """Return the worker's ends, to be sent to the template."""
         return [*(sock.fileno() for sock in self._theirs), *self._pipe_ends]
 
     def advance(self, event: WorkerEvent) -> None:
-        """Go on to the next phase of the worker's table."""
         self.phase = WORKER_NEXT[self.phase, event]
 
     def started(self, pid: int) -> None:
-        """The template has forked it: watch its end. Raises: OSError if no descriptor is left for that."""
+        """Watch the end of the process, which the template has forked. Raises: OSError if no descriptor is left for
+        that."""
         self.close_their_ends()
         self.pid = pid
         self.advance(WorkerEvent.FORKED)
@@ -201,14 +193,14 @@ class AgentWorker:
             os.close(self._pipe_ends.pop())
 
     def ask_what_came_past(self) -> None:
-        """The controller is gone: have the worker tell on both lanes which calls it got past us."""
+        """Have the worker report on both lanes which calls it got past us, since the controller is gone."""
         if self.control_thread:  # else it has begun nothing
             self.untold += 2
             self.urgent.send([wire.encode(wire.ControllerGone())])
 
     @property
     def may_tell(self) -> bool:
-        """Whether it still is to say what came past us, and can."""
+        """Whether the worker still is to report calls that came past us, and can."""
         return self.untold > 0 and self.calls.fd >= 0 and self.mail.fd >= 0
 
     def send_mail(self, frames: Sequence[Buffer], given: socket.socket | None = None) -> None:
@@ -216,7 +208,7 @@ class AgentWorker:
         self.send_packed_mail(pack(frames), given)
 
     def send_packed_mail(self, data: bytes, given: socket.socket | None = None) -> None:
-        """The same with a message as `pack` makes it."""
+        """Send mail as `pack` makes it."""
         if not self._reads_mail:
             self._reads_mail = True
             self.urgent.send([wire.encode(wire.OpenMail())])
@@ -224,7 +216,7 @@ class AgentWorker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, or was told to: nothing is for it any more."""
+        """Whether it has ended, or was told to: it gets no message any more."""
         return self.phase in (WorkerPhase.LEAVING, WorkerPhase.DEAD)
 
     def read_waiting(self) -> None:
@@ -233,7 +225,7 @@ class AgentWorker:
         self.mail.read_waiting()
 
     def drain(self) -> None:
-        """Read what the worker has written to its pipes so far."""
+        """Read the text that the worker has written to its pipes so far."""
         for stream in tuple(self._pipes):
             self._read_pipe(stream)
 
@@ -242,7 +234,7 @@ class AgentWorker:
             kill_session(self.pid)
 
     def close(self) -> None:
-        """Close what is ours; the process must have ended, or end by that."""
+        """Close our ends; the process must have ended, or end by that."""
         for lane in self._lanes:
             lane.close()
         if self._pidfd is not None:
@@ -285,7 +277,7 @@ class AgentWorker:
         self._owner.on_output(self)
 
     def _read_pipe(self, stream: str) -> int:
-        """Take in all that is there; returns how many bytes that were."""
+        """Take in all text that is there; return how many bytes that were."""
         fd, size = self._pipes[stream].fd, 0
         while True:
             try:
@@ -311,12 +303,12 @@ class AgentWorker:
         self._owner.on_message(self, wire.decode_from_worker(frames[0]), frames[1:])
 
     def _on_nonsense(self, error: Exception) -> None:
-        """What the worker sends makes no sense any more: code on the rank has written to our socket."""
+        """Kill the worker, since its messages make no sense any more: code on the rank has written to our socket."""
         self._nonsense = self._nonsense or f"it sent something impossible: {error}"
         self.kill()
 
     def _on_end(self) -> None:
-        """The pidfd is readable: take what the worker still said, reap it, end its children."""
+        """Take the worker's last messages, reap it, and end its children; called when the pidfd is readable."""
         assert self._pidfd is not None
         self._loop.forget(self._pidfd)
         os.close(self._pidfd.fd)
@@ -330,7 +322,7 @@ class AgentWorker:
 
 
 def _enlarge(fd: int) -> None:
-    """A larger pipe lets a rank print on while we are busy; unprivileged users may be refused."""
+    """Enlarge a pipe, so that a rank can print on while we are busy; unprivileged users may be refused."""
     import fcntl
 
     try:

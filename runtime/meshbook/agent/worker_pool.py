@@ -44,30 +44,26 @@ class _Batch:
 
 
 class WorkerPool:
-    """Owned by `meshbook.agent.mesh.AgentMesh`, which reads ``workers``."""
+    """The workers of one mesh; `meshbook.agent.mesh.AgentMesh` owns the pool, and reads ``workers``."""
 
     def __init__(self, owner: AgentMesh, host: HostResources, log_dir: Path) -> None:
-        self.workers: dict[int, AgentWorker] = {}
-        """By what messages call them: their rank, most often."""
-        self._members: dict[wire.Target, tuple[AgentWorker, ...]] = {}
-        """By target, of ``workers`` as they are now."""
+        self.workers: dict[int, AgentWorker] = {}  # by the numbers that messages use: their ranks, most often
+        self._members: dict[wire.Target, tuple[AgentWorker, ...]] = {}  # the workers of a target, as they are now
+        # workers that were told to leave, with the number of the question that told them
         self.leaving: dict[AgentWorker, int] = {}
-        """Workers that were told to leave, with the question by which they were."""
-        self.logs: dict[int, Path] = {}
-        """Of everyone who has a rank here, the dead included."""
-        self.ending = False
-        """The mesh is being stopped: whoever comes up now is not wanted any more."""
+        self.logs: dict[int, Path] = {}  # the logs of all ranks that live here, the dead included
+        self.ending = False  # whether the mesh is being stopped: workers that come up now are not wanted any more
         self._owner, self._log_dir = owner, log_dir
         self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
         self._host_id = host.ticket.host_id
+        # the path of the controller's end of shortcuts; empty where there is none
         self.shortcut = shortcut_path(host.ticket.endpoint) if host.ticket.shares_memory else ""
-        """The path of the controller's end of shortcuts; empty where there is none."""
         self._marker = b"\x1e" + os.urandom(8).hex().encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
 
     def members(self, target: wire.Target) -> tuple[AgentWorker, ...]:
-        """The workers that ``target`` names; looked for once, until workers come or go."""
+        """Return the workers that ``target`` names; looked for once, until workers come or go."""
         if (found := self._members.get(target)) is None:
             if len(self._members) >= KEPT_TARGETS:
                 self._members.clear()
@@ -86,7 +82,7 @@ class WorkerPool:
     ) -> None:
         """Fork the workers of ``spawn`` from a ready template and tell each who it is.
 
-        on_template_lost: called in place of the report when the template ends meanwhile; no worker is left of it then.
+        on_template_lost: called in place of the report when the template ends meanwhile; it has left no worker then.
         """
         slots = free_slots(spawn.seats, {worker.slot for worker in (*self.workers.values(), *self.leaving)})
         try:
@@ -177,7 +173,7 @@ class WorkerPool:
         self._owner.tell_if_stopped()
 
     def report_ready(self) -> None:
-        """Tell of the batches whose workers have all answered by now."""
+        """Report the batches whose workers have all answered by now."""
         for batch in tuple(self._batches):
             if all(worker.phase is WorkerPhase.READY and worker.pid for worker in batch.workers):
                 self._batches.remove(batch)
@@ -191,11 +187,11 @@ class WorkerPool:
         return [worker for worker in workers if worker.phase is not WorkerPhase.READY or not worker.pid]
 
     def describe(self) -> tuple[wire.WorkerStarted, ...]:
-        """Those that have come up."""
+        """Describe the workers that have come up."""
         return tuple(_describe(worker) for worker in self.workers.values() if worker.phase is WorkerPhase.READY)
 
     def give_up_starting(self) -> None:
-        """Nobody waits any more for those that are still coming up."""
+        """Retire the workers that are still coming up."""
         for batch in tuple(self._batches):
             ranks = tuple(worker.rank for worker in batch.workers)
             self.retire(0, wire.Retire(ranks, 0.0))
@@ -223,7 +219,7 @@ class WorkerPool:
         return workers
 
     def left(self, worker: AgentWorker) -> bool:
-        """A process has ended: whether it was told to. The last one of a `Retire` answers it."""
+        """Note that a process has ended; return whether it was told to. The last one of a `Retire` answers it."""
         if self.workers.get(worker.rank) is worker:
             del self.workers[worker.rank]
             self._members.clear()
@@ -265,7 +261,7 @@ class WorkerPool:
             worker.calls.send([wire.encode(wire.Renumbered(worker.identity))])
 
     def _move_logs(self, logs: dict[int, Path]) -> dict[int, Path]:
-        """Rename by way of names that nobody has, since ranks may change places."""
+        """Rename logs by way of unused names, since ranks may change places."""
         moved = {}
         for rank, path in logs.items():
             aside = path.with_name(f"moving-{rank}.log")
@@ -278,7 +274,7 @@ class WorkerPool:
 
 
 def free_slots(seats: Sequence[wire.Seat], taken: Collection[int]) -> list[int]:
-    """Places for devices that no process of this mesh uses: that of the local rank, if it is free, else the lowest.
+    """Return free device slots for the seats: the slot of the local rank, if it is free, else the lowest.
 
     Workers of one mesh that begin differently may come in any order.
     """
@@ -302,12 +298,12 @@ def _describe(worker: AgentWorker) -> wire.WorkerStarted:
 
 
 def _place_of(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> dict[str, Any]:
-    """What of an identity changes when the mesh's ranks get other numbers."""
+    """Return the fields of an identity that change when the mesh's ranks get other numbers."""
     threads = _threads_per_rank(arrangement)
     own = {"rank": seat.rank, "local_rank": seat.local_rank, "threads": threads, "generation": generation}
     return {**arrangement._asdict(), **own}
 
 
 def _threads_per_rank(arrangement: wire.Arrangement) -> int:
-    """The host's cores, divided so that ranks do not crowd each other out."""
+    """Return the host's cores, divided so that ranks do not crowd each other out."""
     return max(1, count_cores() // max(1, arrangement.local_world_size))
