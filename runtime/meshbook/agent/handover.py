@@ -188,7 +188,7 @@ class RememberedCall(msgspec.Struct):
     waiting: set[int]  # the ranks here that have not answered; kept up to date by its owner
     replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
     size_bytes: int = 0
-    shortcut: int = 0  # see `meshbook.wire.messages.Call`
+    shortcut: int = 0  # see `meshbook.wire.messages.calls.Call`
     is_over: bool = False  # whether a rank has forgotten it, since the controller had all answers
 
     def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:

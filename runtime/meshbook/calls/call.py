@@ -41,7 +41,7 @@ class CallRequest(msgspec.Struct, frozen=True):
     mesh: int = 0
     """The mesh of the members, by its number in the session; 0 is the controller's process."""
     mailbox: int = 0
-    """As in `meshbook.wire.messages.Call`."""
+    """As in `meshbook.wire.messages.calls.Call`."""
     generation: int = AS_NOW
     """In which the members' ranks are meant: if they get other numbers before the call arrives, it fails."""
     fail_fast: bool = True

@@ -1,7 +1,7 @@
 """What a rank answers when it is asked what it does; why one does not answer; and which ranks are stopped at a prompt.
 
-Ranks tell of each prompt unasked (`meshbook.wire.messages.Prompted`); what they told to a former controller is asked
-for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
+Ranks tell of each prompt unasked (`meshbook.wire.messages.ranks.Prompted`); what they told to a former controller is
+asked for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
 `StoppedRanks.clock`, and on the ranks `meshbook.groups.group_state.GroupState.clock`.
 """
 
@@ -63,7 +63,7 @@ class Unresponsive(NamedTuple):
 def find_silence(state: str | None, lost: WorkerLost | None = None, suspicion: str = "") -> Unresponsive:
     """What keeps the control thread of a rank from answering.
 
-    state: see `meshbook.wire.messages.ProcessState`; None: not known. suspicion: as
+    state: see `meshbook.wire.messages.ranks.ProcessState`; None: not known. suspicion: as
     `meshbook.controller.host_state.HostState` has it.
     """
     if lost is not None:

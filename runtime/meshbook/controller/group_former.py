@@ -308,11 +308,6 @@ class GroupFormer:
             self._drop_prefix(f"epoch{epoch}/")
         self._epochs = self._epochs.difference(epochs)
 
-    def _send_urgent(self, message: wire.ToHost) -> None:
-        for host in self._mesh.hosts:
-            if not host.lost:
-                host.send_urgent(message)
-
 
 def forming_call(id: int, mesh: MeshState, future: Future[Any]) -> OpenCall:
     """Return the call that `GroupFormer.form` takes."""

@@ -19,42 +19,38 @@ from meshbook.wire.link import ACK_AFTER_BYTES, Link
 
 Spans = tuple[tuple[int, int], ...]
 
-Sent: TypeAlias = tuple[bytes, Sequence[Buffer]]
-"""(header, payload) of a message as it is given to a link."""
+Sent: TypeAlias = tuple[bytes, Sequence[Buffer]]  # (header, payload) of a message as it is given to a link
 
+# messages that may name a payload, and those that must not overtake them
 NamesPayload: TypeAlias = wire.Replies | wire.Call | wire.Cancel
-"""Messages that may name a payload, and those that must not overtake them."""
 
 MAX_PAYLOAD_BYTES = 1 << 36
 
+# of all payloads that this process sends, together; as far as `LEAST_BYTES` for each peer allows
 UNDER_WAY_BYTES = 64 << 20
-"""Of all payloads that this process sends, together; as far as `LEAST_BYTES` for each peer allows."""
-MOST_BYTES, LEAST_BYTES = 8 << 20, 2 * ACK_AFTER_BYTES
-"""To one peer."""
+MOST_BYTES, LEAST_BYTES = 8 << 20, 2 * ACK_AFTER_BYTES  # to one peer
 
 
 class BulkSender:
-    """Sends payloads to one peer, in their order, as `wire.Bulk` messages; ids are unique per sender.
+    """The payloads sent to one peer, in their order, as `wire.Bulk` messages; ids are unique per sender.
 
-    Its owner calls `pump` after `send`, and when the peer has acknowledged something.
+    Its owner calls `pump` after `send`, and when the peer has acknowledged messages.
     """
 
+    # the senders of this process, which share `UNDER_WAY_BYTES`
     _at_work: ClassVar[weakref.WeakSet[BulkSender]] = weakref.WeakSet()
-    """Those of this process, which share `UNDER_WAY_BYTES`."""
 
     def __init__(self, link: Callable[[], Link], transmit: Callable[[bytes, Sequence[Buffer]], None]) -> None:
-        """link: that of the lane, as it is now. transmit: sends a message on it."""
+        """link: the lane's present link. transmit: sends a message on it."""
         self._link, self._transmit = link, transmit
         self._ids = itertools.count(1)
-        self.queue: deque[Iterator[Sent]] = deque()
-        """The payloads that are being sent."""
-        self.waiting_bytes = 0
-        """What has not been sent yet."""
+        self.queue: deque[Iterator[Sent]] = deque()  # the payloads that are being sent
+        self.waiting_bytes = 0  # the size of the pieces that were not sent yet
 
     def send(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
-        """Send a payload, soon; returns what names it in its call or reply.
+        """Send a payload, soon; return its id and spans for its call or reply.
 
-        The buffers must stay as they are until the last view of them has died: the peer has them then, or never will.
+        The buffers must not change until the last view of them has died: the peer has them then, or never will.
         """
         payload = next(self._ids)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -66,7 +62,7 @@ class BulkSender:
         return payload, tuple(spans)
 
     def send_again(self, pieces: Sequence[Sent]) -> None:
-        """Send what a former peer has not got."""
+        """Send pieces that a former peer has not got."""
         self._add(iter(pieces), sum(_size(payload) for _, payload in pieces))
 
     def _add(self, pieces: Iterator[Sent], size_bytes: int) -> None:
@@ -75,7 +71,7 @@ class BulkSender:
         self._at_work.add(self)
 
     def pump(self) -> bool:
-        """Send as much as may be under way now; whether that was anything."""
+        """Send as much as may be under way now; return whether there was any."""
         if not self.queue:
             return False
         window = max(LEAST_BYTES, min(MOST_BYTES, UNDER_WAY_BYTES // len(self._at_work)))
@@ -92,13 +88,13 @@ class BulkSender:
         return sent
 
     def take_unsent(self) -> list[Sent]:
-        """Give up what has not been sent, and return it."""
+        """Give up the unsent pieces, and return them."""
         unsent = [piece for pieces in self.queue for piece in pieces]
         self.clear()
         return unsent
 
     def clear(self) -> None:
-        """Give up what has not been sent."""
+        """Give up the unsent pieces."""
         self.queue.clear()
         self.waiting_bytes = 0
         self._at_work.discard(self)
@@ -121,19 +117,18 @@ def _size(payload: Iterable[Buffer]) -> int:
 
 
 class BulkReceiver:
-    """Puts the pieces of one sender together again, and holds its messages back until their payloads are whole."""
+    """The pieces of one sender, put together again; its messages are held back until their payloads are whole."""
 
     def __init__(self, on_whole: Callable[[NamesPayload, list[bytes]], None]) -> None:
         """on_whole: called with each message that was held back, in their order, once its payload is whole."""
         self._on_whole = on_whole
-        self.queue: deque[tuple[NamesPayload, list[bytes]]] = deque()
-        """The messages that are held back."""
+        self.queue: deque[tuple[NamesPayload, list[bytes]]] = deque()  # the messages that are held back
         self._parts: dict[int, bytearray] = {}
         self._whole: dict[int, bytearray] = {}
         self._unwanted: set[int] = set()
 
     def receive(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Add a piece; passes on what waited for its payload, when that is complete.
+        """Add a piece; when its payload is complete, pass on the messages that waited for it.
 
         Raises: PeerProtocolError for a size or an offset that cannot be.
         """
@@ -153,7 +148,7 @@ class BulkReceiver:
             self._pass_on()
 
     def hold_back(self, message: NamesPayload, frames: list[bytes]) -> bool:
-        """Keep a message while its payload, or that of an earlier one, is still on its way; True when kept."""
+        """Keep a message while its payload, or that of an earlier one, is still on its way; return True when kept."""
         if not self.queue:  # it is on the path of every call, so no function takes part
             if isinstance(message, wire.Call):
                 is_whole = message.bulk is None or message.bulk[0] in self._whole
@@ -170,11 +165,11 @@ class BulkReceiver:
 
     @property
     def held(self) -> list[NamesPayload]:
-        """The messages that are held back."""
+        """Return the messages that are held back."""
         return [message for message, _ in self.queue]
 
     def drop(self, call: wire.Call) -> None:
-        """Forget a call that is held back, and its payload; pass on what waited only for that."""
+        """Forget a call that is held back, and its payload; pass on the messages that waited only for that."""
         self.queue = deque(each for each in self.queue if each[0] is not call)
         if call.bulk is not None:
             self.discard(call.bulk[0])
@@ -190,7 +185,7 @@ class BulkReceiver:
         return payload in self._whole
 
     def discard(self, payload: int) -> None:
-        """Nobody will take this payload: forget it, and what is still to come of it."""
+        """Forget a payload that is not wanted, and its pieces that are still to come."""
         if self._whole.pop(payload, None) is None:
             self._parts.pop(payload, None)
             self._unwanted.add(payload)
@@ -201,7 +196,7 @@ class BulkReceiver:
         return [view[offset : offset + length] for offset, length in spans]
 
     def clear(self) -> None:
-        """Another sender begins: forget what this one has sent."""
+        """Forget all pieces and messages, since another sender begins."""
         self.queue.clear()
         self._parts.clear()
         self._whole.clear()

@@ -48,9 +48,9 @@ _ESTABLISHED = 1
 
 
 def last_answer(connection: socket.socket, before: float) -> float:
-    """When the machine at the other end was last known to be there, on the monotonic clock; at least ``before``.
+    """Return when the machine at the other end was last known to be there, on the monotonic clock; at least ``before``.
 
-    Ask about once a second, with the answer before: while something is under way only what was known then counts.
+    Ask about once a second, with the answer before: while bytes are under way only earlier knowledge counts.
     """
     if not sys.platform.startswith("linux"):
         return before
@@ -70,7 +70,8 @@ def last_answer(connection: socket.socket, before: float) -> float:
 
 
 def borrow(fd: int) -> socket.socket | None:
-    """A copy of a descriptor of libzmq's, if it is a TCP connection: it may be closed, and its number used again."""
+    """Return a copy of a descriptor of libzmq's, if it is a TCP connection: it may be closed, and its number used
+    again."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -89,8 +90,8 @@ def borrow(fd: int) -> socket.socket | None:
 MAX_STRANGERS = 64
 MAX_PER_ADDRESS = 16
 
+# a lane that was silent for so long may have lost its connection without our noticing: the port opens for it
 SILENT_S = 2.5
-"""A lane that was silent for so long may have lost its connection without our noticing: the port opens for it."""
 
 BACKLOG = 128
 
@@ -109,32 +110,29 @@ class _Lane(NamedTuple):
 
 
 class ConnectionFilter:
-    """One per listening socket. Belongs to the thread that owns the ZeroMQ socket."""
+    """The filter of one listening socket. It belongs to the thread that owns the ZeroMQ socket."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._port = listener.getsockname()[1]
-        self._strangers: dict[int, _Stranger] = {}
-        """By descriptor, in the order of arrival."""
+        self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order of arrival
         self._by_address: Counter[str] = Counter()
         self._lanes: dict[str, _Lane] = {}
         self._buffer = ctypes.create_string_buffer(_DROP_ALL)
-        self._missing = 0
-        """How many expected lanes are not there."""
+        self._missing = 0  # how many expected lanes are not there
         self.is_open = True
         self.can_shut = sys.platform.startswith("linux")
+        # connections that ended without a valid message: wrong keys, other protocols, garbage, too slow
         self.unproven = 0
-        """Connections that ended without a valid message: wrong keys, other protocols, garbage, too slow."""
-        self.turned_away = 0
-        """Connections that were shut because there were too many strangers."""
+        self.turned_away = 0  # connections that were shut because there were too many strangers
 
     @property
     def strangers(self) -> int:
-        """Connections that have not proved anything yet."""
+        """Return how many connections have not proved anything yet."""
         return len(self._strangers)
 
     def accepted(self, fd: int) -> None:
-        """libzmq has let a connection in, whose handshake begins."""
+        """Note a connection that libzmq has let in, whose handshake begins."""
         address = self._address_of(fd)
         self._forget_stranger(fd)
         self._strangers[fd] = _Stranger(address, time.monotonic())
@@ -152,12 +150,12 @@ class ConnectionFilter:
             del self._lanes[name]
 
     def heard(self, lane: str, fd: int) -> None:
-        """A valid message of ``lane`` came over the connection ``fd``."""
+        """Note that a valid message of ``lane`` came over the connection ``fd``."""
         self._forget_stranger(fd)
         self._lanes[lane] = _Lane(fd, time.monotonic())
 
     def answered(self, lane: str, before: float) -> float:
-        """When the machine of a lane was last known to be there (`meshbook.wire.connections`), at least ``before``."""
+        """Return when the machine of a lane was last known to be there, at least ``before``."""
         known = self._lanes.get(lane)
         if known is None or (connection := self._borrow(known.fd)) is None:
             return before
@@ -165,7 +163,7 @@ class ConnectionFilter:
             return last_answer(connection, before)
 
     def settle(self, expected: Collection[str]) -> None:
-        """Open or shut the port. ``expected``: the lanes that may dial in; to be called about once a second."""
+        """Open or shut the port; call it about once a second. ``expected``: the lanes that may dial in."""
         earliest = time.monotonic() - SILENT_S
         self._lanes = {name: lane for name, lane in self._lanes.items() if name in expected}
         self._missing = len(expected) - sum(lane.heard > earliest for lane in self._lanes.values())
@@ -188,14 +186,14 @@ class ConnectionFilter:
         self.is_open = wanted
 
     def _address_of(self, fd: int) -> str:
-        """Where a connection to our port comes from; empty if it has ended already."""
+        """Return the address from which a connection comes; empty if it has ended already."""
         if (connection := self._borrow(fd)) is not None:
             with connection, contextlib.suppress(OSError):
                 return str(connection.getpeername()[0])
         return ""
 
     def _forget_stranger(self, fd: int) -> bool:
-        """Whether it was one."""
+        """Forget a stranger; return whether it was one."""
         if (stranger := self._strangers.pop(fd, None)) is None:
             return False
         self._by_address[stranger.address] -= 1
@@ -212,7 +210,7 @@ class ConnectionFilter:
             self.turned_away += 1
 
     def _borrow(self, fd: int) -> socket.socket | None:
-        """A copy of libzmq's descriptor, if it is a living connection to our port: the number may be reused."""
+        """Return a copy of libzmq's descriptor, if it is a living connection to our port: the number may be reused."""
         if (connection := borrow(fd)) is None:
             return None
         with contextlib.suppress(OSError):

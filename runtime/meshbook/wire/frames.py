@@ -24,21 +24,19 @@ from meshbook.errors import MessageTooLarge, PeerProtocolError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+# of one frame, on socketpairs as on links, whose sockets take a little more: a worker's frame fits its agent's link
 MAX_FRAME_BYTES = (64 << 20) - (1 << 10)
-"""Of one frame, on socketpairs as on links, whose sockets take a little more: what a worker can send, its agent can."""
 
+# read first: for more, malloc(3) maps memory, whose pages are new, and unmaps it, at each message
 FIRST_READ_BYTES = 1 << 16
-"""What is taken in first: for more, malloc(3) maps memory, whose pages are new, and unmaps it, at each message."""
 
-READ_BYTES = 1 << 18
-"""What is taken in at a time: all that a Unix socket of Linux holds, unless it was given more room."""
-
+READ_BYTES = 1 << 18  # read at a time: all that a Unix socket of Linux holds, unless it was given more room
 MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
 
 _U32 = struct.Struct("<I")
+# room for a descriptor that comes with a message; the system brings those of one message at a time
 _CARRIED_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
-"""Of a descriptor that comes with a message; the system brings those of one message at a time."""
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
@@ -54,19 +52,19 @@ def pack(frames: Sequence[Buffer]) -> bytes:
 
 
 def check_sizes(sizes: Iterable[int]) -> None:
-    """Raises: MessageTooLarge for a frame that the other side would refuse, however often it were sent."""
+    """Raise MessageTooLarge for a frame that the other side would refuse, however often it were sent."""
     if (largest := max(sizes, default=0)) > MAX_FRAME_BYTES:
         raise MessageTooLarge(largest, MAX_FRAME_BYTES)
 
 
 class FrameReader:
-    """Turn a byte stream back into messages, whatever the pieces in which it arrives."""
+    """A byte stream, turned back into messages whatever the pieces in which it arrives."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: Buffer) -> Iterable[list[bytes]]:
-        """Each message that ``data`` completes, in order.
+        """Return each message that ``data`` completes, in order.
 
         Raises: PeerProtocolError if the stream claims an impossible size, here or where that message would come.
         """
@@ -83,7 +81,7 @@ class FrameReader:
 
 
 def _cut(data: Buffer) -> tuple[list[bytes], int] | None:
-    """The frames of the first message, and where it ends; None while it is not whole."""
+    """Return the frames of the first message, and where it ends; None while it is not whole."""
     if len(data) < 4:
         return None
     (count,) = _U32.unpack_from(data)
@@ -107,14 +105,14 @@ def _cut(data: Buffer) -> tuple[list[bytes], int] | None:
 
 
 class FrameSocket:
-    """Blocking messages over a stream socket; one reader thread, writers serialised by their owner."""
+    """A stream socket with blocking messages; one reader thread, writers serialised by their owner."""
 
     def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
         self._sock = sock
+        # descriptors that have come with messages, in order
         self.descriptors: deque[int] | None = deque() if takes_descriptors else None
-        """Those that have come with messages, in order."""
+        # called when data has come, before the messages that it completes are handed out
         self.on_taken: Callable[[], object] | None = None
-        """Called when something has come, before the messages that it completes are handed out."""
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
         self._reader = FrameReader()
@@ -138,7 +136,7 @@ class FrameSocket:
         return bool(poll.poll(timeout_s * 1000))
 
     def receive(self, *, is_there: bool = False) -> list[bytes] | None:
-        """Wait for the next message; None when the other end has closed. is_there: some of it has come."""
+        """Wait for the next message; return None when the other end has closed. is_there: some of it has come."""
         while not self._ready:
             if not is_there:
                 self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
@@ -159,7 +157,7 @@ class FrameSocket:
         return self._ready.pop()
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Write a whole message; BrokenPipeError when the other end is gone."""
+        """Write a whole message. Raises: BrokenPipeError when the other end is gone."""
         self._sock.sendall(pack(frames))
 
     def close(self) -> None:
@@ -167,7 +165,7 @@ class FrameSocket:
 
 
 def only_frame(payload: Sequence[bytes]) -> bytes:
-    """Raises: PeerProtocolError unless there is one payload frame."""
+    """Return the payload frame. Raises: PeerProtocolError unless there is exactly one."""
     if len(payload) != 1:
         raise PeerProtocolError(f"a message that has one payload frame came with {len(payload)}")
     return payload[0]
@@ -181,7 +179,7 @@ def _give(sock: socket.socket, data: Buffer, given: socket.socket) -> int:
 
 
 class MessageSocket:
-    """Whole messages over a stream socket that never blocks; what does not fit now waits here. Raises: OSError."""
+    """A stream socket with whole messages that never blocks; data that does not fit now waits here. Raises: OSError."""
 
     __slots__ = ("_reader", "_sock", "_unsent", "fd", "has_more", "unsent_bytes")
 
@@ -189,16 +187,15 @@ class MessageSocket:
         sock.setblocking(False)
         self._sock, self.fd = sock, sock.fileno()
         self._reader = FrameReader()
+        # data that waits, and the socket that goes with it
         self._unsent: deque[tuple[memoryview, socket.socket | None]] = deque()
-        """What waits, and what is to be given away with it."""
         self.unsent_bytes = 0
-        self.has_more = False
-        """Whether the last `receive` may have left something."""
+        self.has_more = False  # whether the last `receive` may have left data
 
     def send(self, data: bytes, given: socket.socket | None = None) -> bool:
-        """Send a message as `pack` makes it; whether nothing waits for the other end to read.
+        """Send a message as `pack` makes it; return whether no data waits for the other end to read.
 
-        Else call `flush` when there is room. given: a socket that travels with it, and is closed here.
+        If some does, call `flush` when there is room. given: a socket that travels with it, and is closed here.
         """
         if self._unsent:
             sent = 0
@@ -214,7 +211,7 @@ class MessageSocket:
         return False
 
     def flush(self) -> bool:
-        """Send what waits, as far as there is room; whether that was all."""
+        """Send waiting data, as far as there is room; return whether that was all."""
         while self._unsent:
             part, given = self._unsent[0]
             try:
@@ -229,14 +226,14 @@ class MessageSocket:
         return True
 
     def flush_until(self, deadline: float) -> None:
-        """Send what waits, until a moment of the monotonic clock."""
+        """Send waiting data, until a moment of the monotonic clock."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while not self.flush() and (left := deadline - time.monotonic()) > 0:
             poll.poll(left * 1000)
 
     def receive(self, size: int = READ_BYTES) -> Iterable[list[bytes]]:
-        """Take in at most ``size`` bytes; each message that they complete.
+        """Read at most ``size`` bytes; return each message that they complete.
 
         Raises: EOFError at the end of the stream; PeerProtocolError, see `FrameReader.feed`.
         """
@@ -260,23 +257,21 @@ class MessageSocket:
 
 MAX_BATCH_BYTES = 1 << 15
 
-BATCH_MARK = b"\xc1"
-"""What the header of a batch begins with."""
+BATCH_MARK = b"\xc1"  # the first byte of a batch's header
 
 
 class Batch:
-    """Collects messages for ``send(header, payload)``; its owner calls `flush` before it waits for anything."""
+    """The messages collected for ``send(header, payload)``; the owner calls `flush` before it waits for anything."""
 
     def __init__(self, send: Callable[[bytes, Sequence[Buffer]], None]) -> None:
         self._send = send
-        self.headers: list[bytes] = []
-        """What waits for `flush`."""
+        self.headers: list[bytes] = []  # headers that wait for `flush`
         self._size_bytes = 0
 
     def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message, soon; one with a payload, or a large one, at once, after those that wait.
+        """Send a message, soon; send one with a payload, or a large one, at once, after those that wait.
 
-        Raises: what ``send`` raises of this very message.
+        Raises: the errors of ``send`` for this very message.
         """
         if payload or len(header) > MAX_BATCH_BYTES:
             self.flush()
@@ -288,7 +283,7 @@ class Batch:
             self.flush()
 
     def flush(self) -> bool:
-        """Send what has been collected; whether that was anything."""
+        """Send the collected messages; return whether there were any."""
         if not self.headers:
             return False
         headers, self.headers, self._size_bytes = self.headers, [], 0
@@ -297,7 +292,7 @@ class Batch:
 
 
 def unbatch(header: bytes) -> Sequence[bytes]:
-    """The headers of the messages that came as one.
+    """Return the headers of the messages that came as one.
 
     Raises: PeerProtocolError if a batch claims an impossible size.
     """

@@ -20,7 +20,7 @@ from meshbook.wire.transport import ControllerSocket
 
 
 class HostLink:
-    """Used by one thread only, but for the plain fields.
+    """The connection of a host that dialled in. One thread uses it, but for the plain fields.
 
     on_whole: see `meshbook.wire.bulk.BulkReceiver`.
     """
@@ -30,28 +30,23 @@ class HostLink:
     ) -> None:
         self.id = id
         self.heard = time.monotonic()
-        self.lost = ""
-        """Why it is lost; empty while it lives."""
-        self.must_answer = False
-        """Whether what `receive` took in last asks for `acknowledge`."""
-        self.usurper = 0
-        """The epoch of a controller that has taken the host from us."""
-        self.shares_memory = False
-        """Whether the other end can map the shared memory of this host."""
+        self.lost = ""  # why it is lost; empty while it lives
+        self.must_answer = False  # whether the last frames of `receive` ask for `acknowledge`
+        self.usurper = 0  # the epoch of a controller that has taken the host from us
+        self.shares_memory = False  # whether the other end can map the shared memory of this host
         self.bulk_in = BulkReceiver(on_whole)
         self._sock = sock
         self._links: dict[LaneName, Link] = {lane: Link(epoch) for lane in LANES}
         self._outbox = Batch(self._send_or_wait)
-        self.flush = self._outbox.flush
-        """Let go what `send` has collected."""
-        self.backlog: deque[Sent] = deque()
-        """Messages that wait for the host to acknowledge earlier ones."""
+        self.flush = self._outbox.flush  # sends the messages that `send` has collected
+        self.backlog: deque[Sent] = deque()  # messages that wait for the host to acknowledge earlier ones
+        # calls that went past the host, with the ranks that have not answered (`meshbook.wire.shortcuts`)
         self.deferred: list[tuple[Collection[int], wire.Call]] = []
-        """Calls that went past the host, with the ranks that have not answered (`meshbook.wire.shortcuts`)."""
         self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
-        """Send on the lane of calls, when `flush` is called; waits in our backlog while the host is slow."""
+        """Send on the lane of calls, when `flush` is called; the message waits in our backlog while the
+        host is slow."""
         if self.deferred:
             self.send_deferred()
         self._outbox.add(wire.encode(message), payload)
@@ -63,22 +58,21 @@ class HostLink:
         self._transmit("urgent", wire.encode(message), ())
 
     def send_deferred(self) -> None:
-        """Send the calls that the host does not know, and that are not done with."""
+        """Send the calls that the host does not know, and that are still open."""
         deferred, self.deferred = self.deferred, []
         for waiting, call in deferred:
             if waiting:
                 self._outbox.add(wire.encode(call))
 
     def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
-        """Send a payload, as fast as the host takes it; returns what names it. See
-        `meshbook.wire.bulk.BulkSender.send`.
-        """
+        """Send a payload, as fast as the host takes it; see `meshbook.wire.bulk.BulkSender.send`."""
         named = self._bulk_out.send(buffers)
         self._bulk_out.pump()
         return named
 
     def lose(self, reason: str) -> None:
-        """It is lost: nothing is sent to it any more, and nothing kept for it but what is urgent, without payloads."""
+        """Count the host as lost: no message is sent to it any more, and only urgent ones are kept, without
+        payloads."""
         self.lost = reason
         self.backlog.clear()
         self.deferred.clear()
@@ -87,22 +81,22 @@ class HostLink:
 
     @property
     def has_farewell(self) -> bool:
-        """Whether a host that is lost has got the last urgent message that it was sent before."""
+        """Whether a lost host has got the last urgent message before its loss."""
         return self._links["urgent"].unacked_bytes == 0
 
     def repeat_farewell(self, lane: LaneName, frames: list[bytes]) -> None:
-        """A host that is lost has spoken: send again what it lacks of what was urgent. Raises: PeerProtocolError."""
+        """Send again the urgent messages that a lost host lacks, since it has spoken. Raises: PeerProtocolError."""
         if lane == "urgent":
             self._links[lane].receive(frames)
             for messages in self._links[lane].pending():
                 self._sock.send(self.id, lane, messages)
 
     def shut_out(self) -> None:
-        """Let it in no more."""
+        """Let the host in no more."""
         self._sock.revoke(self.id)
 
     def receive(self, lane: LaneName, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Take frames from the wire: the message they carry, if it is new and next in order."""
+        """Take frames from the wire; return the message they carry, if it is new and next in order."""
         self.heard = time.monotonic()
         link = self._links[lane]
         message = link.receive(frames)
@@ -112,7 +106,7 @@ class HostLink:
         return message
 
     def acknowledge(self, lane: LaneName) -> None:
-        """Send what the link owes the peer, and what its acknowledgements have made room for."""
+        """Send the acknowledgements that are due, and messages for which the peer's have made room."""
         link = self._links[lane]
         for frames in link.pending() if link.due else ():
             self._sock.send(self.id, lane, frames)
@@ -122,18 +116,18 @@ class HostLink:
             self._transmit(lane, *self.backlog.popleft())
 
     def acknowledge_rest(self) -> None:
-        """Send the acknowledgements that could wait: if we end now, the next controller shall not hear it all again."""
+        """Send the acknowledgements that could wait: if we end now, the next controller shall not get it all again."""
         for lane, link in self._links.items():
             if link.owes:
                 self._sock.send(self.id, lane, link.acknowledgement())
 
     def beat(self) -> None:
-        """Once per heartbeat: how far each lane is."""
+        """Send a heartbeat, and the state of each lane."""
         self.send_urgent(wire.Heartbeat())
         self.knock()
 
     def knock(self) -> None:
-        """Say on every lane that we are there and how far we are."""
+        """Say on every lane how far we are."""
         for lane, link in self._links.items():
             self._sock.send(self.id, lane, link.heartbeat())
 

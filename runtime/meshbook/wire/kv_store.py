@@ -21,7 +21,7 @@ StoreOpName: TypeAlias = Literal[
 
 
 class StoreOp(msgspec.Struct, array_like=True, frozen=True):
-    """One request of a rank.
+    """A request of a rank.
 
     ========================  =====================  ========================================================
     op                        keys, values           answer
@@ -43,8 +43,7 @@ class StoreOp(msgspec.Struct, array_like=True, frozen=True):
     keys: tuple[str, ...] = ()
     values: tuple[bytes, ...] = ()
     amount: int = 0
-    token: int = 0
-    """Names a waiting request for ``cancel``; unique per client, 0 for requests that never wait."""
+    token: int = 0  # names a waiting request for ``cancel``; unique per client, 0 for requests that never wait
 
 
 class StoreResult(msgspec.Struct, array_like=True, frozen=True):
@@ -57,8 +56,8 @@ class StoreResult(msgspec.Struct, array_like=True, frozen=True):
 
 Client = TypeVar("Client", bound=Hashable)
 
+# the client of an answer, the id that came with its request, and the answer
 DueAnswer: TypeAlias = tuple[Client, int, StoreResult]
-"""Where an answer belongs: the client and the id that came with its request."""
 
 _DONE = StoreResult()
 
@@ -74,14 +73,13 @@ class _Waiter(Generic[Client]):
 
 
 class KeyValueStore(Generic[Client]):
-    """Keys, values, and who waits for which key. Clients are whatever names one: a rank, say."""
+    """The keys, their values, and the clients that wait for keys. A client is any name, such as a rank."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiters: dict[int, _Waiter[Client]] = {}
-        """By serial number, so in order of arrival."""
+        self._waiters: dict[int, _Waiter[Client]] = {}  # by serial number, so in order of arrival
+        # waiters' serial numbers by missing key; may name waiters that are gone
         self._by_key: dict[str, list[int]] = {}
-        """Waiters' serial numbers by missing key; may name waiters that are gone."""
         self._serial = 0
 
     def __len__(self) -> int:
@@ -89,13 +87,13 @@ class KeyValueStore(Generic[Client]):
 
     @property
     def waiting(self) -> int:
-        """How many requests have no answer yet."""
+        """Return how many requests have no answer yet."""
         return len(self._waiters)
 
     def request(self, client: Client, request_id: int, op: StoreOp) -> list[DueAnswer[Client]]:
         """Carry out ``op``; return the answers that are due now, this request's own first.
 
-        A request that makes no sense gets an answer with an error; nothing is raised for what a client sends.
+        A request that makes no sense gets an answer with an error; no error of a client is raised here.
         """
         if error := _mistake(op):
             return [(client, request_id, StoreResult(error=error))]
@@ -108,12 +106,12 @@ class KeyValueStore(Generic[Client]):
         return answers
 
     def drop_client(self, client: Client) -> None:
-        """Forget what ``client`` waits for; its keys stay."""
+        """Forget the requests of ``client`` that wait; its keys stay."""
         for serial in [s for s, waiter in self._waiters.items() if waiter.client == client]:
             self._forget(serial)
 
     def drop_prefix(self, prefix: str) -> list[DueAnswer[Client]]:
-        """Delete the keys that start with ``prefix``; whoever waits for such a key is answered with an error."""
+        """Delete the keys that start with ``prefix``; clients that wait for such a key are answered with an error."""
         for key in [key for key in self._values if key.startswith(prefix)]:
             del self._values[key]
         answers = []
@@ -196,7 +194,8 @@ class KeyValueStore(Generic[Client]):
         return StoreResult(number=total), True
 
     def _compare_set(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        """As TCPStore: a missing key counts as equal to an empty ``expected``, and is else reported as it."""
+        """Compare and set as TCPStore does: a missing key counts as equal to an empty ``expected``, and is else
+        reported as it."""
         key, (expected, desired) = op.keys[0], op.values
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
@@ -242,7 +241,7 @@ _VALUE_PER_KEY = frozenset({"set", "multi_set", "append"})
 
 
 def _mistake(op: StoreOp) -> str:
-    """Why ``op`` cannot be carried out, or nothing."""
+    """Return why ``op`` cannot be carried out; empty if it can."""
     if op.op in _ONE_KEY and len(op.keys) != 1:
         return f"{op.op}: one key is needed, {len(op.keys)} came"
     if op.op in _VALUE_PER_KEY and len(op.keys) != len(op.values):

@@ -22,17 +22,16 @@ from meshbook.wire.link import Link, epoch_of
 LaneName = Literal["urgent", "calls", "bulk"]
 LANES: tuple[LaneName, ...] = ("urgent", "calls", "bulk")
 
-HEARTBEAT_S = 1.0
-"""How often each side says that it lives."""
+HEARTBEAT_S = 1.0  # how often each side says that it lives
 
 
 def routing_id(key: str, lane: LaneName) -> bytes:
-    """What the lane of the host with this public key calls itself."""
+    """Return the routing id of the lane of the host with this public key."""
     return f"{key}/{lane}".encode()
 
 
 def host_with(keys: Mapping[str, str], key: str) -> str:
-    """The host that has this public key; empty if none has."""
+    """Return the host that has this public key; empty if none has."""
     return next((id for id, its in keys.items() if its == key), "")
 
 
@@ -44,36 +43,35 @@ class Lane(ABC):
 
     def __init__(self, epoch: int, on_newer: Callable[[int], None]) -> None:
         self.link = Link(epoch)
-        self.paused = False
-        """Send nothing, but keep it: nobody listens."""
+        self.paused = False  # messages are kept, not sent: no controller listens
+        # when the machine of the other end was last known to be there, as `look` has found it
         self.answered = -math.inf
-        """When the machine of the other end was last known to be there, as `look` has found it."""
+        # data may have come that was not taken; look before every sleep, since descriptors tell edges only
         self.may_read = False
-        """Something may have come that was not taken; look before every sleep, since descriptors tell edges only."""
         self._on_newer = on_newer
 
     @abstractmethod
     def watch(self, loop: EventLoop) -> None:
-        """Have ``loop`` wake when something comes, and note that it `may_read`; until `close`."""
+        """Have ``loop`` wake when data comes, and note that it `may_read`; until `close`."""
 
     @abstractmethod
     def take(self) -> list[bytes] | None:
-        """Return the next message that has come, as it came; None if there is none."""
+        """Return the next message as it came; None if there is none."""
 
     @abstractmethod
     def transmit(self, frames: Sequence[Buffer]) -> bool:
-        """Send a message; False where there is no connection, whose successor will see to a replay."""
+        """Send a message; return False where there is no connection, whose successor will see to a replay."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Close the connection, for good; what was not sent is dropped."""
+        """Close the connection, for good; unsent messages are dropped."""
 
     @abstractmethod
     def look(self) -> None:
         """Look whether the machine of a silent peer is there; once a second is enough."""
 
     def dial_again(self) -> None:  # noqa: B027 - on one machine there is nothing to dial
-        """Give up a connection whose other end does not answer; what is under way on it is lost, and replayed."""
+        """Give up a connection whose other end does not answer; messages under way on it are lost, and replayed."""
 
     @property
     def is_answered(self) -> bool:
@@ -82,11 +80,11 @@ class Lane(ABC):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether, until the last look, anybody was ever there to connect to; on one machine that is not asked."""
+        """Whether, until the last look, there was ever a machine to connect to; on one machine that is not asked."""
         return True
 
     def receive(self, deliver: Callable[[bytes, list[bytes]], None]) -> bool:
-        """Hand over header and payload of each new message, in order, once; whether anything has come."""
+        """Hand over header and payload of each new message, in order, once; return whether anything has come."""
         found = False
         while self.may_read and (frames := self.take()) is not None:
             found = True
@@ -102,7 +100,7 @@ class Lane(ABC):
         return found
 
     def _receive_other(self, epoch: int, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Another controller than ours has spoken: begin anew with one that is newer, and take its message."""
+        """Begin again with a controller that is newer than ours, and take its message."""
         if epoch < self.link.epoch:
             self.beat()  # so that the former controller learns that it is the former
             return None
@@ -110,7 +108,8 @@ class Lane(ABC):
         return self.link.receive(frames)
 
     def restart(self, epoch: int) -> list[tuple[bytes, list[Buffer]]]:
-        """Speak with the controller of ``epoch`` from now on; returns what the former one has not acknowledged."""
+        """Speak with the controller of ``epoch`` from now on; return the messages that the former one has not
+        acknowledged."""
         kept, self.link = self.link.unacknowledged(), Link(epoch)
         self.paused = False
         return kept
@@ -126,7 +125,7 @@ class Lane(ABC):
         self._send_all([self.link.heartbeat()])
 
     def close(self) -> None:
-        """Close the connection; what was not sent is dropped."""
+        """Close the connection; unsent messages are dropped."""
         self.disconnect()
         self.link = Link(self.link.epoch)  # the old one holds views of payloads
 

@@ -35,13 +35,10 @@ from collections.abc import Sequence
 from meshbook.errors import PeerProtocolError
 from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, check_sizes
 
-MAX_UNACKED_BYTES = 64 << 20
-"""A link that keeps so much is `Link.full`."""
+MAX_UNACKED_BYTES = 64 << 20  # a link that keeps so much is `Link.full`
 ACK_AFTER_MESSAGES = 64
 ACK_AFTER_BYTES = 1 << 20
-MESSAGE_COST_BYTES = 256
-"""What keeping a message costs besides its frames."""
-
+MESSAGE_COST_BYTES = 256  # cost of keeping a message besides its frames
 MESSAGE, ACK, BEAT, REPLAY = range(1, 5)
 
 _HEAD = struct.Struct("<BxxxIQQ")
@@ -50,17 +47,17 @@ _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
 
 
 def epoch_of(frames: Sequence[Buffer]) -> int:
-    """The epoch of a message as it came; 0 if it is none."""
+    """Return the epoch of a message as it came; 0 if it is none."""
     return _unpack(frames[0])[1] if frames and len(frames[0]) >= _SIZE else 0
 
 
 def check_message(header: bytes, payload: Sequence[Buffer]) -> None:
-    """Refuse what no frame can carry. Raises: MessageTooLarge."""
+    """Refuse a message that no frame can carry. Raises: MessageTooLarge."""
     check_sizes([len(header), *(part.nbytes if isinstance(part, memoryview) else len(part) for part in payload)])
 
 
 class Link:
-    """One side of one lane. Not thread-safe: it belongs to the thread that owns the socket."""
+    """The memory of one side of one lane. Not thread-safe: it belongs to the thread that owns the socket."""
 
     __slots__ = (
         "_acked", "_ask_due", "_asked", "_owed", "_owed_bytes", "_patience", "_received", "_replay_due",
@@ -70,12 +67,9 @@ class Link:
     def __init__(self, epoch: int, max_unacked_bytes: int = MAX_UNACKED_BYTES) -> None:
         self.epoch = epoch
         self.max_unacked_bytes = max_unacked_bytes
-        self.unacked_bytes = 0
-        """What is kept for a replay, `MESSAGE_COST_BYTES` for each message included."""
-        self.ignored = 0
-        """Frames of another epoch, repetitions, and messages after a gap."""
-        self.due = False
-        """`pending` may have something to send."""
+        self.unacked_bytes = 0  # size of the messages kept for a replay, with `MESSAGE_COST_BYTES` for each
+        self.ignored = 0  # frames of another epoch, repetitions, and messages after a gap
+        self.due = False  # `pending` may have something to send
         self._unacked: deque[tuple[list[Buffer], int]] = deque()  # messages _acked + 1 .. _sent, with their cost
         self._sent = 0
         self._acked = 0
@@ -95,7 +89,7 @@ class Link:
     def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> list[Buffer]:
         """Number a message; return its frames, to be sent now. They are kept, so buffers must not change.
 
-        It is taken also when the link is full: whoever sends much looks at `full` first.
+        A message is taken even when the link is full: a sender of much looks at `full` first.
         Raises: MessageTooLarge, and nothing is kept: no replay could bring it over.
         """
         if payload or len(header) > MAX_FRAME_BYTES:
@@ -112,7 +106,7 @@ class Link:
         return frames
 
     def receive(self, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Take what came from the peer; return (header, payload) if it is the next message, else None.
+        """Take a message of the peer; return (header, payload) if it is the next one, else None.
 
         Afterwards something may be `due`.
         Raises: PeerProtocolError for frames that no `Link` makes.
@@ -145,7 +139,7 @@ class Link:
         return frames[0][_SIZE:], payload
 
     def pending(self) -> list[list[Buffer]]:
-        """Return what must be sent now: a replay, a question for one, an acknowledgement; each once."""
+        """Return the messages to send now: a replay, a question for one, an acknowledgement; each once."""
         self.due = False
         if not (
             self._ask_due or self._replay_due or self._owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES
@@ -160,16 +154,16 @@ class Link:
         return messages
 
     def unacknowledged(self) -> list[tuple[bytes, list[Buffer]]]:
-        """(header, payload) of each message that the peer may not have, in order."""
+        """Return (header, payload) of each message that the peer may not have, in order."""
         return [(bytes(frames[0])[_SIZE:], frames[1:]) for frames, _ in self._unacked]
 
     @property
     def owes(self) -> bool:
-        """Whether the peer does not know yet of all that we have received."""
+        """Whether the peer does not know yet of all messages that we have received."""
         return self._owed > 0
 
     def acknowledgement(self) -> list[Buffer]:
-        """Return frames that say what we have; to be sent when there is nothing else to do."""
+        """Return frames that acknowledge our messages; to be sent when there is nothing else to do."""
         return self._status(ACK)
 
     def heartbeat(self) -> list[Buffer]:
@@ -181,7 +175,7 @@ class Link:
         return [_pack(kind, self.epoch, self._sent, self._received)]
 
     def _note(self, kind: int, seq: int, frames: list[bytes]) -> None:
-        """Act on a message that is not a user's: ``seq`` were sent by the peer."""
+        """Act on a message of the links themselves: the peer has sent ``seq`` messages."""
         if kind not in (ACK, BEAT, REPLAY) or len(frames) > 1 or len(frames[0]) > _SIZE:
             raise PeerProtocolError(f"a link message of unknown kind {kind} or with content that it cannot have")
         if kind == REPLAY and self._unacked:

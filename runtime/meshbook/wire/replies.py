@@ -33,7 +33,7 @@ def explain_failure(rank: int, host: str, error: MeshError) -> bytes:
 
 
 def failed_reply(reply: wire.RankReply, host: str, error: MeshError) -> tuple[wire.RankReply, list[bytes]]:
-    """Return what an agent sends in the place of a reply whose payload cannot be had."""
+    """Return a failure in the place of a reply whose payload cannot be had."""
     failed = reply._replace(status=wire.RAISED, frames=1, segment=None, bulk=None, inline=b"")
     return failed, [explain_failure(reply.rank, host, error)]
 
@@ -48,7 +48,7 @@ def failed_replies(
 
 
 def agents_answer(question: int, answers: Mapping[int, object]) -> wire.Replies:
-    """Return what an agent answers to a question: plain data for each rank that it has something to say of."""
+    """Return an agent's answer to a question: plain data by rank."""
     values = tuple(
         wire.RankReply(rank, wire.OK, 0, 0.0, None, inline=wire.encode(value)) for rank, value in answers.items()
     )
@@ -56,7 +56,7 @@ def agents_answer(question: int, answers: Mapping[int, object]) -> wire.Replies:
 
 
 def dropped_replies(call: int, ranks: Iterable[int], origin: wire.Origin | None = None) -> wire.Replies:
-    """Return what ranks answer that will never begin ``call``."""
+    """Return the replies of ranks that will never begin ``call``."""
     dropped = tuple(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None) for rank in sorted(ranks))
     return wire.Replies(call, dropped, origin)
 
@@ -67,5 +67,5 @@ def lost_reply(rank: int, death: wire.DeathCause) -> wire.RankReply:
 
 
 def lost_replies(call: int, lost: Iterable[tuple[int, wire.DeathCause]], origin: wire.Origin | None) -> wire.Replies:
-    """Return the answers in the name of ranks that have none."""
+    """Return the answers in the name of ranks that have ended."""
     return wire.Replies(call, tuple(lost_reply(rank, death) for rank, death in lost), origin)

@@ -36,21 +36,15 @@ from meshbook.system.descriptors import open_above
 from meshbook.wire import messages as wire
 from meshbook.wire.unix_transport import SCHEME
 
-DEFER_S = 0.005
-"""So long the agent need not know of a call that went past it."""
-OPEN_AFTER = 8
-"""A rank opens its end when so many calls that could have come past the agent have come by it."""
-MAX_BYTES = 2 * wire.INLINE_MAX_BYTES
-"""Of a datagram: a pickle's head, and what goes with it."""
-
-GROUPS_MAX_BYTES = wire.INLINE_MAX_BYTES // 2
-"""Of what an answer that goes past the agent tells of process groups."""
-
+DEFER_S = 0.005  # the agent need not know for so long of a call that went past it
+OPEN_AFTER = 8  # a rank opens its end when so many calls that could have come past the agent have come by it
+MAX_BYTES = 2 * wire.INLINE_MAX_BYTES  # of a datagram: a pickle's head, and the rest of its message
+GROUPS_MAX_BYTES = wire.INLINE_MAX_BYTES // 2  # of the report on process groups in an answer that goes past the agent
 _GONE = b"its value had gone to its controller before that told the agent of the call"
 
 
 def shortcut_path(endpoint: str) -> str:
-    """The path of the controller's end, where agents dial ``endpoint``; empty where that is no Unix socket."""
+    """Return the path of the controller's end, where agents dial ``endpoint``; empty where that is no Unix socket."""
     return str(Path(endpoint.removeprefix(SCHEME)).with_name("early")) if endpoint.startswith(SCHEME) else ""
 
 
@@ -59,7 +53,7 @@ def _end_of_rank(path: str, pid: int, *, is_mail: bool) -> str:
 
 
 def remove_ends(path: str, pid: int) -> None:
-    """A rank has ended: remove what it has left. path: of the controller's end."""
+    """Remove the ends that a rank has left. path: the path of the controller's end."""
     for is_mail in (False, True) if path else ():
         with contextlib.suppress(OSError):
             os.unlink(_end_of_rank(path, pid, is_mail=is_mail))
@@ -72,7 +66,7 @@ def _bind(sock: socket.socket, path: str) -> None:
 
 
 class ShortcutServer:
-    """The controller's end. Raises: OSError."""
+    """The controller's end of shortcuts. Raises: OSError."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -85,13 +79,13 @@ class ShortcutServer:
         self.fd = self._socket.fileno()
 
     def receive(self) -> Iterator[tuple[bytes, str]]:
-        """Each datagram that is there, and who has sent it."""
+        """Yield the datagrams that are there, each with the address of its sender."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 yield self._socket.recvfrom(MAX_BYTES)
 
     def send(self, data: bytes, address: str) -> bool:
-        """Send a datagram; False if it cannot go, since nobody is there any more, or reads."""
+        """Send a datagram; return False if it cannot go, since its receiver is gone, or does not read."""
         if len(data) > MAX_BYTES:
             return False
         try:
@@ -105,10 +99,10 @@ class ShortcutServer:
 
 
 class RankShortcut:
-    """A rank's end, for its main thread or for its mailboxes. One thread takes calls; any may answer.
+    """A rank's end, for its main thread or for its mailboxes. A single thread takes calls; any may answer.
 
-    path: of the controller's end; empty: there is none on this machine. tell_agent: sends it a message. on_open: told
-    of a descriptor by which calls may come from now on.
+    path: the path of the controller's end; empty where there is none on this machine. tell_agent: sends it a message.
+    on_open: takes a descriptor by which calls may come from now on.
     """
 
     def __init__(
@@ -121,27 +115,21 @@ class RankShortcut:
     ) -> None:
         self._path, self._tell_agent, self._on_open, self._is_mail = path, tell_agent, on_open, is_mail
         self._socket: socket.socket | None = None
-        self.fd = -1
-        """By which calls come; -1 while none can."""
-        self._came = 0
-        """How many calls have come by the agent that might have come here."""
-        self._seen = 0
-        """The number of the last call that has come, either way."""
+        self.fd = -1  # descriptor by which calls come; -1 while none can
+        self._came = 0  # number of calls that have come by the agent, and might have come here
+        self._seen = 0  # the number of the last call that has come, either way
         self._here: wire.Identity | None = None
-        self._target: wire.Target = ()
-        """Whom the last call meant, and that it was we."""
+        self._target: wire.Target = ()  # the target of the last call, which named this rank
         self._lock = threading.Lock()
+        # the last call that came here, until it is the agent's, or its answer was heard
         self._call: wire.Call | None = None
-        """The last call that came here, until it is the agent's, or its answer was heard."""
-        self._answer: wire.Reply | None = None
-        """What it was answered."""
-        self._told = 0
-        """The number of the last call that the agent has heard of from here: it has the answer, or will."""
+        self._answer: wire.Reply | None = None  # its answer
+        self._told = 0  # the number of the last call that the agent has heard of from here: it has the answer, or will
 
     # ---- who takes calls --------------------------------------------------------------------------------------------
 
     def take(self, here: wire.Identity) -> wire.Call | None:
-        """The call that has come here; None if none has, or not for who we are."""
+        """Return the call that has come here; None if none has, or if it is for another rank."""
         with self._lock:
             if self._socket is None:
                 return None
@@ -158,7 +146,7 @@ class RankShortcut:
             return call
 
     def _accept(self, message: wire.PastAgent, here: wire.Identity) -> wire.Call | None:
-        """Return a call that is for us; take note of what else there is. Under the lock."""
+        """Return a call that is for us; take note of other messages. Under the lock."""
         if isinstance(message, wire.Heard) and self._answer is not None and self._answer.id == message.call:
             self._call = self._answer = None
         if not isinstance(message, wire.Call) or message.shortcut <= self._seen:
@@ -190,7 +178,7 @@ class RankShortcut:
             return False
 
     def drop(self, call: wire.Call) -> None:
-        """A call that has come here is not run: its end was asked for."""
+        """Forget a call that has come here, since it was cancelled before it ran."""
         with self._lock:
             if self._call is call:
                 self._call, self._told = None, call.shortcut
@@ -198,9 +186,9 @@ class RankShortcut:
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def answer(self, call: wire.Call, reply: wire.Reply, rank: int, *, may_pass: bool) -> bool:
-        """Answer a call past the agent; False if that is to have the answer, and knows the call.
+        """Answer a call past the agent; return False if the agent is to have the answer, and knows the call.
 
-        may_pass: the answer is a small value, and nothing that the agent has of ours goes before it.
+        may_pass: the answer is a small value, and no message that the agent has of ours goes before it.
         """
         with self._lock:
             if self._call is not call:
@@ -217,7 +205,7 @@ class RankShortcut:
             return False
 
     def give_up(self) -> None:
-        """The controller is gone. The agent is told what it must know, and then that this was all."""
+        """Tell the agent the open call and the answer, since the controller is gone, and then that this was all."""
         with self._lock:
             if (waiting := self._look_ahead()) is not None:
                 self._call, self._answer = waiting, None  # nobody is called again who was not heard
@@ -230,7 +218,7 @@ class RankShortcut:
             self._tell_agent(wire.ToldAll())
 
     def _look_ahead(self) -> wire.Call | None:
-        """The call that has come and that `take` is still to find. Under the lock."""
+        """Return the call that has come and that `take` is still to find. Under the lock."""
         while self._socket is not None and self._here is not None:
             try:
                 message = wire.decode_past_agent(self._socket.recv(MAX_BYTES, socket.MSG_PEEK))
@@ -242,7 +230,7 @@ class RankShortcut:
         return None
 
     def _send(self, message: wire.PastAgent) -> bool:
-        """Whether it has gone."""
+        """Send a message; return whether it has gone."""
         data = wire.encode(message)
         for _ in range(2):
             try:
@@ -262,7 +250,7 @@ class RankShortcut:
         return False
 
     def _lose(self, error: OSError) -> None:
-        """There is no way by it, for good."""
+        """Give up shortcuts for good."""
         self._path, self.fd = "", -1
         if self._socket is not None and error.errno in (errno.EBADF, errno.ENOTSOCK):
             self._socket.detach()  # the number may be another file's by now
@@ -280,7 +268,7 @@ class RankShortcut:
         return made
 
     def close(self) -> None:
-        """Have no end, or in a forked child not our parent's; the next answer makes one."""
+        """Close the end, in a forked child that of the parent; the next answer opens one."""
         self.fd = -1
         if self._socket is not None:
             self._socket.close()

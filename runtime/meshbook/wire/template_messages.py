@@ -1,22 +1,21 @@
-"""What templates and those who have workers or hosts forked from them say to each other. Pure."""
+"""The messages between templates and the processes that have workers or hosts forked from them. Pure."""
 
 from __future__ import annotations
 
 import msgspec
 
-FDS_PER_WORKER = 5
-"""call socket, urgent socket, mail socket, stdout, stderr"""
+FDS_PER_WORKER = 5  # call socket, urgent socket, mail socket, stdout, stderr
 
 
 class ForkWorkers(msgspec.Struct, tag="fork", frozen=True):
-    """Fork ``count`` workers; their descriptors follow in ``count`` packets."""
+    """A request to fork ``count`` workers; their descriptors follow in ``count`` packets."""
 
     agent_pid: int
     count: int
 
 
 class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
-    """Fork another template that has also imported ``preload``; its socket follows in one packet."""
+    """A request to fork another template that has also imported ``preload``; its socket follows in one packet."""
 
     agent_pid: int
     preload: tuple[str, ...]
@@ -24,20 +23,19 @@ class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
 
 
 class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
-    """``problem`` says why workers may not be forked from here; ``failure`` is the traceback of a failed import."""
+    """The template is ready. ``problem``: why workers may not be forked from here. ``failure``: a failed import's
+    traceback."""
 
     pid: int
     seconds: float
     problem: str = ""
     failure: str = ""
-    version: str = ""
-    """Of its Python and of us, which have to be those of the agent."""
-    inherited: str = ""
-    """What the agents of a template of hosts that serves every launcher inherit from it."""
+    version: str = ""  # versions of its Python and of us, which have to be those of the agent
+    inherited: str = ""  # the inheritance of agents, for a template of hosts that serves every launcher
 
 
 class TemplateForked(msgspec.Struct, tag="born", frozen=True):
-    """The first word of a forked template, before it imports anything."""
+    """The first message of a forked template, before it imports anything."""
 
     pid: int
 
@@ -53,7 +51,7 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
 
 
 class ForkHost(msgspec.Struct, tag="host", frozen=True):
-    """Fork a host agent; its stdin and its log follow in one packet.
+    """A request to fork a host agent; its stdin and its log follow in one packet.
 
     environment: comes on top of the template's, and with a ``folder`` to begin in stands in its place.
     """
@@ -63,7 +61,7 @@ class ForkHost(msgspec.Struct, tag="host", frozen=True):
 
 
 class ReapHost(msgspec.Struct, tag="reap", frozen=True):
-    """A host agent has ended: how?"""
+    """A question how a host agent has ended."""
 
     pid: int
 
@@ -73,7 +71,7 @@ class HostForked(msgspec.Struct, tag="hosted", frozen=True):
 
 
 class HostReaped(msgspec.Struct, tag="reaped", frozen=True):
-    """With its exit code, or its signal as a negative number."""
+    """The end of a host agent: its exit code, or its signal as a negative number."""
 
     status: int
 

@@ -6,55 +6,50 @@ from pathlib import Path
 
 import msgspec
 
+# path at which launchers have sshd put the ends of tunnels; 24 hexadecimal digits follow
 TUNNEL_ENDS = "/tmp/meshbook-"
-"""Where launchers have sshd put the ends of tunnels; 24 hexadecimal digits follow."""
 
+# the controller listens before agents are started: without a connection after so long it cannot be reached
 ARRIVE_S = 20.0
-"""The controller listens before agents are started: where no connection comes about in so long there is no way."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What an agent needs to find the controller and to prove who it is."""
+    """The ticket with which an agent finds the controller and proves who it is."""
 
-    host_id: str
-    """Chosen by the controller; the CURVE key pair is accepted for this host only."""
+    host_id: str  # chosen by the controller; the CURVE key pair is accepted for this host only
     endpoint: str
     controller_key: str
     public_key: str
     secret_key: str
-    log_dir: str
-    """Where it writes its logs; a relative path lies in its own user's folder of logs."""
-    epoch: int
-    """Which controller of the session this is; frames of an older one are ignored."""
+    log_dir: str  # folder for its logs; a relative path lies in its own user's folder of logs
+    epoch: int  # number of the session's controller; frames of an older one are ignored
+    # the agent and its meshes wait so long for the next controller once theirs has ended (`meshbook.agent.lease`)
     lease_s: float
-    """How long the agent and its meshes wait for the next controller once theirs has ended (`meshbook.agent.lease`)."""
-    shares_memory: bool = True
-    """False makes an agent behave as on another machine, whatever machine it is on."""
+    shares_memory: bool = True  # false makes an agent behave as on another machine, whatever machine it is on
+    # the session's folder, which the last agent removes when there is no controller; empty on other machines
     session: str = ""
-    """The session's folder, which the last agent removes when there is no controller; empty on other machines."""
-    name: str = ""
-    """What people call the host; empty: its machine's own name."""
+    name: str = ""  # the name of the host for people; empty: its machine's own name
+    # whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)
     by_tunnel: bool = False
-    """Whether the endpoint is an end of the launcher's connection, with which it ends (`meshbook.agent.tunnel`)."""
+    # it ends if it has had no connection for so long from its beginning, even while its stdin is open
     arrive_s: float = ARRIVE_S
-    """It ends where nobody was there to connect to for so long from its beginning, whoever holds its stdin."""
+    # whether it ends when its stdout has no reader any more, though it has dialled by itself
     ends_with_launcher: bool = False
-    """Whether it ends when nobody reads its stdout any more, though it has dialled by itself."""
 
 
 def elsewhere(ticket: Ticket) -> Ticket:
-    """The ticket of an agent that shares neither memory nor folders with the controller."""
+    """Return the ticket of an agent that shares neither memory nor folders with the controller."""
     log_dir = f"{Path(ticket.session).name}/{ticket.host_id}"
     return msgspec.structs.replace(ticket, shares_memory=False, log_dir=log_dir, session="")
 
 
+# several tickets for a program that passes one stdin on to several agents, as srun does
 encode_ticket = encode_tickets = msgspec.json.Encoder().encode
-"""Several for who passes one stdin on to several agents, as srun does."""
 
 _decode = msgspec.json.Decoder(Ticket | list[Ticket]).decode
 
 
 def decode_ticket(line: bytes, number: int = 0) -> Ticket:
-    """The ticket in ``line``, or the one of this number."""
+    """Return the ticket in ``line``, or the one of this number."""
     found = _decode(line)
     return found if isinstance(found, Ticket) else found[number]

@@ -29,7 +29,7 @@ from meshbook.wire.zmq_transport import ZmqLane, ZmqServer
 
 
 def new_keys() -> tuple[str, str]:
-    """A CURVE key pair: public, secret."""
+    """Return a CURVE key pair: public, secret."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
@@ -40,24 +40,20 @@ class ControllerSocket:
     def __init__(self, keys: tuple[str, str] | None = None) -> None:
         """keys: the public and the secret CURVE key of a session that exists; new ones by default."""
         self.public_key, self._secret = keys or new_keys()
-        self._keys: dict[str, str] = {}
-        """The public keys of those that are let in, by host id."""
+        self._keys: dict[str, str] = {}  # the public keys of the hosts that are let in, by host id
         self._epoll = select.epoll()
         self._wake_fd = -1
         self._unix: UnixServer | None = None
         self._shortcuts: ShortcutServer | None = None
         self._datagrams_fd = -1
-        self._servers: list[ZmqServer] = []
-        """One for each address of this machine by which hosts reach it."""
-        self._server_of: dict[str, int] = {}
-        """Its index, by host id, of hosts that were heard of."""
-        self.has_datagrams = False
-        """Whether `receive_past` may have something."""
+        self._servers: list[ZmqServer] = []  # a server for each address of this machine by which hosts reach it
+        self._server_of: dict[str, int] = {}  # the index of a host's server, by host id, once it was heard of
+        self.has_datagrams = False  # whether `receive_past` may have something
+        # descriptors of processes whose end `poll` waits for (`meshbook.system.exits`)
         self._ends: set[int] = set()
-        """Of processes whose end `poll` waits for (`meshbook.system.exits`)."""
 
     def bind(self, address: str) -> str:
-        """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return what to dial.
+        """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return the endpoint to dial.
 
         Raises: OSError if the system has no sockets for it, and for other addresses.
         """
@@ -83,29 +79,29 @@ class ControllerSocket:
 
     @property
     def door(self) -> ConnectionFilter | None:
-        """Watches the first TCP port, if there is one."""
+        """Return the filter of the first TCP port, if there is one."""
         return self._servers[0].door if self._servers else None
 
     @property
     def rejected(self) -> int:
-        """Connections, messages and keys that were not let in."""
+        """Return how many connections, messages and keys were not let in."""
         return sum(server.rejected for server in (self._unix, *self._servers) if server is not None)
 
     def watch_door(self) -> None:
-        """Once a second: open each TCP port while hosts are expected there, and shut it while none is."""
+        """Open each TCP port while hosts are expected there, and shut it while none is; once a second."""
         if self._unix is not None:
             self._unix.look_again()
         for server in self._servers:
             server.watch_door()
 
     def accept(self, host_id: str) -> tuple[str, str]:
-        """Make a key pair (public, secret) that lets ``host_id`` in, and nobody else."""
+        """Return a new key pair (public, secret) that lets in ``host_id`` only."""
         public, secret = new_keys()
         self.readmit(host_id, public)
         return public, secret
 
     def readmit(self, host_id: str, public_key: str) -> None:
-        """Let ``host_id`` in with the key pair that it has."""
+        """Let ``host_id`` in with its existing key pair."""
         self._keys[host_id] = public_key
         self.watch_door()
 
@@ -118,7 +114,8 @@ class ControllerSocket:
         self.watch_door()
 
     def _identify(self, frames: list[bytes]) -> HostLane | None:
-        """Whose lane a connection is that says this of itself (`meshbook.wire.unix_transport`)."""
+        """Return the lane of a connection by its first message (`meshbook.wire.unix_transport`); None for a
+        stranger's."""
         try:
             routing, secret = frames
             key, _, lane = routing.decode().rpartition("/")
@@ -129,7 +126,7 @@ class ControllerSocket:
         return (host_id, lane) if host_id and lane in LANES else None
 
     def _far_hosts(self, server: int) -> list[str]:
-        """Hosts that are not connected by a Unix socket, or to another server than that with this index."""
+        """Return the hosts that are not connected by a Unix socket, or to another server than that with this index."""
         return [
             id
             for id in self._keys
@@ -165,7 +162,8 @@ class ControllerSocket:
 
     @property
     def fd(self) -> int:
-        """For an event loop other than `poll`: it tells edges only, so `look` and `receive` before every sleep."""
+        """Return a descriptor for another event loop than `poll`; it tells edges only: `look` and `receive` before a
+        sleep."""
         return self._epoll.fileno()
 
     def look(self) -> None:
@@ -173,16 +171,17 @@ class ControllerSocket:
         self.poll(self._wake_fd, 0)
 
     def answered(self, host_id: str, before: float) -> float:
-        """When the machine of a host was last known to be there (`meshbook.wire.connections`), at least ``before``."""
+        """Return when the machine of a host was last known to be there (`meshbook.wire.connections`), at least
+        ``before``."""
         server = self._server_of.get(host_id)
         return before if server is None else self._servers[server].answered(host_id, before)
 
     def key_of(self, host_id: str) -> str:
-        """The public key of a host that is let in; empty for any other."""
+        """Return the public key of a host that is let in; empty for any other."""
         return self._keys.get(host_id, "")
 
     def watch_end(self, pid: int) -> None:
-        """Have `poll` return when the process ends, and tell it, once."""
+        """Have `poll` return when the process ends, and report it, once."""
         try:
             fd = open_end(pid)
         except OSError:  # no descriptor is left, or it is gone already: who looks at it regularly finds out
@@ -207,12 +206,13 @@ class ControllerSocket:
         return received
 
     def receive_past(self) -> Iterable[tuple[bytes, str]]:
-        """What ranks of this machine have sent past their agents, and from where (`meshbook.wire.shortcuts`)."""
+        """Return datagrams that ranks of this machine have sent past their agents, with addresses
+        (`meshbook.wire.shortcuts`)."""
         self.has_datagrams = False
         return self._shortcuts.receive() if self._shortcuts is not None else ()
 
     def send_past(self, data: bytes, address: str) -> bool:
-        """Send something to a rank past its agent; False if it cannot go."""
+        """Send a datagram to a rank past its agent; return False if it cannot go."""
         return self._shortcuts is not None and self._shortcuts.send(data, address)
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
@@ -223,7 +223,7 @@ class ControllerSocket:
             self._servers[server].send(key, lane, frames)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close everything; what cannot be sent within ``linger_ms`` is dropped."""
+        """Close everything; messages that cannot be sent within ``linger_ms`` are dropped."""
         for fd in tuple(self._ends):
             self._forget_end(fd)
         if self._unix is not None:
@@ -236,7 +236,7 @@ class ControllerSocket:
 
 
 class Dialer:
-    """Opens lanes to processes that listen. One per agent: all that need ZeroMQ share its I/O thread."""
+    """The dialler of an agent: opens lanes to processes that listen. All that need ZeroMQ share its I/O thread."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

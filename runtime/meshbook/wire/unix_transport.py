@@ -32,21 +32,19 @@ _RETRY_S, _MAX_RETRY_S = 0.1, 0.5
 _BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group; unix(7)
 
-HostLane: TypeAlias = "tuple[str, LaneName]"
-"""A host's id, and a lane of it."""
+HostLane: TypeAlias = "tuple[str, LaneName]"  # a host's id, and a lane of it
 
 
 class UnixServer:
     """The controller's end of all lanes of the hosts of this machine. Its owner polls ``epoll`` for us.
 
-    identify: takes the first message of a connection; returns whose lane it is, or None for a stranger's.
-    Raises: OSError.
+    identify: takes the first message of a connection; returns its lane, or None for a stranger's. Raises: OSError.
     """
 
     def __init__(self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None]) -> None:
         self._epoll, self._identify = epoll, identify
+        # (host id, lane, link frames) of each message that has come; its reader empties it
         self.received: list[tuple[str, LaneName, list[bytes]]] = []
-        """(host id, lane, link frames) of each message that has come; whoever takes them empties it."""
         try:
             os.unlink(path)  # of the controller before us: the session's lock is ours
         except FileNotFoundError:
@@ -60,14 +58,13 @@ class UnixServer:
         except OSError:
             self._listener.close()
             raise
+        # by descriptor; strangers that have not said who they are have no place
         self._connections: dict[int, tuple[MessageSocket, HostLane | None]] = {}
-        """By descriptor; strangers that have not said who they are without a place."""
         self._lanes: dict[HostLane, MessageSocket] = {}
-        self.rejected = 0
-        """Connections that were not let in."""
+        self.rejected = 0  # connections that were not let in
 
     def serve(self, fd: int, events: int) -> bool:
-        """Act on events of a descriptor; whether it is one of ours."""
+        """Act on events of a descriptor; return whether it is one of ours."""
         if (known := self._connections.get(fd)) is None:
             if fd == self._listener.fileno():
                 self._let_in()
@@ -88,7 +85,7 @@ class UnixServer:
         return True
 
     def send(self, place: HostLane, frames: Sequence[Buffer]) -> bool:
-        """Send frames to a lane, as soon as its host reads; False if it is none of ours."""
+        """Send frames to a lane, as soon as its host reads; return False if it is none of ours."""
         if (connection := self._lanes.get(place)) is None:
             return False
         try:
@@ -103,11 +100,11 @@ class UnixServer:
         return (host_id, "urgent") in self._lanes
 
     def look_again(self) -> None:
-        """Once a second: let in who could not be let in for want of descriptors."""
+        """Let in hosts that could not be let in for want of descriptors; once a second."""
         self._epoll.modify(self._listener, select.EPOLLIN)
 
     def revoke(self, host_id: str) -> None:
-        """Have no more to do with a host; what was sent to it before still goes out."""
+        """Have no more to do with a host; messages that were sent to it before still go out."""
         for (id, lane), connection in list(self._lanes.items()):
             if id == host_id:
                 del self._lanes[id, lane]
@@ -115,7 +112,7 @@ class UnixServer:
                     self._drop(connection.fd)
 
     def close(self, linger_s: float) -> None:
-        """Close everything; what cannot be sent within ``linger_s`` is dropped."""
+        """Close everything; messages that cannot be sent within ``linger_s`` are dropped."""
         deadline = time.monotonic() + linger_s
         for fd, (connection, _) in list(self._connections.items()):
             try:
@@ -144,7 +141,7 @@ class UnixServer:
             self._epoll.register(connection.fd, select.EPOLLIN)
 
     def _greet(self, fd: int, connection: MessageSocket, frames: list[bytes]) -> HostLane:
-        """Raises: PeerProtocolError for strangers."""
+        """Return the lane of a connection by its first message. Raises: PeerProtocolError for strangers."""
         place = self._identify(frames)
         if place is None:
             self.rejected += 1
@@ -174,8 +171,7 @@ class UnixLane(Lane):
         self._watch: Watch | None = None
         self._connection: MessageSocket | None = None
         self._received: deque[list[bytes]] = deque()
-        self._has_more = False
-        """Whether the socket may have something that was not read."""
+        self._has_more = False  # whether the socket may have data that was not read
         self._is_closed = False
         self._retry_s = _RETRY_S
         self._dial()
@@ -188,7 +184,7 @@ class UnixLane(Lane):
             self._watch_connection()
 
     def take(self) -> list[bytes] | None:
-        """As `Lane.take`: reads until a message is whole, or nothing is left, of which no edge would tell again."""
+        """Read until a message is whole, or no data is left, of which no edge would tell again. See `Lane.take`."""
         received = self._received
         while not received and self._has_more and self._connection is not None:
             try:
@@ -263,7 +259,7 @@ class UnixLane(Lane):
             self._hear_out()
 
     def _hear_out(self) -> None:
-        """The other end reads no more: take in its last words, which may be a goodbye, and dial again."""
+        """Take in the last messages of an end that reads no more, which may be a goodbye, and dial again."""
         assert self._connection is not None
         self._has_more = self.may_read = True
         try:
@@ -275,7 +271,7 @@ class UnixLane(Lane):
         self._lose()
 
     def _lose(self) -> None:
-        """The connection has broken: dial again."""
+        """Dial again, since the connection has broken."""
         self._drop()
         self._dial_later()
 
@@ -289,12 +285,12 @@ class UnixLane(Lane):
 
 
 def open_connection(sock: socket.socket) -> MessageSocket:
-    """Raises: OSError."""
+    """Return the socket as one of messages. Raises: OSError."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     return MessageSocket(sock)
 
 
 def peer_user(sock: socket.socket) -> int:
-    """Who has opened the other end. Raises: OSError."""
+    """Return the user at the other end. Raises: OSError."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])

@@ -16,31 +16,28 @@ from meshbook.wire.frames import BATCH_MARK, Batch, Buffer, unbatch
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
 
-FULL_BYTES = 8 << 20
-"""With so much on its way, in messages, senders wait."""
-FULL_BULK_BYTES = 256 << 20
-"""The same in payloads, which lie in the senders' shared memory until their turn comes."""
+FULL_BYTES = 8 << 20  # senders wait with so much on its way in messages
+FULL_BULK_BYTES = 256 << 20  # the same in payloads, which lie in the senders' shared memory until their turn comes
 
+# a machine that has not answered for so long has given us up, or will: another connection finds out sooner than the
+# system's repetitions on the old one, which come ever more rarely
 DIAL_AGAIN_S = 15.0
-"""A machine that has not answered for so long has given us up, or will: another connection finds out sooner than the
-system's repetitions on the old one, which come ever more rarely."""
 
-STALLED_S = 5.0
-"""A process that did nothing for so long was stopped itself."""
+STALLED_S = 5.0  # a process that did nothing for so long was stopped itself
 
 
 class PeerSilence:
-    """How long a peer was not heard of; the time in which we ourselves were stopped does not count."""
+    """The silence of a peer; the time in which we ourselves were stopped does not count."""
 
     def __init__(self) -> None:
         self.heard = self._looked = time.monotonic()
 
     def end(self) -> None:
-        """The peer has said something."""
+        """End the silence: the peer has spoken."""
         self.heard = time.monotonic()
 
     def look(self) -> None:
-        """Once a second: notice that we were stopped."""
+        """Notice, once a second, that we were stopped."""
         now = time.monotonic()
         if now - self._looked > STALLED_S:
             self.heard = now
@@ -48,22 +45,22 @@ class PeerSilence:
 
     @property
     def length_s(self) -> float:
-        """How long it has lasted."""
+        """Return how long it has lasted."""
         return time.monotonic() - self.heard
 
 
 class UplinkOwner(Protocol):
-    """What the user of an `Uplink` is told."""
+    """The callbacks of an `Uplink`."""
 
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
-        """A message has come."""
+        """Take a message."""
 
     def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
-        """A message that was held back (`meshbook.wire.bulk.BulkReceiver`) has all of its payload."""
+        """Take a message that was held back (`meshbook.wire.bulk.BulkReceiver`) and has all of its payload."""
 
 
 class Uplink:
-    """Used by the agent's loop only."""
+    """The uplink, used by the agent's loop only."""
 
     def __init__(
         self,
@@ -75,8 +72,7 @@ class Uplink:
     ) -> None:
         """on_newer: see `meshbook.wire.lanes.Lane`. Raises: OSError, see `Dialer.dial`."""
         self.silence = PeerSilence()
-        self.shares_memory = False
-        """Whether the other end can map the shared memory of this host."""
+        self.shares_memory = False  # whether the other end can map the shared memory of this host
         self.bulk_in = BulkReceiver(owner.on_whole)
         self._loop, self._owner = loop, owner
         self._lanes = dialer.dial(ticket, on_newer)
@@ -101,12 +97,12 @@ class Uplink:
         return self._bulk_out.send(buffers)
 
     def flush(self) -> bool:
-        """Send what waits, as far as there is room; whether that was anything."""
+        """Send waiting messages and pieces, as far as there is room; return whether there were any."""
         return self._outbox.flush() or self._bulk_out.pump()
 
     @property
     def unacked_bytes(self) -> int:
-        """What is on its way, on the lane of calls."""
+        """Return the size of messages on their way, on the lane of calls."""
         return self._calls.link.unacked_bytes
 
     @property
@@ -115,11 +111,11 @@ class Uplink:
         return self._calls.link.unacked_bytes > FULL_BYTES or self._bulk_out.waiting_bytes > FULL_BULK_BYTES
 
     def serve(self, choked: Callable[[], bool] = lambda: False) -> bool:
-        """Hand over what has come and send what waits, until there is neither; whether there was anything.
+        """Hand over messages and send waiting ones, until there are neither; return whether there were any.
 
-        Both go on together: what is sent may have swallowed the word that something has come. choked: whether to leave
-        the lane of calls for later; asked while something of our loop waits to be written.
-        Raises: PeerProtocolError for frames that no peer sends; the rest is there still.
+        Both go on together: sending may have swallowed the event that data has come. choked: whether to leave the lane
+        of calls for later; asked while data of our loop waits to be written. Raises: PeerProtocolError for frames that
+        no peer sends; later messages are kept.
         """
         busy = False
         while True:
@@ -134,7 +130,6 @@ class Uplink:
             busy = True
 
     def _hear(self, header: bytes, payload: list[bytes]) -> None:
-        """Something new has come."""
         self.silence.heard = time.monotonic()
         if self._on_heard is not None:
             resumed, self._on_heard = self._on_heard, None
@@ -145,7 +140,7 @@ class Uplink:
     # ---- life ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Once a second: see whether the peer, or its machine, is there."""
+        """Look whether the peer, or its machine, is there; once a second."""
         self.silence.look()
         self._lanes["urgent"].look()
         now = time.monotonic()
@@ -156,44 +151,45 @@ class Uplink:
 
     @property
     def is_answered(self) -> bool:
-        """Return what `Lane.is_answered` says of the urgent lane."""
+        """Return `Lane.is_answered` of the urgent lane."""
         return self._lanes["urgent"].is_answered
 
     @property
     def has_arrived(self) -> bool:
-        """Return what `Lane.has_arrived` says of the urgent lane."""
+        """Return `Lane.has_arrived` of the urgent lane."""
         return self._lanes["urgent"].has_arrived
 
     @property
     def unanswered_s(self) -> float:
-        """How long neither the peer nor its machine has given a sign of life."""
+        """Return how long neither the peer nor its machine has given a sign of life."""
         return time.monotonic() - max(self.silence.heard, self._lanes["urgent"].answered)
 
     def beat(self) -> None:
-        """Once per heartbeat: say that we are there, and how far each lane is."""
+        """Send a heartbeat, and the state of each lane."""
         self.send_urgent(wire.Heartbeat())
         self.knock()
 
     def knock(self) -> None:
-        """Say on every lane how far we are: the peer sees what it lacks, and asks for it."""
+        """Say on every lane how far we are: the peer sees which messages it lacks, and asks for them."""
         for lane in self._lanes.values():
             lane.beat()
 
     def pause(self, on_heard: Callable[[], None]) -> None:
-        """Send nothing, but keep it: nobody listens. on_heard: called when the peer speaks again, to `resume`."""
+        """Keep messages and send none: no controller listens. on_heard: called when the peer speaks again,
+        to `resume`."""
         self._on_heard = on_heard
         self._outbox.flush()
         for lane in self._lanes.values():
             lane.paused = True
 
     def resume(self) -> None:
-        """Somebody listens again."""
+        """Send again: a controller listens."""
         for lane in self._lanes.values():
             lane.paused = False
         self.knock()
 
     def restart(self, epoch: int) -> tuple[list[Sent], list[Sent]]:
-        """Speak with the peer of ``epoch`` from now on; returns what the one before it has not acknowledged.
+        """Speak with the peer of ``epoch`` from now on; return messages that the former peer has not acknowledged.
 
         Returns: messages of the lane of calls, and pieces of payloads.
         """
@@ -209,7 +205,7 @@ class Uplink:
         self._bulk_out.send_again(pieces)
 
     def close(self) -> None:
-        """Close the lanes; what was not sent is dropped."""
+        """Close the lanes; unsent messages are dropped."""
         for lane in self._lanes.values():
             lane.close()
         self._bulk_out.clear()

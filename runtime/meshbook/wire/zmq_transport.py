@@ -36,21 +36,17 @@ from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id
 from meshbook.wire.ticket import Ticket
 
-ANSWER_S = 10.0
-"""A machine that has acknowledged nothing for so long is out of reach, or gone."""
+ANSWER_S = 10.0  # a machine that has acknowledged nothing for so long is out of reach, or gone
 
+# plain numbers: on the path of every message, and flags of an enumeration take ten times as long
 _READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""Plain numbers: on the path of every message, and flags of an enumeration take ten times as long."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"meshbook"
 _MAX_FRAME_BYTES = 64 << 20
-_DIAL_MS = 3000
-"""A machine that is out of reach is dialled anew so often: the system itself waits ever longer."""
+_DIAL_MS = 3000  # a machine that is out of reach is dialled again so often: the system itself waits ever longer
 _CONNECTION_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_NEEDED_FILES = 64
-"""libzmq aborts the process where it gets no descriptors for its threads. Hosts will need some too."""
-_SETTLE_S = 0.1
-"""Connections that come and go open or shut the port at most so often: it is a look at all hosts."""
+_NEEDED_FILES = 64  # libzmq aborts the process where it gets no descriptors for its threads; hosts will need some too
+_SETTLE_S = 0.1  # connections that come and go open or shut the port at most so often: it is a look at all hosts
 _COPY_BELOW_BYTES = 1 << 16
 _MONITOR_EVENT = struct.Struct("=HI")
 
@@ -77,12 +73,12 @@ class ZmqServer:
     ) -> None:
         """address: ``tcp://IP:PORT``, ``*`` for any port. own_keys: the public and the secret CURVE key.
 
-        keys: the public keys of those that are let in, by host id. expected: which of them should be here.
+        keys: the public keys of the hosts that are let in, by host id. expected: the hosts that should be connected
+        here.
         """
         check_descriptors(_NEEDED_FILES)
         self._keys, self._expected = keys, expected
-        self.rejected = 0
-        """Messages and keys that were not let in."""
+        self.rejected = 0  # messages and keys that were not let in
         self._settle_at = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
@@ -110,10 +106,9 @@ class ZmqServer:
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _bind(self, address: str) -> None:
-        self.door, self._monitor, self.endpoint = listen(self._router, address)
-        """The first watches the port."""
+        self.door, self._monitor, self.endpoint = listen(self._router, address)  # the first watches the port
+        # descriptors that tell edges only: `tell` of each, and look whether anything `is_there` before every sleep
         self.descriptors = (int(self._router.fd), int(self._zap.fd), int(self._monitor.fd))
-        """Each tells edges only: `tell` of it, and look whether anything `is_there` before every sleep."""
         self._answer_handshakes()
         self._hear_monitor()  # a descriptor tells only of what comes after one has looked in vain
 
@@ -122,7 +117,7 @@ class ZmqServer:
         self.door.settle({f"{host_id}/{lane}" for host_id in self._expected() for lane in LANES})
 
     def tell(self, fd: int) -> None:
-        """One of our descriptors can be read: let hosts in, all that there are."""
+        """Let in all hosts that wait, since one of our descriptors can be read."""
         _, zap, monitor = self.descriptors
         if fd == zap:
             self._answer_handshakes()
@@ -156,7 +151,7 @@ class ZmqServer:
             yield host_id, lane, frames
 
     def _lane_of(self, identity: bytes, host_id: str) -> LaneName | None:
-        """The lane with this routing id, provided that it is the host's whose key the connection has."""
+        """Return the lane with this routing id, provided that it is the host's whose key the connection has."""
         key, _, lane = identity.decode(errors="replace").rpartition("/")
         return lane if lane in LANES and self._keys.get(host_id) == key else None
 
@@ -169,11 +164,12 @@ class ZmqServer:
                 raise
 
     def answered(self, host_id: str, before: float) -> float:
-        """When the machine of a host was last known to be there (`meshbook.wire.connections`), at least ``before``."""
+        """Return when the machine of a host was last known to be there (`meshbook.wire.connections`), at least
+        ``before``."""
         return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
 
     def close(self, linger_ms: int) -> None:
-        """Close everything; what cannot be sent within ``linger_ms`` is dropped."""
+        """Close everything; messages that cannot be sent within ``linger_ms`` are dropped."""
         self._router.disable_monitor()
         self.door.close()
         self._context.destroy(linger=linger_ms)
@@ -190,14 +186,14 @@ class ZmqServer:
 
 
 def _send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
-    """As `send_multipart`, without its flags of an enumeration."""
+    """Send frames like `send_multipart`, without its flags of an enumeration."""
     last = len(frames) - 1
     for at, frame in enumerate(frames):
         sock.send(frame, _NOBLOCK if at == last else _NOBLOCK_MORE)
 
 
 def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of a message that is there; `recv_multipart` asks for an option after each, which takes far longer."""
+    """Return the frames of a message; `recv_multipart` asks for an option after each, which takes far longer."""
     frames = []
     while True:
         frame = sock.recv(_NOBLOCK, copy=False)
@@ -209,7 +205,7 @@ def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
 def listen(sock: zmq.Socket[bytes], address: str) -> tuple[ConnectionFilter, zmq.Socket[bytes], str]:
     """Listen at a socket of our own, so that a filter of connections can stand before it. address: ``tcp://IP:PORT``.
 
-    Returns: the filter, what tells of connections, and the endpoint. Raises: OSError.
+    Returns: the filter, the monitor of connections, and the endpoint. Raises: OSError.
     """
     ip, _, port = address.removeprefix("tcp://").rpartition(":")
     bare = ip.strip("[]")
@@ -225,7 +221,7 @@ def listen(sock: zmq.Socket[bytes], address: str) -> tuple[ConnectionFilter, zmq
 
 
 def hear_monitor(monitor: zmq.Socket[bytes], door: ConnectionFilter) -> bool:
-    """Pass a connection that came or went on to the filter; whether there was one."""
+    """Pass a connection that came or went on to the filter; return whether there was one."""
     if not monitor.poll(0):
         return False
     event, value = _told_by(monitor)
@@ -234,13 +230,13 @@ def hear_monitor(monitor: zmq.Socket[bytes], door: ConnectionFilter) -> bool:
 
 
 def _told_by(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
-    """The next event and its value, as in zmq_socket_monitor(3); pyzmq's own reader of them imports asyncio."""
+    """Return the next event and its value, as in zmq_socket_monitor(3); pyzmq's own reader of them imports asyncio."""
     event, value = _MONITOR_EVENT.unpack(monitor.recv_multipart(_NOBLOCK)[0])
     return event, value
 
 
 def _user_id(frame: zmq.Frame) -> str:
-    """Whose key the connection has proved to hold, as the ZAP handler named it."""
+    """Return the host whose key the connection has proved to hold, as the ZAP handler named it."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -285,7 +281,8 @@ class ZmqLane(Lane):
         self._sock.connect(ticket.endpoint)
 
     def watch(self, loop: EventLoop) -> None:
-        """As `Lane.watch`; ZeroMQ is asked only when its descriptor has told, which takes as long as all our work."""
+        """Watch for messages, see `Lane.watch`; ZeroMQ, which takes as long as all our work, is asked only after an
+        event."""
         self._loop, self._watch = loop, loop.watch(int(self._sock.fd), self._on_edge)
 
     def _on_edge(self) -> None:
@@ -350,13 +347,13 @@ _REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EV
 
 
 class Gate:
-    """Answers questions at a port of its own, on a thread of its own, until it is closed."""
+    """A port of its own, on a thread of its own, that answers questions until it is closed."""
 
     def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
-        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread. Raises: OSError."""
+        """address: the address to listen at, as ``tcp://10.0.0.5:*``. answer: called on that thread.
+        Raises: OSError."""
         public, secret = zmq.curve_keypair()
-        self.key = public.decode()
-        """Public; whoever knows it knows that we answer."""
+        self.key = public.decode()  # public; its owners know that we answer
         self._answer, self._owner = answer, os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.REP)
@@ -375,7 +372,7 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more; returns when the port is free. Idempotent; in a fork it does nothing."""
+        """Answer no more; return when the port is free. Idempotent; in a fork it does nothing."""
         if self._thread.is_alive() and self._owner == os.getpid():
             os.eventfd_write(self._wake, 1)
             self._thread.join(timeout=5)
@@ -402,9 +399,9 @@ class Gate:
 
 
 def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> bytes:
-    """The answer of the gate that has this key.
+    """Return the answer of the gate that has this key.
 
-    Raises: OSError where nobody can be reached; ProtocolError where it is another that listens, or does not answer.
+    Raises: OSError where no machine can be reached; ProtocolError where another process listens, or does not answer.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     connect_to((host.strip("[]"), int(port)), CONNECT_S).close()  # the system's own words where nobody listens
@@ -425,7 +422,7 @@ def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> byte
 
 
 def _await_answer(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline: float) -> bytes:
-    """Raises: ProtocolError."""
+    """Return the answer. Raises: ProtocolError."""
     poll = zmq.Poller()
     poll.register(sock, zmq.POLLIN)
     poll.register(monitor, zmq.POLLIN)

@@ -1,1 +1,1 @@
-"""One rank's process: its template, main loop, control thread, mail and interrupts."""
+"""The process of a rank: its template, main loop, control thread, mail and interrupts."""

@@ -28,9 +28,10 @@ _Item: TypeAlias = "InboxMessage | None"
 
 
 class Inbox:
-    """Filled by whoever reads the mail; emptied by the actor's thread, which may wait in Python or in an event loop.
+    """The inbox of one actor: the reader of the mail fills it, the actor's thread empties it, in Python or in an event
+    loop.
 
-    Where it waits in Python it reads the mail itself, if it may.
+    A thread that waits in Python reads the mail itself, if it may.
     """
 
     def __init__(
@@ -45,8 +46,7 @@ class Inbox:
         self._loop_queue: asyncio.Queue[_Item] | None = None
         self._aside: Callable[[InboxMessage], bool] = lambda message: False
         self._serial = 0
-        self._waiting: dict[int, InboxMessage] = {}
-        """Those that the actor has not begun, by serial."""
+        self._waiting: dict[int, InboxMessage] = {}  # messages that the actor has not begun, by serial
 
     def put(self, call: wire.Call, load: LoadArgs, reply: ReplyTo) -> None:
         """Append a message that has come."""
@@ -57,7 +57,7 @@ class Inbox:
             self._pass_on(message)
 
     def end(self) -> None:
-        """After all that has come so far the actor is to end."""
+        """Have the actor end after the messages that have come so far."""
         with self._lock:
             self._pass_on(None)
 
@@ -71,17 +71,17 @@ class Inbox:
                 (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(self._sort, item)
 
     def _sort(self, item: _Item) -> None:
-        """In the loop: a message waits for its turn, unless it is handled aside."""
+        """Put a message in its place, unless it is handled aside. Runs in the loop."""
         assert self._loop_queue is not None
         if item is None or not self._aside(item):
             self._loop_queue.put_nowait(item)
 
     def drop(self, call: wire.Call) -> bool:
-        """The sender does not want ``call`` any more; whether it waited here."""
+        """Drop ``call``, which its sender does not want any more; return whether it waited here."""
         return self.refuse(lambda waiting: waiting is call, lambda waiting: Outcome(wire.DROPPED))
 
     def refuse(self, is_meant: Callable[[wire.Call], bool], answer: Callable[[wire.Call], Outcome]) -> bool:
-        """Answer messages that wait, and will not be handled; whether there were any."""
+        """Answer messages that wait, and will not be handled; return whether there were any."""
         with self._lock:
             refused = [message for message in self._waiting.values() if is_meant(message.call)]
             for message in refused:
@@ -91,14 +91,15 @@ class Inbox:
         return bool(refused)
 
     def waiting(self) -> list[str]:
-        """The endpoints of the messages that wait."""
+        """Return the endpoints of the messages that wait."""
         with self._lock:
             return [message.call.endpoint for message in self._waiting.values()]
 
     # ---- the actor's thread -------------------------------------------------------------------------------------
 
     async def get(self) -> _Item:
-        """Wait for the next, which `begin` takes; None: the actor is to end. Without a loop it blocks the thread."""
+        """Wait for the next message, which `begin` takes; None: the actor is to end. Without a loop it blocks the
+        thread."""
         while True:
             if self._loop_queue is not None:
                 message = await self._loop_queue.get()
@@ -110,7 +111,7 @@ class Inbox:
                 return message
 
     def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:
-        """From now on `get` is awaited in ``loop``.
+        """Have `get` awaited in ``loop`` from now on.
 
         aside: asked in the loop about each message as it comes; True: it does not wait for those before it.
         """
@@ -121,6 +122,6 @@ class Inbox:
                 loop.call_soon(self._sort, self._queue.get())
 
     def begin(self, message: InboxMessage) -> bool:
-        """Whether the message still waits; from now on it does not."""
+        """Begin a message; return whether it still waited."""
         with self._lock:
             return self._waiting.pop(message.serial, None) is not None

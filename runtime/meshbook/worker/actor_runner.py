@@ -53,22 +53,18 @@ class _Handling:
 
     def __init__(self, call: wire.Call, task: asyncio.Task[bool] | None) -> None:
         self.call, self.task, self.since = call, task, time.monotonic()
-        self.context: Context | None = None
-        """None until user code of the actor runs."""
+        self.context: Context | None = None  # None until user code of the actor runs
 
 
 class ActorRunner:
-    """One actor; `deliver` and `cancel` are for whoever reads the mail, `state` for any thread."""
+    """An actor. `deliver` and `cancel` are for the reader of the mail, `state` for any thread."""
 
     def __init__(self, registry: ActorRegistry, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name
         self.class_name = ""
-        self.owner: Port[MeshFailure] | None = None
-        """Who is told of failures."""
-        self.current: dict[int, _Handling] = {}
-        """Messages that are being handled, by serial."""
-        self.mesh: ActorMesh[object] | None = None
-        """All actors that were spawned together with this one."""
+        self.owner: Port[MeshFailure] | None = None  # gets the reports of failures
+        self.current: dict[int, _Handling] = {}  # messages that are being handled, by serial
+        self.mesh: ActorMesh[object] | None = None  # the actors that were spawned together with this one
         self._registry = registry
         self._process = registry.process
         self._inbox = registry.process.new_inbox()
@@ -76,21 +72,18 @@ class ActorRunner:
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
         self._made: Future[Outcome] = Future()
-        self._beside: set[asyncio.Task[bool]] = set()
-        """What runs beside other messages."""
-        self._declared: dict[str, object] = {}
-        """What the class has under the names of endpoints, as it is declared there."""
+        self._beside: set[asyncio.Task[bool]] = set()  # tasks that run beside other messages
+        self._declared: dict[str, object] = {}  # the class's declarations, by the names of endpoints
         self._port: Port[MeshFailure]
         self._port_of: wire.Identity | None = None
+        # messages whose answer is to come on their response port, by serial
         self._promised: dict[int, tuple[InboxMessage, ResponsePort[object]]] = {}
-        """Messages whose answer is to come on their response port, by serial."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._why_ended = ""
+        # the failure that the actor has reported itself (`meshbook.actor.context`)
         self._failure: BaseException | None = None
-        """How it has failed, by its own account (`meshbook.actor.context`)."""
         self._cleans_up = True
-        self.served = False
-        """Whether it has handled its last message, and at most cleans up."""
+        self.served = False  # whether it has handled its last message, and at most cleans up
         self.belongings = Belongings()
         self.gate: ThreadGate | None = None
         self.thread = threading.Thread(target=self._run, name=f"actor {name}", daemon=True)
@@ -112,9 +105,9 @@ class ActorRunner:
         self._inbox.end()
 
     def end_now(self, why: str = "") -> None:
-        """Have the actor clean up and end without more messages; what it handles is interrupted. On any thread.
+        """Have the actor clean up and end without more messages, and interrupt those that it handles. Any thread.
 
-        why: for callers who get no other answer, as `meshbook.errors.MailboxClosed` has it.
+        why: for callers who get no other answer, see `meshbook.errors.MailboxClosed`.
         """
         self._why_ended = why
         self._inbox.refuse(lambda call: True, lambda call: self._closed() if why else Outcome(wire.DROPPED))
@@ -128,7 +121,7 @@ class ActorRunner:
         return Outcome(wire.RAISED, failure=self._registry.describe(error))
 
     def cancel(self, call: wire.Call, insist: bool) -> None:
-        """The sender wants the end of ``call``."""
+        """Cancel ``call`` where it waits or runs."""
         if self._inbox.drop(call):
             return
         for message, _ in list(self._promised.values()):
@@ -144,7 +137,7 @@ class ActorRunner:
             loop.call_soon_threadsafe(task.cancel)
 
     def _refuse_circular(self, name: int) -> None:
-        """Whoever waits for the call ``name`` takes no message that has come of it. On any thread."""
+        """Refuse messages that have come of the call ``name`` if an endpoint waits for that call. Any thread."""
         contexts = [handling.context for handling in list(self.current.values()) if handling.context is not None]
         waits_in = next((context.endpoint for context in contexts if name in context.waits), None)
         if waits_in is not None:
@@ -157,7 +150,7 @@ class ActorRunner:
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def state(self) -> ActorState:
-        """What it is, what it does, and since when."""
+        """Return the actor's state: its messages, its activity, and since when."""
         running = list(self.current.values())
         oldest = min((handling.since for handling in running), default=None)
         return ActorState(
@@ -208,7 +201,8 @@ class ActorRunner:
             self._registry.actor_ended(self, fault)
 
     async def _make(self, message: InboxMessage) -> Outcome:
-        """The actor itself; the payload: the view's labels, its owner and creator, its source, class and arguments."""
+        """Make the actor. The payload has the view's labels, the owner, the creator, the sources, the class and its
+        arguments."""
         try:
             (view, self.mesh, self.owner, creator, sources, cls, *args), kwargs = message.load()
             self._learn(cls, sources)
@@ -235,14 +229,14 @@ class ActorRunner:
         return self._closed() if self._why_ended else Outcome(wire.RAISED, failure=self._broken)
 
     def _learn(self, cls: type, sources: Iterable[CellSource]) -> None:
-        """Know the class by its name, and its cells for tracebacks."""
+        """Note the class's name, and its cells for tracebacks."""
         for source in sources:
             add_cell(source.text, source.number, source.file_name)
         self.class_name = cls.__qualname__
         self._declared.clear()
 
     def _reload(self, message: InboxMessage) -> Outcome:
-        """Take the class that was sent. Raises: ReloadError."""
+        """Replace the class by the one that was sent. Raises: ReloadError."""
         (sources, cls), _ = message.load()
         swap_class(self._actor, cls, self._inbox.waiting(), has_loop=self._loop is not None)
         self._learn(cls, sources)
@@ -282,7 +276,8 @@ class ActorRunner:
         task.add_done_callback(self._beside.discard)
 
     def _take_aside(self, message: InboxMessage) -> bool:
-        """Failures of what it has spawned are told at once: the endpoint that runs may be waiting for just that."""
+        """Handle failures of actors that it has spawned at once: the endpoint that runs may be waiting for
+        just that."""
         if message.call.endpoint != SUPERVISE:
             return False
         self._answer_beside(message)
@@ -302,9 +297,9 @@ class ActorRunner:
         return declared
 
     async def _answer(self, message: InboxMessage, handle: Coroutine[object, object, Outcome | None]) -> bool:
-        """Run ``handle``, in which an interrupt may be raised, and reply. Returns False if it was dropped before.
+        """Run ``handle``, in which an interrupt may be raised, and reply. Return False if it was dropped before.
 
-        The message is among those that are handled before it ceases to wait, so whoever cancels it finds it.
+        The message is among those that are handled before it ceases to wait, so a cancel finds it.
         """
         gate, serial, call = self.gate, message.serial, message.call
         assert gate is not None
@@ -325,7 +320,8 @@ class ActorRunner:
         return True
 
     def _describe(self, serial: int, error: BaseException) -> Failure:
-        """Describe what a message has raised; an interrupt reaches the text of the error too, which may wait."""
+        """Describe an error that a message has raised; an interrupt reaches the text of the error too,
+        which may wait."""
         gate = self.gate
         assert gate is not None
         try:
@@ -360,7 +356,7 @@ class ActorRunner:
 
     @property
     def _named(self) -> dict[int, str]:
-        """This actor below whoever has spawned it, by its rank, for reports of what failed."""
+        """Return the actor's name below that of its spawner, by its rank, for reports of failures."""
         return {} if self._instance is None else {self._process.identity.rank: repr(self._instance)}
 
     def _tell_owner(self, failure: Failure, endpoint: str) -> None:
@@ -369,7 +365,8 @@ class ActorRunner:
             self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told], self._named))
 
     async def _call(self, message: InboxMessage) -> Outcome | None:
-        """What the endpoint answers; None where another answer will come. Raises: what it raises."""
+        """Run the endpoint; return its answer, or None where another answer will come. Raises: the
+        endpoint's errors."""
         call = message.call
         if call.endpoint == SUPERVISE:
             return await self._supervise(message)
@@ -425,7 +422,7 @@ class ActorRunner:
         message.reply(answer)
 
     def _enter(self, message: InboxMessage, view: str | Members) -> Token[Context]:
-        """Let `context` tell of ``message``. view: what was called; its labels suffice where that is all."""
+        """Make `context` describe ``message``. view: the view that was called; its labels suffice for a plain one."""
         instance, call = self._instance, message.call
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._process.identity.rank, call, view)
@@ -435,13 +432,13 @@ class ActorRunner:
         return current_context.set(now)
 
     def _own_port(self) -> Port[MeshFailure]:
-        """Where the actor is told of failures; a new one when its rank has another number."""
+        """Return the port for reports of failures; a new one when its rank has another number."""
         if self._port_of is not (identity := self._process.identity):
             self._port, self._port_of = self._registry.port_to(self.mailbox), identity
         return self._port
 
     async def _supervise(self, message: InboxMessage) -> Outcome:
-        """Ask the actor to deal with a failure of what it has spawned; else its owner is told."""
+        """Ask the actor to deal with a failure of an actor that it has spawned; else report it to the owner."""
         (failure,), _ = message.load()
         supervise = getattr(self._actor, SUPERVISE, None)
         before = self._enter(message, "")
@@ -475,7 +472,7 @@ class ActorRunner:
             self.end()
 
     async def _clean_up(self) -> None:
-        """Run ``__cleanup__``; what it raises is told to the owner."""
+        """Run ``__cleanup__``; report its errors to the owner."""
         self.served = True
         cleanup = getattr(self._actor, "__cleanup__", None)
         if cleanup is None or not self._cleans_up:
@@ -499,7 +496,7 @@ def point_of(rank: int, call: wire.Call, view: str | Members) -> Point:
 
 
 def _run_through(coroutine: Coroutine[object, object, T]) -> T:
-    """Run a coroutine that waits for nothing an event loop would have to bring about."""
+    """Run a coroutine that waits for no event of a loop; return its value."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -36,36 +36,39 @@ if TYPE_CHECKING:
 
 
 class ActorProcess(Protocol):
-    """Used by the threads of actors, and by whoever hands out their mail."""
+    """The process in which actors live: that of a rank, or the one that drives meshes.
+
+    The threads of actors use it, and the readers of their mail.
+    """
 
     @property
     def identity(self) -> wire.Identity:
-        """Who the process is now; another object when it has become another rank."""
+        """Return the identity of the process; another object when it has become another rank."""
 
     def describe(self, error: BaseException) -> Failure:
-        """A failure of what user code has raised. Not called on two threads at once, unless one takes too long."""
+        """Describe an error of user code. Not called on two threads at once, unless one takes too long."""
 
     def dumps(self, value: object, *, what: str) -> Pickled:
         """Pickle an answer, on the thread of its actor. Raises: SerializationError."""
 
     def output_beside(self, output: int) -> AbstractContextManager[object]:
-        """Inside the block what the thread, or task, prints belongs to the output of this id."""
+        """Attribute the text that the thread, or task, prints inside the block to the output of this id."""
 
     def end_child(self, failure: Failure | None) -> None:
-        """At the end of a call: end the process if user code has forked it in that call."""
+        """End the process if user code has forked it in the call that ends."""
 
     def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer the open calls that nobody else will answer any more."""
+        """Answer the open calls that will get no other answer."""
 
     def new_inbox(self) -> Inbox:
-        """The messages of one actor."""
+        """Return a new inbox for an actor."""
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
-        """Make an event loop on the thread of its actor."""
+        """Return a new event loop; called on the thread of its actor."""
 
 
 class RankProcess:
-    """That of a rank."""
+    """The process of a rank."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, shell, self._turn = worker, worker.shell, worker.mail.turn
@@ -88,22 +91,13 @@ class RankProcess:
         return asyncio.SelectorEventLoop(IdleSelector(self._turn))
 
 
-EARLY_S = 2.0
-"""How long a message waits for the actor that it is for to be spawned."""
-
-DESCRIBE_S = 0.5
-"""How long the failure of an actor may wait for that of another one, whose text may never come."""
-
-END_S = 0.8
-"""How long actors may take to clean up when their process is to end; after 1 s it is killed."""
+EARLY_S = 2.0  # a message waits so long for the spawn of its actor
+DESCRIBE_S = 0.5  # the failure of an actor waits so long for that of another one, whose text may never come
+END_S = 0.8  # time for actors to clean up when their process is to end; after 1 s it is killed
 
 
-STOP_GRACE_S = 3.0
-"""How long an actor that is stopped may go on with what was sent before; then it is interrupted."""
-
-STOP_INSIST_S = 2.0
-"""How long it is interrupted again and again, until it is said not to end."""
-
+STOP_GRACE_S = 3.0  # a stopped actor may go on so long with earlier messages; then it is interrupted
+STOP_INSIST_S = 2.0  # it is interrupted again and again for so long, until it is said not to end
 STOP_AGAIN_S = 0.5
 
 _ENDED = Outcome(wire.OK, None, has_value=True)
@@ -115,37 +109,37 @@ class ActorRegistry:
     def __init__(self, process: ActorProcess, mailboxes: Mailboxes, *, keeps_early: bool = True) -> None:
         """keeps_early: messages for mailboxes that have never been open may be for actors that are still to come."""
         self.process, self._mailboxes = process, mailboxes
-        self.session = ""
-        """The id of the session, once an actor was spawned."""
+        self.session = ""  # the id of the session, once an actor was spawned
         self._runners: dict[int, ActorRunner] = {}
         self._at_end: dict[int, list[ReplyTo]] = {}
         self._describing = threading.Lock()
+        # messages for actors that are not there yet, by mailbox
         self._early: dict[int, list[tuple[wire.Call, LoadArgs, ReplyTo]]] = {}
-        """What has come for actors that are not there yet, by mailbox."""
         mailboxes.open(ACTORS, self._spawn, self._cancel_spawn)
         if keeps_early:
             mailboxes.open_rest(self._keep_early)
 
     def after_fork(self) -> None:
-        """In a forked child: the lock may be that of a thread which it lacks."""
+        """Replace the lock in a forked child: it may be that of a thread which the child lacks."""
         self._describing = threading.Lock()
 
     def states(self) -> list[ActorState]:
-        """What each actor is doing."""
+        """Return the state of each actor."""
         return [runner.state() for runner in list(self._runners.values())]
 
     @property
     def busy(self) -> int:
-        """How many actors handle messages, or have some waiting; from any thread."""
+        """Return how many actors handle messages, or have some waiting. Any thread."""
         return sum(runner.is_busy for runner in list(self._runners.values()))
 
     @property
     def handling(self) -> dict[int, int]:
-        """The threads of those, with their mailboxes."""
+        """Return the mailboxes of busy actors, by their threads."""
         return {runner.thread.ident or 0: runner.mailbox for runner in list(self._runners.values()) if runner.is_busy}
 
     def handled(self) -> dict[int, tuple[int, Collection[int]]]:
-        """What each actor handles now, by its thread: its mailbox, and messages by serial; from any thread."""
+        """Return the mailbox of each actor and the serials of the messages that it handles, by its thread.
+        Any thread."""
         return {
             runner.thread.ident or 0: (runner.mailbox, tuple(runner.current)) for runner in list(self._runners.values())
         }
@@ -163,7 +157,7 @@ class ActorRegistry:
             self._deliver(runner, *early)
 
     def _keep_early(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
-        """A message may have overtaken, by another connection, the spawn of the actor that it is for."""
+        """Keep a message that may have overtaken, by another connection, the spawn of its actor."""
         closed = MailboxClosed(self.process.identity.rank, call.mailbox)
         if call.origin is None and call.mailbox < FIRST_OF_RANKS:  # who has spawned it was here before
             raise closed
@@ -198,7 +192,7 @@ class ActorRegistry:
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def stop(self, runner: ActorRunner, why: str) -> None:
-        """Have an actor end behind the messages that have come; see to it that it does."""
+        """End an actor behind the messages that have come, and see to it that it ends."""
         self.refuse(runner, why)
         runner.end()
         run_in_background(functools.partial(self._see_to_end, runner))
@@ -208,7 +202,7 @@ class ActorRegistry:
         self._mailboxes.close(runner.mailbox, why)
 
     def _see_to_end(self, runner: ActorRunner) -> None:
-        """Interrupt an actor that does not end by itself; tell, if that does not help either. On a side thread."""
+        """Interrupt an actor that does not end by itself; report it if that does not help. Runs on a side thread."""
         runner.thread.join(STOP_GRACE_S)
         until = time.monotonic() + STOP_INSIST_S
         while runner.thread.is_alive() and not runner.served and time.monotonic() < until:
@@ -231,7 +225,7 @@ class ActorRegistry:
     # ---- the main thread, when the process is to end ---------------------------------------------------------------
 
     def end_all(self, within_s: float = END_S) -> None:
-        """Interrupt what runs, drop what waits, and have every actor clean up; what takes longer is left behind."""
+        """Interrupt running messages, drop waiting ones, and have every actor clean up; late ones are left behind."""
         deadline = time.monotonic() + within_s
         runners = list(self._runners.values())
         for runner in runners:
@@ -243,7 +237,7 @@ class ActorRegistry:
     # ---- threads of actors --------------------------------------------------------------------------------------
 
     def describe(self, error: BaseException) -> Failure:
-        """A failure of what user code has raised."""
+        """Describe an error of user code."""
         alone = self._describing.acquire(timeout=DESCRIBE_S)  # IPython draws one traceback at a time
         try:
             return self.process.describe(error)
@@ -252,12 +246,12 @@ class ActorRegistry:
                 self._describing.release()
 
     def port_to(self, mailbox: int) -> Port[MeshFailure]:
-        """Reaches a mailbox of this process from anywhere."""
+        """Return a port that reaches a mailbox of this process from anywhere."""
         identity = self.process.identity
         return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
 
     def tell_owner(self, runner: ActorRunner, failure: MeshFailure) -> None:
-        """Something failed for which nobody waits. Where the owner cannot be told, it is printed."""
+        """Report a failure that no caller waits for to the owner; print it where the owner cannot be reached."""
         if runner.owner is not None:
             with contextlib.suppress(MeshError):
                 runner.owner.post(SUPERVISE, failure)
@@ -265,14 +259,15 @@ class ActorRegistry:
         print(failure.explained(), flush=True)
 
     def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
-        """The thread of an actor ends."""
+        """Forget an actor whose thread ends."""
         self._runners.pop(runner.mailbox, None)
         if fault is not None:
             self._give_up_calls(runner, fault)
         self._answer_end(runner, _ENDED)
 
     def _give_up_calls(self, runner: ActorRunner, fault: BaseException) -> None:
-        """Nobody is left to answer what an actor holds. Closed first, so that nothing comes behind this."""
+        """Answer the messages of an actor whose thread has failed. Its mailbox is closed first, so that no more come
+        behind."""
         tell(fault, f'the thread of the actor "{runner.name}"')
         why = f'the thread of the actor "{runner.name}" has ended by a fault of meshbook: {fault!r}'
         self._mailboxes.close(runner.mailbox, why)

@@ -38,16 +38,16 @@ class AgentChannel:
     """A message socket to the agent: one reading thread, any number of writers; useless in forked children."""
 
     def __init__(self, fd: int, gate: InterruptGate, *, takes_descriptors: bool = False) -> None:
+        # for the reading thread
         self.frames = FrameSocket(socket.socket(fileno=fd), takes_descriptors=takes_descriptors)
-        """For the reading thread."""
         self.shield = gate.shield
-        self.sent = 0
-        """How many messages."""
+        self.sent = 0  # how many messages were sent
         self._lock = threading.Lock()
         self._generation = forks.generation
 
     def receive(self, *, is_there: bool = False) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message; None when the agent has closed the socket. is_there: see `FrameSocket.receive`."""
+        """Wait for the next message; return None when the agent has closed the socket. is_there: see
+        `FrameSocket.receive`."""
         frames = self.frames.receive(is_there=is_there)
         return None if frames is None else (wire.decode_to_worker(frames[0]), frames[1:])
 
@@ -56,7 +56,7 @@ class AgentChannel:
         return self.frames.wait(timeout_s)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
-        """Raises: BrokenPipeError when the agent is gone; UsageError in a forked child."""
+        """Send a message. Raises: BrokenPipeError when the agent is gone; UsageError in a forked child."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         with self.shield, self._lock:
@@ -64,22 +64,21 @@ class AgentChannel:
             self.frames.send([wire.encode(message), *payload])
 
     def close(self) -> None:
-        """In a forked child: let go of the socket, which is its parent's."""
+        """Let go of the socket, which is the parent's, in a forked child."""
         self.frames.close()
 
 
 class RankPayloads:
-    """What a worker's threads share of payloads. describe: makes a failure of what user code has raised."""
+    """The payloads of a worker, for all of its threads. describe: makes a failure of an error of user code."""
 
     def __init__(self, urgent: AgentChannel, describe: Callable[[BaseException], Failure]) -> None:
         self._urgent, self.describe = urgent, describe
-        self.pool = SegmentPool()
-        """The large buffers of what this process sends."""
+        self.pool = SegmentPool()  # the large buffers of messages that this process sends
         self._kept = KeptMappings()
         self._freed: deque[tuple[int, int]] = deque()
 
     def load(self, call: wire.Call, frames: Sequence[bytes], here: wire.Identity) -> CallArguments:
-        """The sender's arguments. Raises: LoadError, MeshError."""
+        """Return the sender's arguments. Raises: LoadError, MeshError."""
         buffers = () if call.segment is None else self.map(call.segment)
         args: CallArguments = loads(
             frames[0] if frames else call.inline, buffers, where=f"rank {here.rank} on {here.host}"
@@ -87,20 +86,20 @@ class RankPayloads:
         return args
 
     def map(self, segment: wire.SegmentRef | None) -> Sequence[Bytes]:
-        """The large buffers of a message; its owner is told when the last view of them has died. Raises: MeshError."""
+        """Return the large buffers of a message; its owner is told when the last view has died. Raises: MeshError."""
         if segment is None:
             return ()
         owner = segment.pid
         return map_segment(segment, lambda number: self._freed.append((owner, number)), self._kept)
 
     def discard(self, call: wire.Call) -> None:
-        """The arguments will not be looked at."""
+        """Free the arguments of a call that does not run."""
         if call.segment is not None:
             self._freed.append((call.segment.pid, call.segment.segment))
             self.tell_freed()
 
     def take_freed(self) -> tuple[tuple[int, int], ...]:
-        """The payloads that have died here and were not told of, for a reply to tell."""
+        """Return, for a reply, the payloads that have died here since the last call."""
         lent_memory.settle()
         freed = []
         while self._freed:
@@ -109,7 +108,7 @@ class RankPayloads:
         return tuple(freed)
 
     def tell_freed(self) -> None:
-        """Let the agent know of them now."""
+        """Tell the agent now which payloads have died here."""
         for each in self.take_freed():
             self._urgent.send(wire.SegmentFree(*each))
 
@@ -118,20 +117,19 @@ LATE_PIECE_CHARS = 1 << 16
 
 
 class WorkerOutput:
-    """What the shell calls (`meshbook.shell.shell.OutputSink`).
+    """The output of a rank, as the shell uses it (`meshbook.shell.shell.OutputSink`).
 
-    marker: as in `meshbook.wire.messages.meshes.Begin`.
+    marker: see `meshbook.wire.messages.meshes.Begin`.
     """
 
     def __init__(self, shell: RankShell, gate: InterruptGate, calls: AgentChannel, mail: WorkerMail) -> None:
         self._shell, self._gate, self._calls, self._mail = shell, gate, calls, mail
         self.marker = b""
-        self.current = -1
-        """The output id of what goes into the pipes."""
+        self.current = -1  # id of the output whose text goes into the pipes
         self._places = itertools.count(1)
 
     def begin(self, output: int) -> None:
-        """Tell the agent, in the pipes themselves, that what follows belongs to ``output``."""
+        """Tell the agent, in the pipes themselves, that the following text belongs to ``output``."""
         self.current = output
         self._shell.mark_text(self.marker + b"%d\n" % output)
 
@@ -168,7 +166,7 @@ class WorkerOutput:
             self._lane().send(wire.StreamText(wire.OWN_RANK, stream, text[at : at + LATE_PIECE_CHARS], cell_id))
 
     def _lane(self) -> AgentChannel | WorkerMail:
-        """Where replies of the calling thread will go, so that what it shows comes before them."""
+        """Return the lane of the calling thread's replies, so that its output comes before them."""
         return self._calls if gate_of_this_thread() is None else self._mail
 
     def tell_prompt(self, at: wire.AtPrompt) -> None:
@@ -177,5 +175,5 @@ class WorkerOutput:
 
 
 def _by_text(items: Mapping[str, object]) -> dict[str, object]:
-    """Kinds of content are text, whatever a user's bundle has."""
+    """Make the kinds of content text, whatever a user's bundle has."""
     return {kind if type(kind) is str else str(kind): item for kind, item in items.items()}

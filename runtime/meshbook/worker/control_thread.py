@@ -29,8 +29,7 @@ from meshbook.worker.queries import QUERIES, SLOW_QUERIES
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
 
-KEPT_FINISHED = 1024
-"""Ended calls that are remembered, for cancels that come too late."""
+KEPT_FINISHED = 1024  # ended calls that are remembered, for cancels that come too late
 
 
 class RunningCall(msgspec.Struct, frozen=True):
@@ -38,22 +37,21 @@ class RunningCall(msgspec.Struct, frozen=True):
 
     id: int
     endpoint: str
-    since: float
-    """In monotonic time."""
+    since: float  # in monotonic time
 
 
 class Claims:
-    """Decides whether a call starts or is dropped. running: None between calls."""
+    """The decision whether a call starts or is dropped. running: None between calls."""
 
     def __init__(self) -> None:
         self.running: RunningCall | None = None
         self.finished: deque[int] = deque(maxlen=KEPT_FINISHED)
+        # calls that the control thread has answered for; they must not run when they come
         self._dropped: set[int] = set()
-        """Calls that were answered for by the control thread; they must not run when they come."""
         self._lock = threading.Lock()
 
     def start(self, call: int, endpoint: str) -> bool:
-        """Whether the call is to run, on the main thread; not when it was dropped."""
+        """Begin a call on the main thread; return False if it was dropped before."""
         with self._lock:
             if call not in self._dropped:
                 self.running = RunningCall(call, endpoint, time.monotonic())
@@ -62,7 +60,8 @@ class Claims:
         return False
 
     def cancel(self, call: int) -> tuple[RunningCall | None, bool]:
-        """The call, if it runs; else whether it is dropped now, since it has not come. Neither when it has ended."""
+        """Return the call, if it runs; else whether it is dropped now, since it has not come. Neither when it has
+        ended."""
         with self._lock:
             running = self.running
             if running is not None and running.id == call:
@@ -73,17 +72,15 @@ class Claims:
             return None, True
 
 
-IDLE_S = 0.5
-"""How often the control thread looks after things that nobody tells it."""
+IDLE_S = 0.5  # how often the control thread looks after conditions that cause no message
 
 
 class ControlThread:
-    """It alone reads the urgent socket; whoever calls the store from another thread waits for what it reads."""
+    """The only reader of the urgent socket; other threads that ask the store wait for the answers that it reads."""
 
     def __init__(self, worker: Worker, urgent: AgentChannel) -> None:
         self._worker, self._urgent = worker, urgent
-        self._hearing = threading.Lock()
-        """Held while a message is handled."""
+        self._hearing = threading.Lock()  # held while a message is handled
         self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
         self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
 
@@ -100,7 +97,7 @@ class ControlThread:
             self._waiting.pop(request, None)
 
     def catch_up(self) -> None:
-        """Let the control thread read what has come while native code kept it from running."""
+        """Let the control thread read messages that came while native code kept it from running."""
         deadline = time.monotonic() + 1
         while self._urgent.wait(0) and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -108,7 +105,7 @@ class ControlThread:
             pass
 
     def start(self) -> int:
-        """Returns the kernel's number of it."""
+        """Start the thread; return the kernel's number of it."""
         thread = hidden_thread(self._serve, "meshbook.control")
         thread.start()
         return thread.native_id or 0
@@ -158,7 +155,7 @@ class ControlThread:
                 raise AssertionError(f"{other!r} does not belong on the urgent socket")
 
     def _cancel(self, cancel: wire.Cancel) -> None:
-        """Interrupt the call if it runs; drop it, and say so, if it waits; nothing if it has ended."""
+        """Interrupt the call if it runs; drop it, and reply so, if it waits; do nothing if it has ended."""
         running, is_dropped = self._worker.claims.cancel(cancel.call)
         if running is not None:
             self._worker.shell.debugger.interrupt()

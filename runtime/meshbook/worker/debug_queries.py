@@ -1,4 +1,4 @@
-"""What a rank is asked and told while it may be stopped at a prompt; on its control thread, so plain data both ways."""
+"""The queries about prompts and debuggers; the control thread answers them while the main thread is stopped."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 def pdb_prompt(worker: Worker) -> list[object] | None:
-    """The fields of the `meshbook.wire.messages.AtPrompt` at which the rank waits, if it does."""
+    """Return the fields of the `meshbook.wire.messages.ranks.AtPrompt` at which the rank waits, if it does."""
     prompt = worker.shell.debugger.prompt
     return None if prompt is None else list(prompt)
 
 
 def pdb_command(worker: Worker, number: int, line: str) -> bool:
-    """Type a line at prompt ``number``; whether the rank waited there."""
+    """Type a line at prompt ``number``; return whether the rank waited there."""
     return worker.shell.debugger.command(number, line)
 
 
 def pdb_break_in(worker: Worker) -> str:
-    """Have the main thread stop at its next line of the user's code; returns what it does now."""
+    """Have the main thread stop at its next line of the user's code; return its present activity."""
     debugger = worker.shell.debugger
     if worker.claims.running is None:
         return "idle"
@@ -51,18 +51,18 @@ def pdb_break_in(worker: Worker) -> str:
 
 
 def hold_deadlines(worker: Worker, held: bool) -> None:
-    """Some rank is stopped at a prompt, or none is any more: the deadlines of collectives stand still meanwhile."""
+    """Hold the deadlines of collectives while some rank is stopped at a prompt, or let them run again."""
     worker.groups.hold_deadlines(held)
 
 
 def meet_controller(worker: Worker, *words: str) -> None:
-    """Another controller has attached the mesh: take its words, and let go of the mesh tensors of the one before."""
+    """Take over the words of another controller that has attached the mesh; free the mesh tensors of the one before."""
     set_advice(Advice(*words))
     worker.groups.on_new_controller()
 
 
 def last_error(worker: Worker) -> LastError | None:
-    """The exception that a post-mortem would be of, if there is one."""
+    """Return the exception that a post-mortem would show, if there is one."""
     kept = worker.shell.last_error
     if kept is None:
         return None
@@ -79,12 +79,11 @@ def last_error(worker: Worker) -> LastError | None:
 
 # ---- visual debuggers (`meshbook.debug.dap_session`) -----------------------------------------------------------------
 
-_changing = threading.Lock()
-"""Held while a session begins or ends: pydevd is one per process."""
+_changing = threading.Lock()  # held while a session begins or ends: pydevd is one per process
 
 
 def debugged_place(worker: Worker) -> str:
-    """Where the main thread stands at a breakpoint of the debugger; nothing where it does not."""
+    """Return the place of the main thread if it stands at a breakpoint of the debugger; else an empty text."""
     session = worker.debug_session
     if session is None or not session.is_stopped:
         return ""
@@ -92,7 +91,7 @@ def debugged_place(worker: Worker) -> str:
 
 
 def debug_open(worker: Worker, id: str) -> DebuggerStart:
-    """Begin session ``id``; one that there is ends."""
+    """Begin session ``id``, and end the one before."""
     with _changing:
         if worker.debug_session is not None:
             worker.debug_session.end("another debugger has taken its place")
@@ -108,7 +107,7 @@ def debug_open(worker: Worker, id: str) -> DebuggerStart:
 
 
 def debug_prepare(worker: Worker) -> DebuggerStart:
-    """Import what `debug_open` needs: it takes a second, once."""
+    """Import the modules for `debug_open`: it takes a second, once."""
     try:
         load_pydevd()
     except ImportError as error:
@@ -125,7 +124,7 @@ def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> DebugByte
 
 
 def debug_write(worker: Worker, id: str, offset: int, data: bytes) -> str:
-    """See `DebugSession.write`; returns why it was not possible."""
+    """See `DebugSession.write`; return why it was not possible."""
     session = worker.debug_session
     if session is None or session.id != id or session.ended:
         return "the session has ended"
@@ -143,7 +142,7 @@ def debug_close(worker: Worker, id: str) -> None:
 
 
 def debug_names(worker: Worker) -> list[tuple[str, str, str]]:
-    """(name, type, value in short) of the rank's variables; no code of the values' own runs for it."""
+    """Return (name, type, value in short) of the rank's variables; no code of the values' own runs for it."""
     return [
         (name, type(value).__name__, _in_short(value))
         for name, value in list(worker.shell.namespace.items())

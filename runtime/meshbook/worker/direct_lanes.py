@@ -32,17 +32,14 @@ from meshbook.wire.replies import lost_replies
 from meshbook.worker.channel import AgentChannel
 from meshbook.worker.mail_turn import MailTurn
 
-ASK_AFTER = 16
-"""Calls of one rank before a lane to it is asked for."""
-MAX_LANES = 64
-"""Of one process, to others."""
+ASK_AFTER = 16  # calls of one rank before a lane to it is asked for
+MAX_LANES = 64  # of one process, to others
 KEPT_TARGETS = 256
-LOOK_S = 0.05
-"""Who waits for room looks so often for what else may want the thread."""
+LOOK_S = 0.05  # a caller that waits for room looks so often for interrupts
 
 
 class RankLane:
-    """One end. Whoever reads the mail calls ``on_message``, and once ``on_end``, unless it is closed here."""
+    """An end of a lane. The reader of the mail calls ``on_message``, and once ``on_end``, unless it is closed here."""
 
     def __init__(
         self,
@@ -51,8 +48,7 @@ class RankLane:
         on_message: Callable[[RankLane, list[bytes]], None],
         on_end: Callable[[RankLane], None],
     ) -> None:
-        self.offer: wire.LaneOffer | None = None
-        """None: it is the callee's end."""
+        self.offer: wire.LaneOffer | None = None  # None: it is the callee's end
         self._messages = MessageSocket(socket.socket(fileno=fd))
         self._turn, self._on_message, self._on_end = turn, on_message, on_end
         self._lock = threading.Lock()
@@ -60,7 +56,8 @@ class RankLane:
         turn.watch(fd, self.serve)
 
     def send(self, data: bytes) -> bool:
-        """Send a message now, or when there is room; False if it is closed. Any thread; within a shield."""
+        """Send a message now, or when there is room; return False if the lane is closed. Any thread; within
+        a shield."""
         with self._lock:
             if not self.is_open:
                 return False
@@ -78,13 +75,13 @@ class RankLane:
         return self._messages.unsent_bytes > 0 and self.is_open
 
     def wait_for_room(self) -> None:
-        """Wait a moment for that."""
+        """Wait a moment for room."""
         room = select.poll()
         room.register(self._messages.fd, select.POLLOUT)
         room.poll(LOOK_S * 1000)
 
     def flush(self) -> None:
-        """Send what waits, as far as there is room. Any thread; within a shield."""
+        """Send waiting messages, as far as there is room. Any thread; within a shield."""
         with self._lock:
             if self.is_open:
                 try:
@@ -94,7 +91,7 @@ class RankLane:
                     pass  # as in `send`
 
     def serve(self) -> None:
-        """Send what waits; take in all that is there."""
+        """Send waiting messages, and take in all that are there."""
         if self._messages.unsent_bytes:
             self.flush()
         while self.is_open:
@@ -109,7 +106,7 @@ class RankLane:
                 return
 
     def close(self, may_close: Callable[[], bool] = lambda: True) -> None:
-        """By whoever reads the mail. may_close: asked when nothing is being sent."""
+        """Close the lane; the reader of the mail calls it. may_close: asked when no message is being sent."""
         with self._lock:
             if self.is_open and may_close():
                 self.is_open = False
@@ -117,13 +114,13 @@ class RankLane:
                 self._messages.close()
 
     def abandon(self) -> None:
-        """In a forked child: it is its parent's."""
+        """Close the parent's descriptor in a forked child."""
         self.is_open = False
         self._messages.close()
 
 
 class RankLanes:
-    """Those of one process. deliver: takes a call, a cancel of one. answer: takes answers to our calls."""
+    """The lanes of one process. deliver: takes a call, or a cancel of one. answer: takes answers to our calls."""
 
     def __init__(
         self,
@@ -135,30 +132,22 @@ class RankLanes:
     ) -> None:
         self._channel, self._turn, self._identity = channel, turn, identity
         self._deliver, self._answer = deliver, answer
-        self.origin: wire.Origin | None = None
-        """How we name ourselves on our lanes; None before there is any."""
-        self._lanes: dict[int, RankLane] = {}
-        """To others, by the numbers of their offers."""
+        self.origin: wire.Origin | None = None  # our name on our lanes; None before there is any
+        self._lanes: dict[int, RankLane] = {}  # lanes to others, by the numbers of their offers
+        # the lanes that calls go by, by mesh, rank and generation
         self._used: dict[tuple[int, int, int], RankLane] = {}
-        """Those of them by which calls go, by mesh, rank and generation."""
-        self._others: set[RankLane] = set()
-        """Of those who call us."""
-        self._left: list[RankLane] = []
-        """Those that are used no more."""
-        self.open: dict[int, RankLane] = {}
-        """By the ids of calls that were sent there and not answered."""
-        self._counts: dict[tuple[int, int, int], int] = {}
-        """Of calls to one rank that went by the agent."""
-        self._single: dict[wire.Target, int] = {}
-        """The rank of targets that have only one, -1 of others."""
-        self._choosing = threading.Lock()
-        """Held to choose a way that is not a lane, and to begin to use one."""
+        self._others: set[RankLane] = set()  # lanes of other ranks that call us
+        self._left: list[RankLane] = []  # lanes that are used no more
+        self.open: dict[int, RankLane] = {}  # lanes of calls that were sent there and not answered, by id
+        self._counts: dict[tuple[int, int, int], int] = {}  # numbers of calls to one rank that went by the agent
+        self._single: dict[wire.Target, int] = {}  # the rank of targets that have only one, -1 of others
+        self._choosing = threading.Lock()  # held to choose a way that is not a lane, and to begin to use one
         self._generation = forks.generation
 
     # ---- any thread -----------------------------------------------------------------------------------------------
 
     def send(self, call: wire.Call, payload: Sequence[Buffer]) -> None:
-        """Send a call, by the lane that there may be, else by the agent."""
+        """Send a call by its lane, if there is one, else by the agent."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         rank = -1 if call.segment is not None else self._single.get(call.target, -2)
@@ -182,7 +171,10 @@ class RankLanes:
         return self._single[target]
 
     def _send_by(self, lane: RankLane, call: wire.Call, payload: Sequence[Buffer]) -> bool:
-        """False: it was closed, and the call is to go another way. So that none overtakes it, it is waited for room."""
+        """Send a call by a lane, and wait for room, so that no other call overtakes it.
+
+        Returns: False if the lane was closed, and the call is to go another way.
+        """
         data = pack([wire.encode(call), *payload])
         with self._channel.shield:
             if call.reply:
@@ -210,7 +202,7 @@ class RankLanes:
             self._channel.send(wire.AskLane(*way))
 
     def cancel(self, cancel: wire.Cancel) -> bool:
-        """Ask for the end of a call of ours; False if it went by the agent."""
+        """Cancel a call of ours; return False if it went by the agent."""
         if (lane := self.open.get(cancel.call)) is None:
             return False
         with self._channel.shield:
@@ -218,7 +210,7 @@ class RankLanes:
         return True
 
     def _forget(self, lane: RankLane) -> None:
-        """Use a lane no more; it is closed when all is answered that went by it."""
+        """Use a lane no more; it is closed when all calls that went by it are answered."""
         for way in [way for way, used in list(self._used.items()) if used is lane]:
             self._used.pop(way, None)
             self._counts.pop(way, None)
@@ -227,7 +219,7 @@ class RankLanes:
     # ---- whoever reads the mail -------------------------------------------------------------------------------------
 
     def on_offer(self, offer: wire.LaneOffer) -> None:
-        """A lane to a rank that is often called."""
+        """Open the lane to a rank that is often called."""
         lane = RankLane(self._take_descriptor(), self._turn, self._on_answer, self._on_end)
         lane.offer, here = offer, self._identity()
         self._lanes[offer.number] = lane
@@ -241,7 +233,7 @@ class RankLanes:
             self._used[offer.mesh, offer.rank, offer.generation] = lane
 
     def on_opened(self) -> None:
-        """A rank has a lane to us."""
+        """Open the lane of a rank that calls us."""
         lane = RankLane(self._take_descriptor(), self._turn, self._on_call, self._others.discard)
         self._others.add(lane)
         self._channel.frames.on_taken = self._turn.serve_others
@@ -254,7 +246,7 @@ class RankLanes:
         return kept
 
     def _close_left(self) -> None:
-        """Close those that are used no more, and by which nothing is to come."""
+        """Close the lanes that are used no more, and by which no answer is to come."""
         for lane in tuple(self._left):
             was_open = lane.is_open
             lane.close(lambda: lane not in self.open.values())  # noqa: B023 -- it is called at once
@@ -265,7 +257,7 @@ class RankLanes:
                 self._channel.send(wire.CutLane(lane.offer.number))
 
     def on_lost(self, lost: wire.LaneLost) -> None:
-        """What was sent by a lane and is not answered will not be."""
+        """Answer for the calls that were sent by a lane and not answered."""
         if (lane := self._lanes.get(lost.number)) is None:
             return
         lane.serve()  # what it has answered before
@@ -278,7 +270,7 @@ class RankLanes:
             self._answer(lost_replies(id, [(lane.offer.rank, lost.death)], None), ())
 
     def _on_end(self, lane: RankLane) -> None:
-        """The other end was closed."""
+        """Note that the other end was closed."""
         assert lane.offer is not None
         self._forget(lane)
         with contextlib.suppress(BrokenPipeError):  # the agent is gone as well
@@ -306,13 +298,13 @@ class RankLanes:
             self._close_left()
 
     def name(self, message: wire.Replies) -> wire.Replies:
-        """The answer that the agent has brought to a call of ``open``, with the name by which that meant the rank."""
+        """Return the agent's answer to a call of ``open``, with the number by which that meant the rank."""
         lane = self.open.pop(message.id)
         assert lane.offer is not None
         replies = tuple(reply._replace(rank=lane.offer.rank) for reply in message.replies)
         return wire.Replies(message.id, replies, message.origin)
 
     def abandon(self) -> None:
-        """In a forked child: they are its parent's."""
+        """Close the parent's descriptors in a forked child."""
         for lane in (*self._lanes.values(), *self._others):
             lane.abandon()

@@ -27,8 +27,8 @@ from meshbook.wire import messages as wire
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
 
+# a cell's last expression travels to the notebook up to this size; larger ones stay on the rank
 RESULT_MAX_BYTES = 1 << 20
-"""A cell's last expression travels to the notebook up to this size; larger ones stay on the rank."""
 
 
 def _ok(value: object = None, what: str = "the result") -> Outcome:
@@ -74,7 +74,7 @@ def run_cell(
 def invoke(
     worker: Worker, call: wire.Call, function: Callable[..., object], *args: object, **kwargs: object
 ) -> Outcome:
-    """Call a function that travelled here; of one that is ``async`` the value is that of its coroutine."""
+    """Call a function that travelled here; for an ``async`` one the value is that of its coroutine."""
     value = function(*args, **kwargs)
     if hasattr(type(value), "__await__") and isinstance(value, Coroutine):  # which takes longer
         value = worker.shell.run_coroutine(value)
@@ -91,8 +91,8 @@ def invoke_with_source(
     *args: object,
     **kwargs: object,
 ) -> Outcome:
-    """`invoke` a function of a file that this rank has not heard of. text: what stands there; empty for a file of
-    the machine."""
+    """`invoke` a function of a file that this rank does not know. text: the file's text; empty for a file of the
+    machine."""
     if text:
         learn_source(file_name, text)
     return invoke(worker, call, function, *args, **kwargs)
@@ -135,7 +135,7 @@ def _evaluate(worker: Worker, expression: str) -> object:
 
 
 def form_group(worker: Worker, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
-    """Form the default process group and the DeviceMesh; proves itself with a collective. groups: only these."""
+    """Form the default process group and the DeviceMesh, and prove it with a collective. groups: only these."""
     identity = worker.identity
     worker.groups.form(worker.control.store_rpc, identity, epoch=epoch, groups=groups)
     return set_axes(worker, call, identity.axes, identity.sizes)
@@ -154,7 +154,7 @@ def prepare_group(worker: Worker, call: wire.Call, epoch: int) -> Outcome:
 
 
 def postmortem(worker: Worker, call: wire.Call) -> Outcome:
-    """Open a prompt on the frames of the rank's last exception; returns when the person has seen enough."""
+    """Open a prompt on the frames of the rank's last exception; return when the person has closed it."""
     kept, worker.shell.debugger.refusal = worker.shell.last_error, ""  # who asks for it is there
     if kept is None or kept.error.__traceback__ is None:
         raise UsageError("this rank has no exception with frames to look at.")
@@ -187,9 +187,7 @@ def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
     return _ok()
 
 
-INVOKING = (invoke, invoke_with_source)
-"""Calls of functions, whose exceptions are kept for a post-mortem."""
-
+INVOKING = (invoke, invoke_with_source)  # calls of functions, whose exceptions are kept for a post-mortem
 _CALLS = (
     *INVOKING, run_cell, push, pull, form_group, prove_group, prepare_group, set_axes, broadcast, postmortem, free,
 )  # fmt: skip

@@ -39,8 +39,7 @@ from meshbook.wire.template_messages import (
 )
 from meshbook.worker import template
 
-_REQUEST_BYTES = 1 << 18
-"""An environment is at most so large."""
+_REQUEST_BYTES = 1 << 18  # the most that an environment takes
 
 
 def main(agent: str, torch: bool, fd: int) -> NoReturn:
@@ -73,21 +72,20 @@ class _Launchers:
     """The launchers that we serve, with their hosts: one over a socket of its own, or all that connect."""
 
     def __init__(self, sock: socket.socket, starter: int | None, ready: bytes) -> None:
-        """starter: a pidfd of the process that started us. ready: the first word to each launcher."""
+        """starter: a pidfd of the process that started us. ready: the first message to each launcher."""
         self._starter, self._ready = starter, ready
         self._listener = sock if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else None
         self._launchers: dict[int, socket.socket] = {}
-        self._hosts: dict[int, set[int]] = {}
-        """The hosts that each launcher may ask for, by its descriptor."""
-        self._left: dict[int, int] = {}
-        """The hosts that we reap since their launcher has gone, by their pidfds."""
+        self._hosts: dict[int, set[int]] = {}  # the hosts that each launcher may ask for, by its descriptor
+        self._left: dict[int, int] = {}  # the hosts that we reap since their launcher has gone, by their pidfds
         if self._listener is None:
             self._add(sock)
 
     def next_fork(self) -> tuple[int, int, int, ForkHost] | None:
-        """Wait for a request for a host, with its launcher, stdin and log; None when there is none to serve.
+        """Wait for a request for a host; return it with its launcher, stdin and log, or None when there is no launcher
+        left.
 
-        The starter is watched too, since copies of its end of a socket may live on in what it has forked.
+        The starter is watched too, since copies of its end of a socket may live on in its forks.
         """
         while True:
             poll = select.poll()
@@ -144,13 +142,13 @@ class _Launchers:
             self._launchers[fd].send(answer)
 
     def _part_with(self, fd: int) -> None:
-        """A launcher has gone, or leaves its hosts to themselves."""
+        """Forget a launcher that has gone, or leaves its hosts to themselves."""
         self._launchers.pop(fd).close()
         for pid in self._hosts.pop(fd) if self._listener is not None else ():
             self._left[os.pidfd_open(pid)] = pid
 
     def close_in_child(self) -> None:
-        """A fork of this process has none of our descriptors."""
+        """Close our descriptors in a fork of this process."""
         for sock in filter(None, (*self._launchers.values(), self._listener)):
             sock.close()
         for fd in (*self._left, *([] if self._starter is None else [self._starter])):
@@ -158,7 +156,7 @@ class _Launchers:
 
 
 def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: int, asked: ForkHost) -> NoReturn:
-    """In a fresh fork: fork the template of workers, and be the agent."""
+    """Fork the template of workers and become the agent, in a fresh fork."""
     try:
         others.close_in_child()
         os.setsid()

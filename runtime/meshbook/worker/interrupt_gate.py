@@ -39,28 +39,22 @@ from meshbook.system.processes import descendants, start_time
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-REPEAT_S = 0.02
-"""How often an interrupt is repeated until the main thread has noticed it."""
-REPEAT_LATER_S = 0.25
-"""The same when it has not noticed for a second: it is in native code that does not look."""
-INSIST_S = 0.55
-"""How long an insistent interrupt is raised anew; less than the caller waits for it."""
-INSIST_EVERY_S = 0.1
-"""Clean-up code has so long between two of them."""
-ECHO_S = 0.2
-"""A SIGINT that comes so soon after ours may be the same once more."""
-
+REPEAT_S = 0.02  # how often an interrupt is repeated until the main thread has noticed it
+REPEAT_LATER_S = 0.25  # the same when it has not noticed for a second: it is in native code that does not look
+INSIST_S = 0.55  # how long an insistent interrupt is repeated; less than the caller waits for it
+INSIST_EVERY_S = 0.1  # time for clean-up code between two of them
+ECHO_S = 0.2  # a SIGINT that comes so soon after ours may be the same once more
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _set_signal, _get_signal = signal.signal, signal.getsignal
+# the same without the enumeration, which takes 100 times as long
 _peek_signal: Callable[[int], object] = vars(signal)["_signal"].getsignal
-"""The same without the enumeration, which takes 100 times as long."""
 
 _Handler: TypeAlias = SigintHandler | int | None
 
 
 class InterruptGate:
-    """Owns SIGINT on the main thread. The control thread says what is meant, all else is the main thread's."""
+    """The owner of SIGINT on the main thread. The control thread chooses the call; the rest is the main thread's."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
@@ -68,30 +62,27 @@ class InterruptGate:
         self._meant = 0
         self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
-        self.has_held_back = False
-        """An interrupt has come inside the `shield`."""
+        self.has_held_back = False  # whether an interrupt has come inside the `shield`
         self._sent_at = 0.0
-        self._handler: _Handler = None
-        """What user code wants called in this call; None: nothing else than ours."""
+        self._handler: _Handler = None  # the handler that user code has set in this call; None: only ours
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
         self._caught = SwallowedInterrupts()
-        self.raised = 0
-        """How often KeyboardInterrupt was raised in the running call."""
+        self.raised = 0  # how many times KeyboardInterrupt was raised in the running call
+        # ``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has a gate
         self.shield = _Shield(self)
-        """``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has any."""
         _set_signal(signal.SIGINT, self._on_sigint)
 
     # ---- control thread -----------------------------------------------------------------------------------------
 
     def interrupt(self, call: int, *, insist: bool = False) -> None:
-        """Raise KeyboardInterrupt in ``call`` if it still runs; `tend` sees that it is heard."""
+        """Raise KeyboardInterrupt in ``call`` if it still runs; `tend` repeats it until it is noticed."""
         now = time.monotonic()
         self._meant, self._meant_at = call, now
         self._insist_until = now + INSIST_S if insist else 0.0
         self._raise_again(now)
 
     def tend(self) -> float | None:
-        """Repeat what was not heard, or is insisted on; returns when to call again, None when there is nothing to do.
+        """Repeat an interrupt that was not noticed, or is insistent; return when to call again, None for never.
 
         A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
         the end of that call: so it is repeated.
@@ -135,13 +126,13 @@ class InterruptGate:
 
     @property
     def unheard(self) -> bool:
-        """Whether the call that was meant still runs and the main thread has not looked at its signals since."""
+        """Whether the interrupted call still runs and the main thread has not looked at its signals since."""
         return self._target != 0 and self._target == self._running
 
     # ---- main thread --------------------------------------------------------------------------------------------
 
     def open(self, call: int) -> bool:
-        """User code of ``call`` runs from here; False if it was interrupted before that."""
+        """Let user code of ``call`` run from here; return False if it was interrupted before."""
         self.has_held_back, self.raised, self._handler = False, 0, None
         self._running = call
         return self._meant != call
@@ -152,7 +143,7 @@ class InterruptGate:
         return self._running != 0
 
     def close(self) -> None:
-        """No user code runs any more: nothing is raised, once this has returned."""
+        """Note that no user code runs any more: no interrupt is raised once this has returned."""
         while self._running:
             try:
                 self._running = self._meant = 0
@@ -175,7 +166,7 @@ class InterruptGate:
         self._raise(frame)
 
     def raise_held_back(self) -> None:
-        """At the end of the shield: raise now what has come inside it."""
+        """Raise at the end of the shield the interrupt that has come inside it."""
         if self._running:
             self.has_held_back = False
             self._raise(None)
@@ -193,12 +184,12 @@ class InterruptGate:
     # ---- handlers of user code ----------------------------------------------------------------------------------
 
     def keep_signal(self) -> None:
-        """From now on what user code sets for SIGINT is noted here, and ours stays: it must not tear what we write."""
+        """Keep our handler from now on and note the one that user code sets: it must not tear our messages."""
         patch(signal, "signal", self._set_handler)
         patch(signal, "getsignal", self._get_handler)
 
     def take_signal(self) -> None:
-        """Have SIGINT call ours, after code of the user's has run that may have set another handler."""
+        """Set our handler again, after user code has run that may have set another one."""
         self._handler = None
         if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means than `signal.signal`
             _set_signal(signal.SIGINT, self._on_sigint)
@@ -216,7 +207,7 @@ class InterruptGate:
         return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
 
     def after_fork(self) -> None:
-        """In a forked child SIGINT is as in any process of Python; a handler that user code has set stays.
+        """Make SIGINT in a forked child as in any process of Python; a handler that user code has set stays.
 
         A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
         meant for it.
@@ -228,7 +219,7 @@ class InterruptGate:
 
 
 class _Shield:
-    """Counts how deep the main thread is in sections that must not be torn; on the path of every message.
+    """The sections of the main thread that must not be torn, counted by depth; on the path of every message.
 
     Threads with a `meshbook.concurrency.interrupts.ThreadGate` count for themselves.
     """
@@ -256,7 +247,7 @@ class _Shield:
 
 
 def interrupt_children(since: float) -> None:
-    """SIGINT to the children that were started after ``since`` (monotonic clock) and did not leave our process group.
+    """Send SIGINT to children that were started after ``since`` (monotonic clock) and did not leave our process group.
 
     Older ones, a server from an earlier cell say, run on; `!commands` are told by their own code.
     """
@@ -275,12 +266,11 @@ def interrupt_children(since: float) -> None:
             pass
 
 
-_PUSH_EXC_INFO = dis.opmap.get("PUSH_EXC_INFO")
-"""With this instruction each handler begins, from Python 3.11 on."""
+_PUSH_EXC_INFO = dis.opmap.get("PUSH_EXC_INFO")  # the first instruction of each handler, from Python 3.11 on
 
 
 class SwallowedInterrupts:
-    """Watches the main thread from a KeyboardInterrupt on. All calls come on that thread."""
+    """The frames of the main thread, watched from a KeyboardInterrupt on. All calls come on that thread."""
 
     def __init__(self) -> None:
         self.watching = False

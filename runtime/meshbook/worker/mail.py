@@ -37,8 +37,7 @@ from meshbook.worker.mail_turn import MailTurn
 
 T = TypeVar("T")
 
-LOOK_S = 0.1
-"""Who waits for room looks so often for what else may want the thread."""
+LOOK_S = 0.1  # a caller that waits for room looks so often for interrupts
 
 
 class MailCalls:
@@ -48,19 +47,18 @@ class MailCalls:
         self._channel, self._payloads = channel, payloads
         self._table = CallTable({})
         self.ids = self._table.ids
+        # ids of calls that other code than an actor's thread, or its event loop, may wait for
         self.others: set[int] = set()
-        """Of calls for which not only an actor's thread, or its event loop, may wait."""
         self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
         self._room = threading.Condition()
-        self._held: frozenset[tuple[int, int]] = frozenset()
-        """(mesh, rank) for which too much waits."""
+        self._held: frozenset[tuple[int, int]] = frozenset()  # (mesh, rank) for which too much waits
         self.turn: MailTurn
         self.lanes: RankLanes
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
-        """Send a request to a mailbox (not 0). output: what its members print goes there. chain: as in `wire.Call`."""
+        """Send a request to a mailbox (not 0). output: the output for the members' prints. chain: see `wire.Call`."""
         assert request.mailbox, "the endpoints of a process are for its controller"
         self._wait_for_room(request)
         if not request.reply:
@@ -103,7 +101,7 @@ class MailCalls:
                 self._room.wait(LOOK_S)
 
     def hold(self, hold: wire.MailHold) -> None:
-        """Some ranks read too slowly, or are ready for more."""
+        """Take in that some ranks read too slowly, or are ready for more."""
         named = {(hold.mesh, rank) for rank in hold.ranks}
         with self._room:
             self._held = self._held | named if hold.held else self._held - named
@@ -119,7 +117,7 @@ class MailCalls:
     # ---- whoever reads the mail -----------------------------------------------------------------------------------
 
     def on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Take answers that have come for calls of ours."""
+        """Take answers to calls of this worker."""
         if message.id in self.lanes.open:
             message = self.lanes.name(message)
         buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
@@ -133,7 +131,7 @@ class MailCalls:
             return Unavailable(error)
 
     def expire(self) -> float | None:
-        """Do what is due; returns in how many seconds to come again, None when nothing is."""
+        """Fail calls that are overdue; return in how many seconds to come again, None for never."""
         if not self.ids:
             return None
         if (due := self._table.next_deadline()) == float("inf"):
@@ -175,10 +173,10 @@ class MailFuture(RequestFuture[T], Generic[T]):
 
 
 class WorkerMail:
-    """Used by any thread, but for what is the mail's own.
+    """The mail of a worker. Any thread may use it, but for methods of the reader.
 
-    identity: who the worker is now. on_call: told of each call before its mailbox. tell_groups: what answers to the
-    controller carry of the process groups.
+    identity: the worker's present identity. on_call: called with each call before its mailbox. tell_groups: the report
+    on process groups for answers to the controller.
     """
 
     def __init__(
@@ -192,8 +190,7 @@ class WorkerMail:
         self._channel, self._payloads, self._identity = channel, payloads, identity
         self._on_call, self._tell_groups = on_call, tell_groups
         self._calls = MailCalls(channel, payloads)
-        self.hold = self._calls.hold
-        """Called by the control thread."""
+        self.hold = self._calls.hold  # called by the control thread
         self._incoming = IncomingCalls()
         self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
         self.turn = self._calls.turn = MailTurn(
@@ -201,20 +198,19 @@ class WorkerMail:
         )
         self._lanes = self._calls.lanes = RankLanes(channel, self.turn, identity, self._on_lane, self._calls.on_replies)
         self.open_shortcut("")
-        self._said = 0
-        """How often something was said on this lane that the agent is to pass on before what follows."""
+        self._said = 0  # how many messages were sent on this lane that the agent is to pass on before later answers
         self._starting = threading.Lock()
         self._started = False
         self._generation = forks.generation
 
     def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
-        """Call a mailbox of any mesh of the session, as `MailCalls.call` does; its future tells of lost ranks."""
+        """Call a mailbox of any mesh of the session, as `MailCalls.call` does; its future reports lost ranks."""
         if request.reply:
             self.start()
         return self._calls.call(request, output=output, chain=chain)
 
     def start(self) -> None:
-        """Read the mail from now on. From any thread, any number of times."""
+        """Start to read the mail. Any thread may call it, any number of times."""
         if self._started:
             return
         with self._starting:
@@ -224,7 +220,7 @@ class WorkerMail:
         hidden_thread(self._serve, "meshbook.mail").start()
 
     def open_shortcut(self, path: str) -> None:
-        """Calls may come past the agent from now on. path: as in `RankShortcut`."""
+        """Let calls come past the agent from now on. path: see `RankShortcut`."""
         self._shortcut = RankShortcut(path, self._channel.send, self._watch_shortcut, is_mail=True)
         self.give_up_shortcut = self._shortcut.give_up
 
@@ -243,7 +239,7 @@ class WorkerMail:
         self.turn.serve()
 
     def _read(self) -> bool:
-        """Take the next message; False at the end."""
+        """Take the next message; return False at the end."""
         if (received := self._channel.receive(is_there=True)) is None:
             return False
         message, frames = received
@@ -291,18 +287,18 @@ class WorkerMail:
         self._incoming.deliver(incoming, here.rank, here.host)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
-        """Say something on this lane, in order with the replies of the calling thread. Any thread."""
+        """Send a message on this lane, in order with the replies of the calling thread. Any thread."""
         self._said += 1
         self._channel.send(message, payload)
 
     def close(self) -> None:
-        """In a forked child: let go of the socket, which is its parent's."""
+        """Let go of the socket, which is the parent's, in a forked child."""
         self._channel.close()
         self._lanes.abandon()
         self._shortcut.close()
 
     def _reply(self, call: wire.Call, lane: RankLane | None, said: int, answer: Outcome, duration_s: float) -> None:
-        """On any thread: send an answer. lane: by which the call came. said: `_said` as it was then."""
+        """Send an answer; any thread. lane: the lane by which the call came. said: `_said` at that time."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         self._incoming.open.pop((call.origin, call.id), None)

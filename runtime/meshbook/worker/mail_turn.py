@@ -1,15 +1,15 @@
-"""Whose turn it is to read the mail: that of the mail's own thread, or of an actor's while it has nothing to do.
+"""The turn to read a worker's mail: the mail's own thread has it, or an actor's thread while that has nothing to do.
 
 A wake-up of a thread takes as long as all our work for a message. So an actor that is alone in its process reads the
 mail itself while it waits, for a message or for an answer, in an event loop (`IdleSelector`) or not; the mail's thread
-stays away until the actor has been busy for a moment. The turn is a lock: whoever holds it reads, and hands out what
-has come, in order.
+stays away until the actor has been busy for a moment. The turn is a lock: its holder reads, and hands out the messages,
+in order.
 
     idle actor      lead ──> reads, until there is something for it ──> handles that
     mail's thread   rests ............................................ reads, once that takes longer than REST_S
 
-Nobody's mail waits for an actor's code: with other mailboxes in the process, or others who wait for answers, the mail's
-thread reads, as it does where there is a debugger that may stop the threads of actors.
+Mail never waits for an actor's code: with other mailboxes in the process, or other threads that wait for answers, the
+mail's thread reads, as it does where there is a debugger that may stop the threads of actors.
 """
 
 from __future__ import annotations
@@ -24,24 +24,17 @@ from collections.abc import Callable, Collection
 
 from meshbook.worker.channel import AgentChannel
 
-REST_S = 0.003
-"""The mail's thread takes over when the actor has not come back for so long."""
-
-_LOOK_S = 0.005
-"""How often it looks meanwhile."""
-
-SOLE = 2
-"""The mailboxes of a process with one actor: that of the actor, and the one in which actors are spawned."""
-
-_LOOKS = 10
-"""After so many looks at an actor that has done nothing it sleeps until that one has something to do."""
+REST_S = 0.003  # the mail's thread takes over when the actor has not come back for so long
+_LOOK_S = 0.005  # how often it looks meanwhile
+SOLE = 2  # the mailboxes of a process with one actor: that of the actor, and the one in which actors are spawned
+_LOOKS = 10  # the thread sleeps after so many looks at an idle actor, until that has something to do
 
 
 class MailTurn:
-    """handle: takes the next message that has come; False at the end. expire: as `MailCalls.expire`.
+    """The turn to read the mail of one process.
 
-    mailboxes: the numbers of those that are open. calls: those of calls that are not answered. others: of these, where
-    the actor may not be the one who waits.
+    handle: takes the next message; returns False at the end. expire: see `MailCalls.expire`. mailboxes: the numbers of
+    the open ones. calls: ids of the unanswered ones. others: those among them that the actor may not be waiting for.
     """
 
     def __init__(
@@ -55,29 +48,24 @@ class MailTurn:
     ) -> None:
         self._channel, self._handle, self._expire = channel, handle, expire
         self._mailboxes, self._calls, self._calls_of_others = mailboxes, calls, others
-        self.reader = 0
-        """The thread whose turn it is: it waits for nobody."""
+        self.reader = 0  # the thread whose turn it is; it must not wait
         self._turn, self._claim = threading.Lock(), threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channel_fd = channel.frames.fileno()
         self._arrivals = select.epoll()
         self._arrivals.register(self._channel_fd, select.EPOLLIN)
         self._arrivals.register(self._wake_fd, select.EPOLLIN)
-        self._others: dict[int, Callable[[], object]] = {}
-        """What else is waited for, and who is to look."""
-        self.loops: set[int] = set()
-        """The threads whose event loops read (`IdleSelector`)."""
-        self._is_asleep = False
-        """Whether the reader waits for something to come."""
-        self._bell = threading.Event()
-        """Ends a rest of the mail's thread."""
+        self._others: dict[int, Callable[[], object]] = {}  # functions to call when other descriptors can be read
+        self.loops: set[int] = set()  # the threads whose event loops read (`IdleSelector`)
+        self._is_asleep = False  # whether the reader waits for a message
+        self._bell = threading.Event()  # ends a rest of the mail's thread
         self._rest_until = 0.0
         self._rests_long = False
         self._leads = self._seen = self._looks = 0
         self._is_over = self._is_private = False
 
     def arrivals_or(self, beside: int) -> select.poll:
-        """For a reader who waits for another descriptor as well."""
+        """Return a poll for a reader that waits for another descriptor as well."""
         arrivals = select.poll()
         for fd in (self._arrivals.fileno(), beside):
             arrivals.register(fd, select.POLLIN)
@@ -111,7 +99,7 @@ class MailTurn:
     def lead(self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None) -> bool:
         """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``.
 
-        Returns False, at once, where that is for the mail's thread to do. arrivals: see `arrivals_or`.
+        Returns False, at once, where the mail's thread is to read. arrivals: see `arrivals_or`.
         """
         if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
             self.hand_back()
@@ -139,13 +127,13 @@ class MailTurn:
     # ---- any thread -----------------------------------------------------------------------------------------------
 
     def hand_back(self) -> None:
-        """Somebody waits for mail: the mail's thread is not to rest while an actor is busy."""
+        """End the rest of the mail's thread: a caller waits for mail, though an actor may be busy."""
         if self._rest_until:
             self._rest_until = 0.0
             self._bell.set()
 
     def keep_private(self) -> None:
-        """From now on only the mail's thread reads; returns when no other does."""
+        """Let only the mail's thread read from now on; return when no other thread does."""
         self._is_private = True
         self.wake()
         with self._claim:
@@ -164,11 +152,11 @@ class MailTurn:
         self._arrivals.register(fd, select.EPOLLIN)
 
     def want_writable(self, fd: int, wanted: bool) -> None:
-        """Also when it can be written. Any thread."""
+        """Watch a descriptor for writing, too, or no more. Any thread."""
         self._arrivals.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def forget(self, fd: int) -> None:
-        """Look there no more, before it is closed."""
+        """Watch a descriptor no more; call it before that is closed."""
         self._arrivals.unregister(fd)
         del self._others[fd]
 
@@ -197,7 +185,7 @@ class MailTurn:
             self.reader = 0
 
     def _wait(self, step_s: float | None, arrivals: select.poll | None) -> bool:
-        """Whether a message is there, now or within ``step_s``."""
+        """Return whether a message is there, now or within ``step_s``."""
         due_s = self._expire()
         if due_s is not None:
             step_s = due_s if step_s is None else min(step_s, due_s)
@@ -217,7 +205,7 @@ class MailTurn:
 
 
 class IdleSelector(selectors.DefaultSelector):
-    """Of an actor's event loop: while that has nothing to do it reads the mail. Made on the thread of the loop."""
+    """The selector of an actor's event loop, which reads the mail while the loop is idle. Made on the loop's thread."""
 
     def __init__(self, turn: MailTurn) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from meshbook.worker.worker import Worker
 
 
 def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, stdout_fd: int, stderr_fd: int) -> None:
-    """Be a worker until the agent says otherwise; never returns. Called in a fresh fork of the template."""
+    """Run a worker until the agent ends it; never return. Called in a fresh fork of the template."""
     code = 1
     gc.enable()
     try:
@@ -60,19 +60,20 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
 
 
 def _keep_operators() -> None:
-    """Have PyTorch not take back the operators that it has defined: 30 ms of each rank's end, for nobody."""
+    """Keep PyTorch from unregistering its operators at exit: that would take 30 ms of each rank's end."""
     registry: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
     for finalizer in list(registry):
         if (alive := finalizer.peek()) is not None and getattr(alive[1], "__module__", "") == "torch.library":
             finalizer.atexit = False
 
 
+# the base without the hooks of abstract classes, which would ask classes of the user
 _FILE = io.IOBase.__base__ or io.IOBase
-"""Without the hooks of abstract classes, which would ask classes of the user."""
 
 
 def write_buffers() -> None:
-    """Raises nothing. May wait for whoever reads a pipe: whoever ends the process has a deadline."""
+    """Write the buffers of open files; raise nothing. May wait for a reader of a pipe: the end has a deadline
+    elsewhere."""
     files: list[io.IOBase] = [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
     for file in sorted(files, key=_turn):
         with contextlib.suppress(Exception):
@@ -87,7 +88,7 @@ def write_buffers() -> None:
 
 
 def _turn(file: io.IOBase) -> tuple[bool, int]:
-    """Regular files first, since pipes may block; and what wraps another file before that one."""
+    """Sort regular files first, since pipes may block, and a file that wraps another one before that."""
     try:
         is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except Exception:  # closed, or no file of the system's
@@ -103,8 +104,7 @@ def _layer(file: io.IOBase) -> int:
     return 1
 
 
-MAX_CHAIN = 100
-"""Calls of actors within calls of actors: more of them are taken for an endless recursion."""
+MAX_CHAIN = 100  # calls of actors within calls of actors: more of them are taken for an endless recursion
 
 
 class WorkerRouter:

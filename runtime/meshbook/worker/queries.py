@@ -58,12 +58,11 @@ from meshbook.worker.debug_queries import (
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
 
-RECENT = 16
-"""Operations of each group that a rank tells of when somebody looks at it."""
+RECENT = 16  # operations of each group that a rank reports to a person
 
 
 def where(worker: Worker) -> str:
-    """What the main thread is doing: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
+    """Return the activity of the main thread: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
     return _doing(worker)[1]
 
 
@@ -86,14 +85,14 @@ def _doing(worker: Worker) -> tuple[Activity, str]:
 
 
 def collectives(worker: Worker, recent: int = 0) -> Collectives:
-    """How far the rank's process groups are, with the last ``recent`` operations of each, and what it waits in."""
+    """Return the progress of the rank's process groups, with the last ``recent`` operations of each, and its waits."""
     current = worker.claims.running
     told = worker.groups.collectives(current.id if current else 0, recent=recent)
     return told._replace(actors=worker.registry.busy, handling=worker.registry.handling)
 
 
 def reaction(worker: Worker) -> Reaction:
-    """`where`, and how the running call takes an interrupt that was sent to it."""
+    """Return `where`, and how the running call takes an interrupt that was sent to it."""
     activity, place = _doing(worker)
     if worker.claims.running is None:
         return Reaction(place, has_stopped=True)
@@ -122,7 +121,7 @@ def _why_it_goes_on(worker: Worker) -> str:
 
 
 def status(worker: Worker) -> StatusAnswer:
-    """What a person who looks at the mesh is shown of a rank."""
+    """Return the state of a rank for a person who looks at the mesh."""
     current, place = worker.claims.running, worker.shell.debugger.place or debugged_place(worker)
     activity, doing = _doing(worker)
     return StatusAnswer(
@@ -139,12 +138,12 @@ def status(worker: Worker) -> StatusAnswer:
 
 
 def clock(worker: Worker) -> float:
-    """The wall clock of this machine, in seconds since the epoch."""
+    """Return the wall clock of this machine, in seconds since the epoch."""
     return time.time()
 
 
 def versions(worker: Worker) -> dict[str, str]:
-    """What this rank runs, as far as ranks of one mesh should not differ in it."""
+    """Return the versions of software in which ranks of one mesh should not differ."""
     told = {"Python": platform.python_version()}
     if (torch := sys.modules.get("torch")) is not None:
         told["torch"] = str(torch.__version__)
@@ -154,12 +153,13 @@ def versions(worker: Worker) -> dict[str, str]:
 
 
 def way(worker: Worker) -> str:
-    """The address, with its interface, by which this rank's host is known to the others; empty where it is the only."""
+    """Return the address, with its interface, by which other hosts know this rank's host; empty where it is the only
+    one."""
     return chosen_interface()
 
 
 def progress(worker: Worker) -> RankTold:
-    """What the rank does, and how far its groups are, without its stacks."""
+    """Return the rank's activity and the progress of its groups, without its stacks."""
     current, paused = worker.claims.running, worker.shell.debugger.place or place_in_debugger(worker)
     busy_s = time.monotonic() - current.since if current else 0.0
     told = worker.groups.collectives(current.id if current else 0, recent=RECENT, look_deeper=True)
@@ -167,30 +167,28 @@ def progress(worker: Worker) -> RankTold:
 
 
 def stacks(worker: Worker, all_threads: bool) -> RankTold:
-    """The same with the stacks of the main thread, or of all threads."""
+    """Return `progress` with the stacks of the main thread, or of all threads."""
     return progress(worker)._replace(threads=read_threads(worker, all_threads))
 
 
 def actors(worker: Worker) -> list[ActorState]:
-    """What the actors of the rank are doing."""
+    """Return the states of the rank's actors."""
     return worker.registry.states()
 
 
 def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
-    """What this rank knows of lines in another one's stack."""
+    """Return the lines in another rank's stack, as far as this rank knows them."""
     return lines_of(places)
 
 
 T = TypeVar("T")
 
-AT_ONCE_MAX = 8
-"""So many side threads may hang in what they look at."""
+AT_ONCE_MAX = 8  # side threads that may hang in an object at the same time
 
 _open: set[tuple[object, ...]] = set()
 _changed = threading.Condition()
 
-TURN_S = 0.1
-"""How long the same question waits for the one before it."""
+TURN_S = 0.1  # a question waits so long for the same one before it
 
 
 def complete(worker: Worker, code: str, cursor: int) -> Completions | None:
@@ -204,7 +202,7 @@ def complete(worker: Worker, code: str, cursor: int) -> Completions | None:
 
 
 def inspect(worker: Worker, code: str, cursor: int, detail: int) -> str | None:
-    """What Shift-Tab shows, with ANSI colours; empty: there is no such name."""
+    """Return the text for Shift-Tab, with ANSI colours; empty: there is no such name."""
 
     def answer() -> str:
         return worker.shell.inspect(code, cursor, detail).encode(errors="replace").decode()
@@ -213,7 +211,7 @@ def inspect(worker: Worker, code: str, cursor: int, detail: int) -> str | None:
 
 
 def user_names(worker: Worker, prefix: str) -> list[str] | None:
-    """The variables of the rank."""
+    """Return the names of the rank's variables."""
     return _answer(("names",), lambda: [name for name in worker.shell.names(prefix) if _sendable(name)])
 
 
@@ -234,12 +232,12 @@ def _answer(key: tuple[object, ...], work: Callable[[], T]) -> T | None:
 
 
 def _looked_at(code: str, cursor: int) -> str:
-    """The line before the name that is being typed."""
+    """Return the line before the name that is being typed."""
     return re.sub(r"\w*$", "", code[:cursor].rpartition("\n")[2])
 
 
 def _twice(work: Callable[[], T]) -> T:
-    """The main thread may change what is being read; then once more."""
+    """Do the work once more if the main thread has changed an object that was being read."""
     try:
         return work()
     except RuntimeError:
@@ -247,7 +245,7 @@ def _twice(work: Callable[[], T]) -> T:
 
 
 def _sendable(text: str) -> bool:
-    """Names made by ``setattr`` may be anything, lone surrogates too."""
+    """Whether a name can be sent: names made by ``setattr`` may be any text, lone surrogates too."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -255,12 +253,11 @@ def _sendable(text: str) -> bool:
     return True
 
 
-_OURS = "meshbook."
-"""What our threads' names begin with."""
+_OURS = "meshbook."  # prefix of our threads' names
 
 
 def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
-    """The threads of this process, the main thread first; of an idle rank only what else there is."""
+    """Return the stacks of this process's threads, the main thread first; omit it when the rank is idle."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[ThreadStack] = []
     for ident, frame in frames().items():
@@ -281,7 +278,7 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
 
 
 def place_in_debugger(worker: Worker) -> str:
-    """Where an editor's debugger has stopped the main thread; empty when it has not."""
+    """Return the place where an editor's debugger has stopped the main thread; empty when it has not."""
     for frame in _callers(frame_of(worker.main_thread)):
         if "pydevd" in frame.f_code.co_filename and "wait_suspend" in frame.f_code.co_name:
             return users_place(frame)
@@ -291,7 +288,7 @@ def place_in_debugger(worker: Worker) -> str:
 
 
 def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:
-    """Frames for (file, line) pairs of another rank's stack, with what is known of them here."""
+    """Return frames for (file, line) pairs of another rank's stack, as far as they are known here."""
     return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
@@ -300,7 +297,7 @@ def _read(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frame and those that wait for it."""
+    """Yield the frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -323,5 +320,5 @@ _SLOW = (
 
 QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}
 
+# the queries that may take longer than a few milliseconds
 SLOW_QUERIES = frozenset(function.__name__ for function in _SLOW)
-"""Those of `QUERIES` that may take longer than a few milliseconds."""

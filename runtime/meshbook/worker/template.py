@@ -59,22 +59,21 @@ from meshbook.wire.template_messages import (
 if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
 
+# modules of the first template, from which that with torch is forked
+# (`meshbook.launchers.templates.WITH_TORCH`)
 STANDARD_PRELOAD = ("meshbook.worker.process",)
-"""Of the first template, from which that with torch is forked (`meshbook.launchers.templates.WITH_TORCH`)."""
 
+# more modules of the first template, for which ranks without torch do not wait
 LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma")
-"""Of the first template as well, but ranks without torch that are waited for do not wait for them."""
 
-IDLE_S = 1.0
-"""Ranks have come up when a template was asked for nothing for so long."""
-
+IDLE_S = 1.0  # ranks have come up when a template was asked for nothing for so long
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
 _DONE = object()
 
 
 class _Fork(NamedTuple):
-    """What a fork of the template turned into: the code to run instead of the template's loop."""
+    """A fork of the template: the code to run instead of the template's loop."""
 
     kind: str
     descriptors: list[int]
@@ -87,7 +86,7 @@ def main(sock: socket.socket) -> NoReturn:
 
 
 def preload(modules: Sequence[str]) -> RankShell:
-    """Import what forks of this process share, and build their shell."""
+    """Import modules that forks of this process share, and build their shell."""
     faulthandler.enable(all_threads=False)  # workers inherit it: a crash in native code says where Python was
     gc.disable()  # until a worker runs: importing makes little garbage; collecting took a fifth of the time
     _import(modules)
@@ -102,7 +101,7 @@ def _import(modules: Iterable[str]) -> None:
 
 
 def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str] | None = None) -> NoReturn:
-    """Be the template of the agent at the other end of ``sock``. later: modules to import when there is time."""
+    """Serve as the template of the agent at the other end of ``sock``. later: modules to import when there is time."""
     set_title("template of ranks")
     while True:
         if (groups := sys.modules.get("meshbook.groups.rank_groups")) is not None:
@@ -129,7 +128,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
 
 
 def _preload_or_explain(sock: socket.socket, modules: str) -> None:
-    """Import the user's modules in a fresh template; a failing import is told to the agent, and ends us."""
+    """Import the user's modules in a fresh template; report a failing import to the agent, and exit."""
     try:
         _import(filter(None, modules.split(",")))
     except BaseException:
@@ -138,7 +137,7 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
 
 
 def why_not_to_fork() -> str:
-    """What keeps forks of this process from being sound; empty if nothing does."""
+    """Return why forks of this process are not sound; empty if they are."""
     if (threads := thread_count()) != 1:
         return f"a preloaded module started {threads - 1} thread{'' if threads == 2 else 's'}"
     torch = sys.modules.get("torch")
@@ -154,36 +153,36 @@ class SpawnedWorkers:
         self._started: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """A worker was forked; those that have ended with all their children are forgotten."""
+        """Note a worker; forget those that have ended with all their children."""
         self._started = {
             each: at for each, at in self._started.items() if is_group(each) or start_time(each) == at is not None
         }
         self._started[pid] = start_time(pid)
 
     def end(self) -> None:
-        """The agent is gone, and its workers with it: kill the process groups that they led."""
+        """Kill the process groups of the workers, since the agent is gone, and its workers with it."""
         for pid, started in self._started.items():
             if start_time(pid) in (None, started):  # else the number is somebody else's by now
                 kill_session(pid)
 
 
 class SpareWork:
-    """What a template does while nobody asks anything of it: imports that can wait, what each rank does first, then its
-    memory in huge pages."""
+    """The work of an idle template: imports that can wait, a rehearsal of each rank's first steps, memory in huge
+    pages."""
 
     def __init__(self, later: list[str]) -> None:
         self._later = later
         self._has_rehearsed = False
 
     def import_now(self) -> None:
-        """Another template is forked from here, and is to have these too."""
+        """Import the modules now, since another template is forked from here, and is to have them too."""
         if self._later:
             _import(self._later)
             self._later.clear()
             gc.freeze()
 
     def do_until_asked(self, sock: socket.socket) -> None:
-        """Piece by piece, so that what comes on the socket does not wait for long."""
+        """Work in small pieces, so that a request on the socket does not wait for long."""
         pieces, wait_s = self._pieces(), IDLE_S
         while not select.select([sock], [], [], wait_s)[0]:
             wait_s = 0.0
@@ -200,7 +199,7 @@ class SpareWork:
         yield from use_huge_pages()
 
     def _rehearse(self) -> None:
-        """Form a group and forget it, so that ranks share what that leaves in memory. What fails is said in the log."""
+        """Form a group and forget it, so that ranks share the memory that it changes. Errors go to the log."""
         if "meshbook.groups.rank_groups" not in sys.modules:
             return
         try:
@@ -214,7 +213,7 @@ class SpareWork:
 
 
 def rehearse_groups() -> None:
-    """Form a default group of this process alone, and leave nothing of it. Raises: whatever forming it raises.
+    """Form a default group of this process alone, and leave nothing of it. Raises: the errors of forming it.
 
     A rank that forms its first group writes all over the memory that it shares with the template: code is specialised,
     names enter the interpreter's caches, dictionaries grow. Forks of a process in which that has happened share it, 1.6
@@ -244,7 +243,7 @@ def rehearse_groups() -> None:
 
 
 def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _Fork | None:
-    """Serve requests; returns in a forked child with what it became, or None when the agent is gone."""
+    """Serve requests; return in a forked child its kind and descriptors, or None when the agent is gone."""
     while True:
         spare.do_until_asked(sock)
         if not (data := sock.recv(_PACKET_BYTES)):
@@ -270,7 +269,8 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _For
 
 
 def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
-    """In the batch process: fork what was asked for and exit; returns in each child only. report: gets their pids."""
+    """Fork the requested processes in the batch process, and exit; return in each child only. report: gets
+    their pids."""
     count = request.count if isinstance(request, ForkWorkers) else 1
     gone_read, gone_write = os.pipe()
     batch_pid = os.getpid()
@@ -319,7 +319,7 @@ def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
 
 
 def receive_descriptors(sock: socket.socket) -> list[int]:
-    """Raises: OSError when this process may not open so many files."""
+    """Return the descriptors of the next packet. Raises: OSError when this process may not open so many files."""
     _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
     descriptors = array.array("i")
     for level, kind, payload in ancillary:

@@ -49,25 +49,22 @@ if TYPE_CHECKING:
     from meshbook.groups.rank_groups import RankGroups
     from meshbook.workspace.modules import FoundModules
 
-LONG_CALL_S = 0.02
-"""Behind a call that took longer, others may wait, and may have been cancelled meanwhile."""
+LONG_CALL_S = 0.02  # other calls may wait behind a call that took longer, and may have been cancelled meanwhile
 
 
 class Worker:
-    """The process's one worker: its sockets, its shell, its process groups."""
+    """The worker of this process: its sockets, its shell, its process groups."""
 
     def __init__(self, shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int) -> None:
         self.shell = shell
         self.gate = InterruptGate()
         self.calls = AgentChannel(call_fd, self.gate)
         self.urgent = AgentChannel(urgent_fd, self.gate)
-        self.moves: dict[int, Moves] = {}
-        """How ranks of meshes got other numbers."""
+        self.moves: dict[int, Moves] = {}  # moves of meshes whose ranks got other numbers
         self.groups = _groups()
         self.main_thread = threading.get_ident()
         self.claims = Claims()
-        self.debug_session: DebugSession | None = None
-        """The debug session of this process, the last one if there is none."""
+        self.debug_session: DebugSession | None = None  # the debug session of this process, or the last one
         self.payloads = RankPayloads(self.urgent, shell.describe)
         mail = AgentChannel(mail_fd, self.gate, takes_descriptors=True)
         self.mail = WorkerMail(mail, self.payloads, lambda: self.identity, self._limit_prompts, self.groups.tell)
@@ -78,14 +75,13 @@ class Worker:
         self._was_long = False
         self._generation = forks.generation
         self._call_fd = call_fd
-        self._arrivals = select.poll()
-        """What the main thread waits for where calls may come past the agent."""
+        self._arrivals = select.poll()  # descriptors that the main thread waits for where calls may come past the agent
         self.shortcut = self._open_shortcut("")
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take the identity that the agent gives, start the control thread, and say so."""
+        """Take the identity that the agent gives, start the control thread, and report that."""
         received = self.calls.receive()
         if received is None:
             os._exit(0)
@@ -121,9 +117,10 @@ class Worker:
                 self._run_call(message, frames)
 
     def _receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message of the agent, or call that comes past it; None at the end. Each call once.
+        """Wait for the next message of the agent, or call that comes past it; return None at the end. Each call comes
+        once.
 
-        What the agent has brought goes first.
+        Messages of the agent go first.
         """
         shortcut, frames = self.shortcut, self.calls.frames
         while True:
@@ -146,7 +143,7 @@ class Worker:
         return RankShortcut(path, self.calls.send, watch, is_mail=False)
 
     def _leave_to_parent(self) -> None:
-        """In a process that user code has forked: it is no rank."""
+        """Close the sockets in a process that user code has forked: it is no rank."""
         for end in (self.calls, self.urgent, self.mail, self.shortcut):
             end.close()
         self.gate.after_fork()
@@ -154,9 +151,9 @@ class Worker:
         leave_to_parent(self._generation)
 
     def end_child(self, failure: Failure | None) -> None:
-        """Where a call ends: end the process if user code has forked it in that call, and has not ended it.
+        """End the process, at the end of a call, if user code has forked it in that call, and has not ended it.
 
-        Else two would answer. failure: what was raised in it.
+        Else two processes would answer. failure: the error of the call.
         """
         if self._generation == forks.generation:
             return
@@ -173,7 +170,7 @@ class Worker:
         os._exit(code & 0xFF)
 
     def _renumber(self, now: wire.Identity) -> None:
-        """Be another rank; the process groups follow when they are formed anew."""
+        """Become another rank; the process groups follow when they are formed again."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.get_num_threads() == self.identity.threads:  # else the user has chosen
             torch.set_num_threads(now.threads)
@@ -249,7 +246,7 @@ class Worker:
             return Outcome(status, failure=failure)
 
     def _reply(self, call: wire.Call, answer: Outcome, duration_s: float, waited_s: float, said: int) -> None:
-        """said: how many messages the agent had of ours when the call began."""
+        """Send the answer. said: how many messages the agent had of ours when the call began."""
         write = self.payloads.pool.write
         if answer.position:
             write = functools.partial(write, position=answer.position)
@@ -264,23 +261,23 @@ class Worker:
         self.calls.send(message, payload)
 
     def _limit_prompts(self, call: wire.Call) -> None:
-        """A call to a mailbox, as it is read: whether somebody is there to answer prompts."""
+        """Note, as a call to a mailbox is read, whether a person can answer prompts."""
         if call.origin is None:  # a worker that calls another does not know
             self.shell.debugger.refusal = call.no_prompt
 
 
 def _groups() -> RankGroups | NoGroups:
-    """Those of torch, if the template that we were forked from has it."""
+    """Return torch's groups, if the template that we were forked from has torch."""
     module = sys.modules.get("meshbook.groups.rank_groups")
     return NoGroups() if module is None else cast("RankGroups", module.RankGroups())
 
 
-ASK_S = 20.0
-"""How long a module may take to come from the notebook."""
+ASK_S = 20.0  # a module may take so long to come from the notebook
 
 
 def enter_environment(begin: wire.Begin) -> None:
-    """Be where the agent says, with what it gives. Raises: whatever modules raise that are to be there."""
+    """Enter the folder and the environment that the agent gives. Raises: the errors of modules that are imported for
+    it."""
     if not begin.command.inherits:
         os.environb.clear()
     os.environb.update(begin.environment)
@@ -304,7 +301,7 @@ def enter_environment(begin: wire.Begin) -> None:
 
 
 def ask_for_module(name: str) -> FoundModules | None:
-    """The notebook's own module of this name, which is not on this machine. Raises: ModuleNotFoundError."""
+    """Ask for the notebook's own module of this name, which is not on this machine. Raises: ModuleNotFoundError."""
     try:
         found: FoundModules | None = ask_controller("find_module", (name,), {}, "the workspace").get(ASK_S)
     except (MeshError, TimeoutError) as error:
@@ -315,7 +312,7 @@ def ask_for_module(name: str) -> FoundModules | None:
 
 
 def seed() -> None:
-    """Forks share the template's random state; each rank needs its own."""
+    """Give this rank random states of its own: forks share the template's."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None and "numpy.random" in sys.modules:
         numpy.random.seed()

@@ -18,119 +18,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from meshbook.formatting import utf8_text
-from meshbook.wire.messages.calls import (
-    CHUNK_BYTES,
-    DROPPED,
-    GONE,
-    INLINE_MAX_BYTES,
-    INTERRUPTED,
-    LOST,
-    OK,
-    PROTOCOL_VERSION,
-    RAISED,
-    AskLane,
-    Bulk,
-    Call,
-    CameEarly,
-    Cancel,
-    ControllerGone,
-    CutLane,
-    DeathCause,
-    Header,
-    Heard,
-    LaneLost,
-    LaneOffer,
-    LaneOpened,
-    MailHold,
-    Origin,
-    RankReply,
-    Replies,
-    Reply,
-    SegmentFree,
-    SegmentRef,
-    ShortcutOpened,
-    TakeLane,
-    Target,
-    ToldAll,
-    target_has,
-)
-from meshbook.wire.messages.hosts import (
-    AbortGroups,
-    AskAgain,
-    AskPeers,
-    DropClient,
-    DropKeys,
-    ExpectTorch,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Leave,
-    Meeting,
-    OpenPeerPort,
-    Peer,
-    PeerAddress,
-    PeerLost,
-    Peers,
-    RankStore,
-    RankStored,
-    Refused,
-    StoreAnswer,
-    StoreLost,
-    StoreRequest,
-    Unread,
-    Welcome,
-)
-from meshbook.wire.messages.meshes import (
-    Arrangement,
-    Begin,
-    Begun,
-    CallState,
-    Hosted,
-    HostedState,
-    Identity,
-    LostRank,
-    MeshReady,
-    MeshStopped,
-    MeshUp,
-    Moved,
-    OpenMail,
-    Renumber,
-    Renumbered,
-    Seat,
-    Spawn,
-    SpawnFailed,
-    SpawnProgress,
-    StartCommand,
-    StopMesh,
-    WorkerExited,
-    WorkerStarted,
-)
-from meshbook.wire.messages.ranks import (
-    FROM_THE_END,
-    OWN_RANK,
-    PLACE,
-    SHOWN_HERE,
-    AskAgent,
-    AskPrinted,
-    AskProcesses,
-    AskRank,
-    AskStacks,
-    AtPrompt,
-    Bundle,
-    DisplayData,
-    LogPiece,
-    OutputDropped,
-    ProcessState,
-    Prompted,
-    Query,
-    RankDump,
-    ReadLogs,
-    ReadOn,
-    Retire,
-    SharedText,
-    StreamText,
-    StreamTexts,
-)
+from meshbook.wire.messages.calls import *
+from meshbook.wire.messages.hosts import *
+from meshbook.wire.messages.meshes import *
+from meshbook.wire.messages.ranks import *
 
 ToHost: TypeAlias = (
     Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
@@ -144,48 +35,22 @@ FromHost: TypeAlias = (
     | StoreAnswer | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
-    Begin
-    | Renumbered
-    | Call
-    | Query
-    | Cancel
-    | AbortGroups
-    | SegmentFree
-    | RankStored
-    | OpenMail
-    | Replies
-    | MailHold
-    | Moved
-    | LaneOffer
-    | LaneOpened
-    | LaneLost
-    | ControllerGone
-)
+    Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
+    | Moved | LaneOffer | LaneOpened | LaneLost | ControllerGone
+)  # fmt: skip
 FromWorker: TypeAlias = (
-    Begun
-    | Reply
-    | DisplayData
-    | StreamText
-    | Prompted
-    | RankStore
-    | SegmentFree
-    | Call
-    | Cancel
-    | AskLane
-    | TakeLane
-    | CutLane
-    | CameEarly
-    | ToldAll
-)
+    Begun | Reply | DisplayData | StreamText | Prompted | RankStore | SegmentFree | Call | Cancel | AskLane | TakeLane
+    | CutLane | CameEarly | ToldAll
+)  # fmt: skip
 BetweenWorkers: TypeAlias = Call | Cancel | Reply
 PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
 
+# errors of the decoders for bytes that no peer of ours sends
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What the decoders raise for bytes that no peer of ours sends."""
 
 
 def _plain(value: object) -> object:
-    """For the encoder: a subclass of str, as `str` of a user's exception may be, as what it says."""
+    """Encode a subclass of str, as `str` of a user's exception may be, as its text."""
     if isinstance(value, str):
         return "".join(value)
     raise TypeError(f"a value of type {type(value).__name__} is no plain data: text, bytes, numbers, lists, dicts")
@@ -195,7 +60,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def encode(message: object) -> bytes:
-    """The bytes of a message, or of other plain data. Text that is not UTF-8 arrives as `utf8_text` makes it."""
+    """Return the bytes of a message, or of other plain data. Text that is not UTF-8 arrives as `utf8_text` makes it."""
     try:
         return _encode(message)
     except UnicodeEncodeError:
@@ -203,7 +68,7 @@ def encode(message: object) -> bytes:
 
 
 def utf8_data(value: object) -> Any:
-    """Structs and plain data as plain data, all text of which is UTF-8."""
+    """Return structs and plain data as plain data, all text of which is UTF-8."""
     return _utf8(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=_plain))
 
 
@@ -219,7 +84,7 @@ def _utf8(value: Any) -> Any:
 
 
 def name_of(header: bytes) -> tuple[str, int]:
-    """The tag and the first number of a message that does not decode; ``""`` and 0 where it has none."""
+    """Return the tag and the first number of a message that does not decode; ``""`` and 0 where it has none."""
     try:
         tag, first, *_ = msgspec.msgpack.decode(header, type=list)
     except (*MALFORMED, ValueError):

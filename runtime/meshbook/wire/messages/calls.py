@@ -12,12 +12,11 @@ import msgspec
 
 from meshbook.shape.members import Piece
 
-PROTOCOL_VERSION = 7
-"""Peers compare it in their first message and refuse each other, naming both numbers."""
+PROTOCOL_VERSION = 7  # peers compare it in their first message and refuse each other, naming both numbers
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="t"):
-    """What all messages are: arrays in msgpack, of which the tag is the first element."""
+    """The base of all messages: arrays in msgpack, of which the tag is the first element."""
 
 
 Target: TypeAlias = tuple[Piece, ...]
@@ -28,23 +27,18 @@ def target_has(target: Target, rank: int) -> bool:
     return any(part.has(rank) for part in target)
 
 
-CHUNK_BYTES = 1 << 20
-"""Payloads that cross hosts travel in pieces of this size on the bulk lane."""
-
-INLINE_MAX_BYTES = 1 << 14
-"""Pickle heads up to this size travel inside their header."""
+CHUNK_BYTES = 1 << 20  # payloads that cross hosts travel in pieces of this size on the bulk lane
+INLINE_MAX_BYTES = 1 << 14  # pickle heads up to this size travel inside their header
 
 
 class SegmentRef(NamedTuple):
-    """Where a payload lies in shared memory: a memfd of a living process on this host."""
+    """The place of a payload in shared memory: a memfd of a living process on this host."""
 
     pid: int
     fd: int
-    segment: int
-    """Never reused by its owner."""
+    segment: int  # never reused by its owner
     size_bytes: int
-    spans: tuple[tuple[int, int], ...]
-    """(offset, length) of each buffer, in order."""
+    spans: tuple[tuple[int, int], ...]  # (offset, length) of each buffer, in order
 
 
 class Bulk(Header, frozen=True, tag="bulk"):
@@ -57,7 +51,7 @@ class Bulk(Header, frozen=True, tag="bulk"):
 
 
 class SegmentFree(Header, frozen=True, tag="free"):
-    """Nobody on the sender's side still looks at the segment ``segment`` of process ``pid``."""
+    """The sender's side has no view of the segment ``segment`` of process ``pid`` any more."""
 
     pid: int
     segment: int
@@ -67,8 +61,7 @@ class Origin(NamedTuple):
     """A worker that has made a call. Its agent says so, not the worker itself."""
 
     mesh: int
-    rank: int
-    """As it was then."""
+    rank: int  # its rank at that time
     pid: int
 
 
@@ -79,31 +72,23 @@ class Call(Header, frozen=True, tag="call"):
     mesh: int
     endpoint: str
     target: Target
-    output: int = 0
-    """What the call prints belongs to this output id; 0: to nobody in particular."""
-    segment: SegmentRef | None = None
-    """Large buffers of the payload, in shared memory of this host."""
+    output: int = 0  # id of the output that the call's prints belong to; 0: none in particular
+    segment: SegmentRef | None = None  # large buffers of the payload, in shared memory of this host
+    # (payload, spans) of large buffers that arrive as `Bulk`
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
-    """(payload, spans) of large buffers that arrive as `Bulk`."""
-    inline: bytes = b""
-    """The pickle head, where it is small: one frame costs half as much as two."""
-    label: str = ""
-    """What a person calls it, for the next controller."""
+    inline: bytes = b""  # the pickle head, where it is small: one frame costs half as much as two
+    label: str = ""  # the call's name for people, for the next controller
+    # 0: an endpoint of the process, on its main thread; else an actor or a port there, which waits for no other call
     mailbox: int = 0
-    """0: an endpoint of the process, on its main thread. Else an actor or a port there, which waits for nobody."""
-    reply: bool = True
-    """Whether the sender expects answers. Calls to the main thread are always answered."""
-    no_prompt: str = ""
-    """Why a breakpoint in it cannot open a prompt; empty: it can."""
-    origin: Origin | None = None
-    """Who made it, where that is not the controller. Ids are each origin's own."""
+    reply: bool = True  # whether the sender expects answers; calls to the main thread are always answered
+    no_prompt: str = ""  # why a breakpoint in it cannot open a prompt; empty: it can
+    origin: Origin | None = None  # the caller, where that is not the controller; ids are each origin's own
+    # names, oldest first, of the calls between actors that have led to this one, its own last
     chain: tuple[int, ...] = ()
-    """Names, oldest first, of the calls between actors that have led to this one, its own last."""
-    generation: int = -1
-    """Which numbers of ranks the target is meant in (`meshbook.shape.generations`); -1: those of the moment."""
+    generation: int = -1  # generation of the target's ranks (`meshbook.shape.generations`); -1: the present one
+    # number of a call of the controller to ranks that have no other to answer, so that it may come past the agent, and
+    # by the agent as well (`meshbook.wire.shortcuts`); such numbers go up; others have 0
     shortcut: int = 0
-    """A call of the controller to ranks that have no other to answer, so that it may come past the agent, and by the
-    agent as well (`meshbook.wire.shortcuts`). The numbers of such calls go up; others have 0."""
 
 
 class Cancel(Header, frozen=True, tag="cancel"):
@@ -119,20 +104,19 @@ class Cancel(Header, frozen=True, tag="cancel"):
     origin: Origin | None = None
 
 
+# status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
+# not kept while there was no controller (``inline`` says why), a rank that has ended (``inline`` is its `DeathCause`;
+# workers are told so, the controller knows)
 OK, RAISED, INTERRUPTED, DROPPED, GONE, LOST = range(6)
-"""Status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
-not kept while there was no controller (``inline`` says why), a rank that has ended (``inline`` is its `DeathCause`;
-workers are told so, the controller knows)."""
 
 
 class DeathCause(NamedTuple):
-    """Why a rank does not answer."""
+    """The cause why a rank does not answer."""
 
     host: str
     cause: str
     log_tail: str
-    alone: bool = False
-    """As in `WorkerExited`."""
+    alone: bool = False  # see `WorkerExited`
 
 
 class Reply(Header, frozen=True, tag="reply"):
@@ -143,19 +127,16 @@ class Reply(Header, frozen=True, tag="reply"):
     duration_s: float
     segment: SegmentRef | None = None
     inline: bytes = b""
+    # the part of ``duration_s`` that the main thread waited in collectives, as far as the process sees it
     waited_s: float = 0.0
-    """What of ``duration_s`` the main thread spent waiting in collectives, as far as the process sees it."""
     origin: Origin | None = None
-    groups: bytes = b""
-    """What is news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller."""
-    freed: tuple[tuple[int, int], ...] = ()
-    """Payloads that it has let go of before, as in `SegmentFree`."""
-    is_direct: bool = False
-    """The call has not come by the agent, but over a socket between the two workers."""
+    groups: bytes = b""  # news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller
+    freed: tuple[tuple[int, int], ...] = ()  # payloads that it has let go of before, see `SegmentFree`
+    is_direct: bool = False  # whether the call has come not by the agent, but over a socket between the two workers
 
 
 class RankReply(NamedTuple):
-    """One rank's answer inside `Replies`; its frames follow those of the ranks before it."""
+    """The answer of a rank inside `Replies`; its frames follow those of the ranks before it."""
 
     rank: int
     status: int
@@ -165,8 +146,7 @@ class RankReply(NamedTuple):
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
     inline: bytes = b""
     waited_s: float = 0.0
-    groups: bytes = b""
-    """Both as in `Reply`."""
+    groups: bytes = b""  # this and ``waited_s``: see `Reply`
 
 
 class Replies(Header, frozen=True, tag="replies"):
@@ -203,7 +183,7 @@ class LaneOffer(Header, frozen=True, tag="laneoffer"):
 
 
 class TakeLane(Header, frozen=True, tag="lane!"):
-    """The worker uses that socket from now on, behind what it has sent to its agent before."""
+    """The worker uses that socket from now on, behind the messages to its agent before."""
 
     number: int
 
@@ -219,14 +199,14 @@ class CutLane(Header, frozen=True, tag="lanecut"):
 
 
 class LaneLost(Header, frozen=True, tag="lanelost"):
-    """Nothing that was sent over that socket will be answered any more."""
+    """Messages that were sent over that socket and not answered never will be."""
 
     number: int
     death: DeathCause
 
 
 class ShortcutOpened(Header, frozen=True, tag="shortcut"):
-    """A rank tells the controller where calls to its main thread, or to its mailboxes, may come past the agent."""
+    """A rank tells the controller that calls to its main thread, or to its mailboxes, may come past the agent."""
 
     mesh: int
     rank: int
@@ -246,8 +226,8 @@ class CameEarly(Header, frozen=True, tag="early"):
 
 
 class ControllerGone(Header, frozen=True, tag="gone"):
-    """The controller has ended, or has left: what came past the agent and was not answered or heard is the agent's."""
+    """The controller has ended, or has left: calls past the agent that were not answered or heard are the agent's."""
 
 
 class ToldAll(Header, frozen=True, tag="told"):
-    """The answer to `ControllerGone`, on both lanes for calls: all that came past the agent was told before."""
+    """The answer to `ControllerGone`, on both lanes for calls: all calls that came past the agent were told before."""

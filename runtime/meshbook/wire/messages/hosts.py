@@ -12,20 +12,18 @@ from meshbook.wire.messages.calls import Header, Target
 
 
 class Heartbeat(Header, frozen=True, tag="hb"):
-    """Once a second on the urgent lane, so that each side knows the other lives."""
+    """A sign of life, once a second on the urgent lane."""
 
 
 class Hello(Header, frozen=True, tag="hello"):
     version: int
     host_id: str
     name: str
-    machine: str
-    """Boot id and pid namespace: equal where shared memory can be shared."""
+    machine: str  # boot id and pid namespace: equal where shared memory can be shared
     pid: int
     cuda_devices: int
     cores: int
-    python: str = ""
-    """As in ``3.11``: bytecode, in which the code of cells travels, differs between these."""
+    python: str = ""  # as in ``3.11``: bytecode, in which the code of cells travels, differs between these
 
 
 class Welcome(Header, frozen=True, tag="welcome"):
@@ -33,8 +31,7 @@ class Welcome(Header, frozen=True, tag="welcome"):
 
     version: int
     shares_memory: bool
-    machine: str
-    """As in `Hello`. On the same one the agent watches the controller's process."""
+    machine: str  # see `Hello`; on the same one the agent watches the controller's process
     pid: int
     started: int
 
@@ -44,12 +41,10 @@ class Refused(Header, frozen=True, tag="refused"):
 
 
 class Unread(Header, frozen=True, tag="unread"):
-    """The host could not read a message of the controller's, or not act on it: nothing has come of that."""
+    """The host could not read a message of the controller's, or not act on it."""
 
-    kind: str
-    """The tag of the message, as far as that could be read."""
-    id: int
-    """Of the call, the question or the request for workers; else 0."""
+    kind: str  # the tag of the message, as far as that could be read
+    id: int  # id of the call, the question or the request for workers; else 0
     reason: str
 
 
@@ -58,7 +53,7 @@ class ExpectTorch(Header, frozen=True, tag="torch"):
 
 
 class Leave(Header, frozen=True, tag="leave"):
-    """The controller goes, the meshes stay: wait so long for the next one. After everything else that it sends."""
+    """The controller goes, the meshes stay: wait so long for the next one. It is the controller's last message."""
 
     lease_s: float
 
@@ -68,13 +63,11 @@ class Goodbye(Header, frozen=True, tag="bye"):
 
 
 class Meeting(NamedTuple):
-    """How one agent calls another."""
+    """The way in which one agent calls another."""
 
     endpoint: str
-    epoch: int
-    """Of their links; 0: they know each other already."""
-    problem: str = ""
-    """Why it cannot."""
+    epoch: int  # epoch of their links; 0: they know each other already
+    problem: str = ""  # why it cannot
 
 
 class Peer(NamedTuple):
@@ -82,13 +75,10 @@ class Peer(NamedTuple):
 
     host: str
     name: str
-    key: str
-    """CURVE, public."""
-    target: Target
-    """The ranks that live there."""
+    key: str  # CURVE, public
+    target: Target  # the ranks that live there
     meeting: Meeting
-    pid: int = 0
-    """Of its agent, where that is on the same machine as the one that is told."""
+    pid: int = 0  # pid of its agent, where that is on the same machine as the receiver's
 
 
 class OpenPeerPort(Header, frozen=True, tag="openpeer"):
@@ -97,8 +87,7 @@ class OpenPeerPort(Header, frozen=True, tag="openpeer"):
     host: str
     key: str
     epoch: int
-    ip: str
-    """Where to listen, for an agent that has not dialled in over TCP."""
+    ip: str  # the address to listen at, for an agent that has not dialled in over TCP
 
 
 class AskPeers(Header, frozen=True, tag="peers?"):
@@ -106,21 +95,19 @@ class AskPeers(Header, frozen=True, tag="peers?"):
     have moved."""
 
     mesh: int
-    known: tuple[str, ...]
-    """Hosts to which there is a connection already."""
-    broken: tuple[str, ...] = ()
-    """Hosts to which there was one."""
+    known: tuple[str, ...]  # hosts to which there is a connection already
+    broken: tuple[str, ...] = ()  # hosts to which there was one
 
 
 class Peers(Header, frozen=True, tag="peers"):
-    """Where the ranks of ``mesh`` live that are not on this host; without any: it knows no such mesh."""
+    """The hosts of the ranks of ``mesh`` that are not on this host; without any: the mesh is not known."""
 
     mesh: int
     peers: tuple[Peer, ...]
 
 
 class PeerAddress(Header, frozen=True, tag="peerport"):
-    """``host`` can dial in here, or why it cannot."""
+    """The endpoint at which ``host`` can dial in here, or why it cannot."""
 
     host: str
     endpoint: str
@@ -142,8 +129,7 @@ class AbortGroups(Header, frozen=True, tag="abort"):
     target: Target
     epoch: int
     reason: str
-    groups: tuple[str, ...] = ()
-    """Only these; all where there are none."""
+    groups: tuple[str, ...] = ()  # only these; all where there are none
 
 
 class StoreRequest(Header, frozen=True, tag="store"):
@@ -156,7 +142,7 @@ class StoreRequest(Header, frozen=True, tag="store"):
 
 
 class StoreAnswer(Header, frozen=True, tag="stored"):
-    """What the store answers, on its way back to the agent of that rank."""
+    """The answer of the store, on its way back to the agent of that rank."""
 
     mesh: int
     rank: int
@@ -165,28 +151,28 @@ class StoreAnswer(Header, frozen=True, tag="stored"):
 
 
 class DropClient(Header, frozen=True, tag="dropclient"):
-    """To the host of the store: a rank on another host has ended and waits for nothing any more."""
+    """A rank on another host has ended and waits for no key any more; sent to the host of the store."""
 
     mesh: int
     rank: int
 
 
 class DropKeys(Header, frozen=True, tag="dropkeys"):
-    """To the host of the store: delete the keys under ``prefix``; ranks that wait for one of them get an error."""
+    """Delete the keys under ``prefix``; ranks that wait for one of them get an error. Sent to the host of the store."""
 
     mesh: int
     prefix: str
 
 
 class StoreLost(Header, frozen=True, tag="storelost"):
-    """To the other hosts: the host of the store is lost; who waits for an answer gets an error."""
+    """The host of the store is lost; ranks that wait for an answer get an error. Sent to the other hosts."""
 
     mesh: int
     reason: str
 
 
 class AskAgain(Header, frozen=True, tag="askagain"):
-    """To hosts that do not keep the store: a new controller passes questions on from now on, so ask what is open."""
+    """A new controller passes questions on from now on, so ask the open ones again. Sent to hosts without the store."""
 
     mesh: int
 

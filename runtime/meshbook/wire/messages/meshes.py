@@ -11,10 +11,10 @@ from meshbook.wire.messages.calls import Header, Target
 
 
 class Seat(NamedTuple):
-    """Who one worker is among the others of its mesh."""
+    """The place of one worker among the others of its mesh."""
 
+    # its number in messages so far: its rank until now; for a new worker whose rank is still another's, any number
     known_as: int
-    """What messages call it so far: its rank until now; for a new worker whose rank is still another's, any number."""
     rank: int
     local_rank: int
 
@@ -26,29 +26,24 @@ class Arrangement(NamedTuple):
     sizes: tuple[int, ...]
     world_size: int
     host_rank: int
-    hosts: int
-    """How many hosts the mesh lies on."""
+    hosts: int  # number of hosts of the mesh
     local_world_size: int
 
 
 class StartCommand(NamedTuple):
-    """How workers begin, where that was asked for."""
+    """The way in which workers begin, where that was asked for."""
 
-    python: str = ""
-    """The interpreter, as the host finds it; empty: that of the host's agent."""
-    environment: dict[str, str | None] = {}
-    """More of an environment; None removes a variable."""
-    inherits: bool = True
-    """Whether the environment starts as that of the host and of the controller, rather than empty."""
+    python: str = ""  # the interpreter, as the host finds it; empty: that of the host's agent
+    environment: dict[str, str | None] = {}  # changes of the environment; None removes a variable
+    inherits: bool = True  # whether the environment starts as that of the host and of the controller, rather than empty
+    # whether ``python`` is run for this mesh alone, rather than once for all on the host that name it
     anew: bool = False
-    """Whether ``python`` is run for this mesh alone, rather than once for all on the host that name it."""
 
 
 class Spawn(Header, frozen=True, tag="spawn"):
     """Start workers of a mesh; they join those that the host has of it. Answered by `MeshReady` or `SpawnFailed`."""
 
-    request: int
-    """Named in the answer, and wherever one of the workers ends."""
+    request: int  # named in the answer, and wherever one of the workers ends
     mesh: int
     name: str
     seats: tuple[Seat, ...]
@@ -58,20 +53,15 @@ class Spawn(Header, frozen=True, tag="spawn"):
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
     environment: dict[bytes, bytes]
-    torch: bool = True
-    """Whether the workers have it from their first moment."""
+    torch: bool = True  # whether the workers have it from their first moment
+    # whether a person has named ``cwd``, so that it has to be there; else it is the controller's own
     must_enter: bool = False
-    """Whether a person has named ``cwd``, rather than that it is the controller's own: then it has to be there."""
-    generation: int = 0
-    """Of the numbers of the mesh's ranks."""
-    advice: Advice = Advice()
-    """How the controller's front end calls what helps."""
-    shares_files: bool = True
-    """Whether the host has the files of the controller."""
-    command: StartCommand = StartCommand()
-    """What differs in ``environment`` is in there already."""
+    generation: int = 0  # generation of the numbers of the mesh's ranks
+    advice: Advice = Advice()  # words of the controller's front end for ways out
+    shares_files: bool = True  # whether the host has the files of the controller
+    command: StartCommand = StartCommand()  # its changes are in ``environment`` already
+    # places on the machine where workers run, by local rank (`meshbook.system.devices`)
     bindings: tuple[dict[str, str], ...] = ()
-    """Where on the machine workers run, by local rank (`meshbook.system.devices`)."""
 
 
 class WorkerStarted(NamedTuple):
@@ -82,7 +72,7 @@ class WorkerStarted(NamedTuple):
 
 
 class MeshReady(Header, frozen=True, tag="ready"):
-    """Every worker of one `Spawn` has answered; ``rank`` is what messages call it."""
+    """Every worker of one `Spawn` has answered; messages call it by ``rank``."""
 
     mesh: int
     workers: tuple[WorkerStarted, ...]
@@ -94,18 +84,15 @@ class SpawnProgress(Header, frozen=True, tag="coming"):
 
     mesh: int
     request: int
-    step: str
-    """What they wait for, as in ``importing torch``."""
-    last_line: str
-    """The last that was written to the log of the host's agent meanwhile."""
+    step: str  # their present step, as in ``importing torch``
+    last_line: str  # the last line in the log of the host's agent meanwhile
 
 
 class SpawnFailed(Header, frozen=True, tag="nospawn"):
     mesh: int
     reason: str
     wanted_devices: int = -1
-    found_devices: int = -1
-    """For too few devices: how many were wanted, and how many there are."""
+    found_devices: int = -1  # for too few devices: this and the number wanted
     request: int = 0
 
 
@@ -118,12 +105,12 @@ class WorkerExited(Header, frozen=True, tag="exited"):
     cause: str
     log_tail: str
     request: int = 0
+    # whether it was killed, and no other of the mesh on this host is ending: no more deaths like it need be awaited
     alone: bool = False
-    """It was killed, and no other of the mesh on this host is ending: nobody need wait for more deaths like it."""
 
 
 class MeshUp(Header, frozen=True, tag="up"):
-    """All ranks have met, and the mesh can be attached: only from now on does it wait for another controller."""
+    """Every rank has met the others, and the mesh can be attached: from now on it waits for another controller."""
 
     mesh: int
 
@@ -140,20 +127,20 @@ class MeshStopped(Header, frozen=True, tag="stopped"):
 
 
 class Renumber(Header, frozen=True, tag="renumber"):
-    """From now on the workers here have these ranks, in a mesh of other axes; all of them are named.
+    """The workers here have these ranks from now on, in a mesh of other axes; all of them are named.
 
-    With the ranks and the arrangement that they have it says that the first host is another one: calls go on.
+    With the present ranks and arrangement it says that the first host is another one: calls go on.
     """
 
     mesh: int
     seats: tuple[Seat, ...]
     arrangement: Arrangement
+    # moves of ranks to other numbers, this one too (`meshbook.shape.generations`)
     moves: tuple[tuple[int, ...], ...] = ()
-    """How ranks got other numbers, this time too (`meshbook.shape.generations`)."""
 
 
 class Moved(Header, frozen=True, tag="moved"):
-    """How the ranks of a mesh got other numbers, for hosts and workers that may have references to them."""
+    """The moves of a mesh's ranks to other numbers, for hosts and workers that may have references to them."""
 
     mesh: int
     moves: tuple[tuple[int, ...], ...]
@@ -172,12 +159,9 @@ class CallState(NamedTuple):
     label: str
     target: Target
     output: int
-    waiting: tuple[int, ...]
-    """Ranks that are at it."""
-    answered: tuple[int, ...]
-    """Ranks whose answers follow."""
-    is_due: bool
-    """Whether the former controller has not had everything from here."""
+    waiting: tuple[int, ...]  # ranks that are at it
+    answered: tuple[int, ...]  # ranks whose answers follow
+    is_due: bool  # whether the former controller has not had everything from here
     mailbox: int = 0
 
 
@@ -191,54 +175,45 @@ class HostedState(NamedTuple):
     preload: tuple[str, ...]
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
-    ranks: tuple[int, ...]
-    """All that have their place here."""
-    workers: tuple[WorkerStarted, ...]
-    """Those that have come up, the dead included."""
-    lost: tuple[LostRank, ...]
-    """The dead whose end the former controller knew; of the others it is told next."""
+    ranks: tuple[int, ...]  # ranks that have their place here
+    workers: tuple[WorkerStarted, ...]  # workers that have come up, the dead included
+    lost: tuple[LostRank, ...]  # dead ranks whose end the former controller knew; the ends of others follow
     calls: tuple[CallState, ...]
     moves: tuple[tuple[int, ...], ...] = ()
     torch: bool = True
 
 
 class Hosted(Header, frozen=True, tag="hosted"):
-    """To a new controller, after `Hello` and before all that the former one has not acknowledged."""
+    """The report to a new controller, after `Hello` and before messages that the former one has not acknowledged."""
 
     meshes: tuple[HostedState, ...]
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
-    """Who a worker is: what torchrun would tell it, and the axes of its mesh."""
+    """The identity of a worker: the values that torchrun would give it, and the axes of its mesh."""
 
     mesh: int
-    name: str
-    """Of the mesh."""
+    name: str  # of the mesh
     host: str
-    device: str
-    """``cpu``, or ``cuda`` with any index."""
+    device: str  # ``cpu``, or ``cuda`` with any index
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     host_rank: int
-    hosts: int
-    """How many hosts the mesh lies on; ranks may be more on one host than on another."""
+    hosts: int  # number of hosts of the mesh; ranks may be more on one host than on another
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     threads: int
-    generation: int = 0
-    """Of the numbers of its mesh's ranks."""
-    host_id: str = ""
-    """Of its host, among those of the session; `host` is what people call it."""
+    generation: int = 0  # generation of the numbers of its mesh's ranks
+    host_id: str = ""  # id of its host, among those of the session; `host` is its name for people
 
 
 class Begin(Header, frozen=True, tag="begin"):
     """The first message to a worker."""
 
     identity: Identity
-    marker: bytes
-    """Written to stdout and stderr, followed by an output id, where another output begins."""
+    marker: bytes  # written to stdout and stderr, followed by an output id, where another output begins
     preload: tuple[str, ...]
     cwd: bytes | None
     sys_path: tuple[bytes, ...]
@@ -247,23 +222,22 @@ class Begin(Header, frozen=True, tag="begin"):
     shares_files: bool = True
     command: StartCommand = StartCommand()
     binding: dict[str, str] = {}
+    # the path of the controller's end of shortcuts (`meshbook.wire.shortcuts`); empty: there is none here
     shortcut: str = ""
-    """The path of the controller's end of shortcuts (`meshbook.wire.shortcuts`); empty: there is none here."""
 
 
 class Renumbered(Header, frozen=True, tag="renumbered"):
-    """Who the worker is from now on; travels among the calls, in their order."""
+    """The worker's identity from now on; travels among the calls, in their order."""
 
     identity: Identity
 
 
 class Begun(Header, frozen=True, tag="begun"):
     pid: int
+    # the kernel's number of the thread that takes the signal for a dump (`meshbook.stacks.dump`)
     control_thread: int = 0
-    """The kernel's number of the thread that takes the signal for a dump (`meshbook.stacks.dump`)."""
-    dump_fd: int = -1
-    """Where the dump goes, a descriptor of the worker's; -1 where it makes none."""
+    dump_fd: int = -1  # descriptor of the worker's for the dump; -1 where it makes none
 
 
 class OpenMail(Header, frozen=True, tag="mail"):
-    """The first message on the mail lane follows: somebody must read there from now on."""
+    """The first message on the mail lane follows: a thread must read there from now on."""

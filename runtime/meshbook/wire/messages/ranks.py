@@ -12,25 +12,21 @@ import msgspec
 from meshbook.source.location import ThreadStack
 from meshbook.wire.messages.calls import Header, Target
 
-PLACE, SHOWN_HERE = b"=", b"*"
-"""What stands in a mark before the number of a place, and of one where rich output belongs."""
-
-OWN_RANK = -1
-"""In what a worker tells of its output: its agent fills in the rank, and the mesh."""
+PLACE, SHOWN_HERE = b"=", b"*"  # the text in a mark before the number of a place, and of a place with rich output
+OWN_RANK = -1  # the rank in a worker's messages on its output: its agent fills in the rank, and the mesh
 
 
 class StreamText(Header, frozen=True, tag="text"):
     """Text of stdout or stderr; may end in the middle of a line.
 
-    From a worker: of an output that is not the running one, which cannot go through the pipes.
+    From a worker: text of an output that is not the running one, which cannot go through the pipes.
     """
 
     rank: int
     stream: str
     text: str
     output: int
-    place: int = 0
-    """Text of stdout and of stderr with one number was written in an order that nobody knows."""
+    place: int = 0  # texts of stdout and of stderr with one number were written in an unknown order
 
 
 class SharedText(Header, frozen=True):
@@ -44,24 +40,23 @@ class SharedText(Header, frozen=True):
 
 
 class StreamTexts(Header, frozen=True, tag="texts"):
-    """What ranks of one host have printed since the message before, in the order of each rank."""
+    """Texts that ranks of one host have printed since the message before, in the order of each rank."""
 
     texts: tuple[SharedText, ...]
 
 
 class OutputDropped(Header, frozen=True, tag="cut"):
-    """So many characters of the rank's output, up to now, are in its log only: it wrote faster than can be shown."""
+    """Characters of the rank's output that are in its log only, up to now: it wrote faster than can be shown."""
 
     rank: int
     size_bytes: int
     log_path: str
     output: int
-    lacks: str = ""
-    """Why its log is incomplete; then this comes for output that is shown too."""
+    lacks: str = ""  # why its log is incomplete; then this comes for output that is shown too
 
 
 class Bundle(msgspec.Struct):
-    """What is shown, by kinds of content; a frame of its own, made by a rank."""
+    """Rich output, by kinds of content; a frame of its own, made by a rank."""
 
     data: dict[str, object]
     metadata: dict[str, object]
@@ -75,10 +70,9 @@ class DisplayData(Header, frozen=True, tag="display"):
     output: int
     update: bool
     is_result: bool
+    # number of the mark that the worker writes into its pipes behind this; 0 for none, where its text is late
     place: int = 0
-    """Of the mark that the worker writes into its pipes behind this; 0 for none, where its text is late."""
-    data: dict[str, object] = {}
-    """This and what follows travels as a `Bundle`, which agents do not read."""
+    data: dict[str, object] = {}  # this and the following fields travel as a `Bundle`, which agents do not read
     metadata: dict[str, object] = {}
     transient: dict[str, object] = {}
 
@@ -86,16 +80,11 @@ class DisplayData(Header, frozen=True, tag="display"):
 class AtPrompt(NamedTuple):
     """A rank waits for a line at its prompt ``number``; without a place it has gone on, and waits at none."""
 
-    number: int
-    """Counts the prompts of the process."""
-    place: str
-    """``cell 7, line 5``"""
-    why: str
-    """For a post-mortem: the exception. Else empty."""
-    prompt: str
-    """``(Pdb) ``, or what else pdb asks with."""
-    text: str
-    """What pdb has written since the prompt before."""
+    number: int  # counts the prompts of the process
+    place: str  # ``cell 7, line 5``
+    why: str  # for a post-mortem the exception; else empty
+    prompt: str  # ``(Pdb) ``, or another text with which pdb asks
+    text: str  # text that pdb has written since the prompt before
 
 
 class Prompted(Header, frozen=True, tag="prompted"):
@@ -108,36 +97,34 @@ class Prompted(Header, frozen=True, tag="prompted"):
 
 
 class AskRank(Header, frozen=True, tag="rank?"):
-    """What the control thread of a rank is asked, which answers also while the rank is busy.
+    """A question for the control thread of a rank, which answers while the rank is busy, too.
 
     endpoint: one of `meshbook.worker.queries.QUERIES`.
     """
 
     endpoint: str
-    args: bytes = b"\x90"
-    """A list in msgpack: plain data, since no pickle is loaded on a control thread."""
+    args: bytes = b"\x90"  # a list in msgpack: plain data, since no pickle is loaded on a control thread
 
 
 class ProcessState(NamedTuple):
-    """Of a rank's process. state: as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
+    """The state of a rank's process, as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
 
     ``R`` also where another thread than the main one runs, or waits for a processor.
     """
 
     state: str
-    ran_s: float
-    """Processor time of all its threads so far."""
+    ran_s: float  # processor time of all its threads so far
 
 
 class AskProcesses(Header, frozen=True, tag="ps?"):
     """The `ProcessState` of each rank; known also when no thread of a rank can answer."""
 
+    # answered among the replies, behind those of ranks that had sent theirs when their states were read
     in_order: bool = False
-    """Answered among the replies, behind those of ranks that had sent theirs when their states were read."""
 
 
 class AskPrinted(Header, frozen=True, tag="printed?"):
-    """Answered, with nothing, behind all that the ranks have printed by then."""
+    """A question that is answered, with nothing, behind all text that the ranks have printed by then."""
 
 
 class AskStacks(Header, frozen=True, tag="stacks?"):
@@ -151,57 +138,49 @@ class AskStacks(Header, frozen=True, tag="stacks?"):
 
 
 class RankDump(NamedTuple):
-    """One rank's stacks, read by its agent."""
+    """The stacks of a rank, read by its agent."""
 
     rank: int
     threads: tuple[ThreadStack, ...]
-    read_by: str
-    """``signal``, ``py-spy``; empty where they could not be read."""
-    problem: str = ""
-    """Why not, and what helps."""
+    read_by: str  # ``signal``, ``py-spy``; empty where they could not be read
+    problem: str = ""  # why not, and a way to help it
 
 
 class ReadLogs(Header, frozen=True, tag="logs?"):
     """The last ``lines`` lines of each log, as text."""
 
     lines: int
-    containing: str = ""
-    """Only lines with this text."""
+    containing: str = ""  # only lines with this text
 
 
-FROM_THE_END = -1
-"""An offset: where a log ends when it is read."""
+FROM_THE_END = -1  # an offset: the end of a log when it is read
 
 
 class ReadOn(Header, frozen=True, tag="readon?"):
-    """What ranks wrote to their logs beyond (rank, offset in bytes), as `LogPiece`; nothing of logs without news."""
+    """The text in ranks' logs beyond (rank, offset in bytes), as `LogPiece`; nothing of logs without news."""
 
     offsets: tuple[tuple[int, int], ...]
-    lines: int
-    """Of a log that is read `FROM_THE_END`, so many lines before its end too."""
-    limit_bytes: int
-    """The most of one log; where more was written the newest is sent."""
+    lines: int  # lines before the end that come too, of a log that is read `FROM_THE_END`
+    limit_bytes: int  # the most of one log; where more was written the newest is sent
 
 
 class LogPiece(NamedTuple):
-    """What one rank's log has beyond an offset."""
+    """The text of one rank's log beyond an offset."""
 
     rank: int
     data: bytes
-    end: int
-    """The offset to read on from."""
-    skipped_bytes: int
-    """What lies between the offset that was asked for and ``data``."""
+    end: int  # the offset to read on from
+    skipped_bytes: int  # bytes between the offset that was asked for and ``data``
 
 
 class Retire(Header, frozen=True, tag="retire?"):
-    """End some workers, idle ones by themselves, busy ones by force after ``grace_s``; answered when they are gone.
+    """A request to end some workers, idle ones by themselves, busy ones by force after ``grace_s``; answered when they
+    are gone.
 
-    From now on nothing reaches them, and their ranks may be given to others. So it travels among the calls.
+    From now on no message reaches them, and their ranks may be given to others. So it travels among the calls.
     """
 
-    ranks: tuple[int, ...]
-    """As messages call them."""
+    ranks: tuple[int, ...]  # their numbers in messages
     grace_s: float
 
 
