@@ -1,4 +1,4 @@
-"""Batches of data as their source gives them, and where each tensor in them is to lie.
+"""Batches of data as their source gives them, and the layout of each tensor in them.
 
 A batch is a tensor, an array, Arrow data, or a tuple, list, mapping or dataclass of such. Its structure stays, as do
 the plain values in it. A layout is one sharding_spec for all tensors, or a structure of specs like the batch's:
@@ -29,7 +29,7 @@ from meshbook.tensors.handles.factories import as_values
 from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 
 SpecStructure: TypeAlias = "ShardingSpec | Mapping[str, SpecStructure] | Sequence[SpecStructure] | None"
-"""None, or what a mapping does not name: cut along the mesh's first axis."""
+"""A structure of specs. None, and keys that a mapping lacks, mean a cut along the mesh's first axis."""
 
 LaidOut: TypeAlias = "Callable[[torch.Tensor, tuple[Placement, ...]], torch.Tensor]"
 
@@ -41,10 +41,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Layouts:
-    """How the tensors of batches lie on a mesh."""
+    """The layouts of the tensors of batches on a mesh."""
 
     def __init__(self, mesh: Mesh, spec: SpecStructure, placements: Sequence[Placement] | None) -> None:
-        """Raises: UnknownAxisError; UsageError if what is given makes no sense on this mesh."""
+        """Check the layouts. Raises: UnknownAxisError; UsageError if they make no sense on this mesh."""
         self._mesh, self._placements = mesh, placements
         self._default: ShardingSpec = (next(iter(mesh.axes)),)
         self._spec = spec
@@ -63,7 +63,7 @@ class Layouts:
             to_placements(self._mesh, (1,) * _MOST_DIMS, spec, self._placements)  # type: ignore[arg-type]
 
     def lay_out(self, batch: Any, lay: LaidOut) -> Any:
-        """The batch with what ``lay`` makes of each tensor and its placements. Raises: UsageError naming the part."""
+        """Return the batch with the result of ``lay`` for each tensor. Raises: UsageError naming the part."""
         return self._walk(batch, self._spec, lay, "the batch")
 
     def _walk(self, item: Any, spec: SpecStructure, lay: LaidOut, path: str) -> Any:
@@ -88,7 +88,7 @@ class Layouts:
         return _like(item, made)
 
     def _placements_of(self, dims: int, spec: ShardingSpec | None) -> tuple[Placement, ...]:
-        """What is said of dims that the tensor has not is left out."""
+        """Return the placements of a tensor; entries for dims that it lacks are left out."""
         if self._placements is None:
             spec = self._default if spec is None else spec
             return to_placements(self._mesh, (1,) * dims, list(spec)[:dims], None)
@@ -101,12 +101,12 @@ class Layouts:
 
 
 def _is_structure(spec: SpecStructure) -> bool:
-    """Entries of one spec are axes, tuples of axes and None; those of a structure lists or mappings as well."""
+    """Whether specs are in a structure: in one spec entries are axes, tuples of axes and None."""
     return isinstance(spec, Mapping) or any(isinstance(each, (list, Mapping)) for each in spec or ())
 
 
 def _specs_of(spec: SpecStructure, keys: Sequence[Any], path: str) -> dict[Any, SpecStructure]:
-    """For each part of a batch."""
+    """Return the spec of each part of a batch."""
     if spec is None or not _is_structure(spec):
         return dict.fromkeys(keys, spec)
     given = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))
@@ -118,7 +118,7 @@ def _specs_of(spec: SpecStructure, keys: Sequence[Any], path: str) -> dict[Any, 
 
 
 def _parts_of(item: Any) -> dict[Any, Any] | None:
-    """By key, position or name; None for what has no parts."""
+    """Return the parts of an item by key, position or name; None for one without parts."""
     if isinstance(item, Mapping):
         return dict(item)
     if isinstance(item, (list, tuple)):
@@ -129,7 +129,7 @@ def _parts_of(item: Any) -> dict[Any, Any] | None:
 
 
 def _like(item: Any, parts: Mapping[Any, Any]) -> Any:
-    """The same structure with other parts."""
+    """Return the same structure with other parts."""
     if isinstance(item, (list, tuple)):
         return item._make(parts.values()) if hasattr(item, "_make") else type(item)(parts.values())
     if type(item) is dict or (isinstance(item, Mapping) and not isinstance(item, MutableMapping)):
@@ -230,7 +230,7 @@ def _by_nanoarrow(data: Any) -> Iterator[ArrowValues]:
 
 
 def _nanoarrow_column(name: str, schema: Any, array: Any) -> npt.NDArray[Any]:
-    """schema: a ``nanoarrow.Schema``. array: a ``CArray``."""
+    """Return the values of a column. schema: a ``nanoarrow.Schema``. array: a ``CArray``."""
     kind, view = schema.type.name.lower(), array.view()
     _refuse_unlike(name, kind)
     _refuse_nulls(name, view.null_count)
@@ -303,7 +303,7 @@ _ADVICE = {
     "struct": "structs: take their fields apart",
     "list|map": "lists of any length: pad them to arrays of one length, which their type states",
 }  # fmt: skip
-"""What a column of another type holds, and what to do about it, by a word in the name of the type."""
+"""The content of a column of another type, and advice on it, by a word in the name of the type."""
 
 
 def _refuse_unlike(name: str, kind: str) -> None:

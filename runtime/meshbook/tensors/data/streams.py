@@ -3,10 +3,10 @@
     source ──read──> tensors here ──sent──> parts on the ranks ──next()──> the loop
              the stream's own thread, prefetch batches ahead      the thread of the loop
 
-A batch counts from when it is begun to be read until it was given by ``next`` and the ranks have come as far as it: at
+A batch counts from the beginning of its reading until it was given by ``next`` and the ranks have come as far as it: at
 most ``prefetch`` do, then the thread waits. It sends by `OpStream.give`, which waits for no rank and which the loop's
-own operations may meet; whatever waits for ranks, or heals them, stays with the loop's thread. Of the batch given last
-and of those sent ahead the tensors here are kept, so that a repair can send them again under the same numbers.
+own operations may meet; all that waits for ranks, or heals them, stays with the loop's thread. Of the batch given last,
+and of batches sent ahead, the tensors here are kept, so that a repair can send them again under the same numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshbook.tensors.sending.op_stream import OpStream
 T = TypeVar("T")
 
 CLOSE_S = 5.0
-"""How long `BatchStream.close` waits for a source that is being read; its thread ends when that has given its item."""
+"""The time that `BatchStream.close` waits for a source that is being read; its thread ends after that item."""
 
 
 def stream(
@@ -50,20 +50,20 @@ def stream(
     prefetch: int = 2,
     progress: bool = False,
 ) -> BatchStream[T]:
-    """The items of ``source`` with their tensors laid out over a mesh, each rank with its own rows.
+    """Return the items of ``source`` with their tensors laid out over a mesh, each rank with its own rows.
 
     source: an iterable of tensors, NumPy arrays, Arrow data, or tuples, lists, mappings and dataclasses of them; or
-    something that gives Arrow batches, such as a data frame or a relation. sharding_spec: for all tensors, or a
+    an object that gives Arrow batches, such as a data frame or a relation. sharding_spec: for all tensors, or a
     structure of specs; by default the first axis of the mesh cuts the first dim. Dims that a tensor lacks are left out.
     prefetch: so many batches are read and sent ahead, by a thread; 0: none, and no thread. progress: show a bar.
-    Raises: UnknownAxisError; UsageError for what does not fit. The source's own errors are raised by ``next``.
+    Raises: UnknownAxisError; UsageError for data that does not fit. The source's own errors are raised by ``next``.
     """
     mesh, line = mesh_of(mesh), line_of_caller()
     return BatchStream(source, mesh, Layouts(mesh, sharding_spec, placements), prefetch, progress, line)
 
 
 class _End(NamedTuple):
-    """Nothing comes any more, perhaps because of an error."""
+    """The end of a source, perhaps because of an error."""
 
     error: BaseException | None
 
@@ -78,7 +78,7 @@ class _SentBatch:
         self._calls: Sequence[Future[Any]] = ()
         self.is_sent = False
         self.error: MeshError | None = None
-        """Why it could not be sent."""
+        """The error for which it could not be sent."""
 
     @property
     def is_reached(self) -> bool:
@@ -86,7 +86,7 @@ class _SentBatch:
         return all(call.done() for call in self._calls)
 
     def send(self, mesh: Mesh, line: CodeLine, on_reached: Callable[[object], None]) -> None:
-        """Send what somebody still has of it, also once more."""
+        """Send the tensors whose handles are alive, also once more."""
         living = [each for handle, each in self._tensors if handle() is not None]
         try:
             self._calls = send_parts(living, mesh, line)
@@ -100,16 +100,16 @@ class _SentBatch:
 
 
 class _Feed:
-    """What a stream and its thread share. The thread holds this and not the stream, whose end is the end of both."""
+    """The state that a stream shares with its thread, which does not hold the stream: its end is the end of both."""
 
     def __init__(self, items: Iterator[Any], mesh: Mesh, layouts: Layouts, prefetch: int, line: CodeLine) -> None:
         self._items, self._mesh, self._layouts, self._prefetch, self._line = items, mesh, layouts, prefetch, line
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        """Held while a batch is sent: in a repair that is done by whoever repairs."""
+        """A lock to send a batch: in a repair another thread does."""
         self._ready: deque[_SentBatch | _End] = deque()
         self._given: deque[_SentBatch] = deque()
-        """Those that the ranks may not have reached, and the last one."""
+        """The batches that the ranks may not have reached, and the last one."""
         self._is_closed = False
         self.thread: threading.Thread | None = None
 
@@ -126,7 +126,7 @@ class _Feed:
             self._items = iter(())  # a generator ends here
 
     def _wait_for_room(self) -> bool:
-        """Returns: whether more is to be read."""
+        """Wait until a batch may be read; return whether more is to be read."""
         with self._changed:
             while not self._is_over and self._unreached >= max(self._prefetch, 1):
                 self._changed.wait()
@@ -185,10 +185,10 @@ class _Feed:
     # ---- the thread of the loop -----------------------------------------------------------------------------------
 
     def take(self) -> Any:
-        """The next item.
+        """Return the next item.
 
-        One that cannot be sent since a rank has ended is given all the same: it fails where it is used, as all else,
-        and is whole after the repair. The next time that is told here.
+        An item that cannot be sent since a rank has ended is given all the same: it fails where it is used, as all
+        else, and is whole after the repair. The next call tells the error.
         Raises: StopIteration, or the error of the source; a MeshError, and then nothing is taken.
         """
         if self._given and self._given[-1].error is not None:
@@ -218,7 +218,7 @@ class _Feed:
         return item
 
     def _begin(self) -> None:
-        """Read here: all where there is no thread, else the first, since samplers of torch draw their seed then."""
+        """Read in this thread: all if it is the only one, else the first, as samplers of torch draw their seed then."""
         if not self._ready and self._wait_for_room():
             self._read_one()
         if self._prefetch and not self._is_over:
@@ -227,7 +227,7 @@ class _Feed:
                 self.thread.start()
 
     def send_again(self) -> None:
-        """After a repair: the batch given last, and those sent ahead, are on all ranks again."""
+        """Send the batch given last, and those sent ahead, to all ranks again after a repair."""
         with self._sending:
             self._mesh.stream.settle()
             for batch in (*self._given, *tuple(self._ready)):
@@ -276,13 +276,13 @@ class BatchStream(Generic[T]):
         return cast("T", item)
 
     def __len__(self) -> int:
-        """How many batches the source has. Raises: TypeError if it does not say."""
+        """Return the number of batches in the source. Raises: TypeError if it does not say."""
         if self._length is None:
             raise TypeError("the source of this stream does not say how many batches it has")
         return self._length
 
     def close(self) -> None:
-        """Read no more, and end the thread, at the latest when the source has given what it is being asked for."""
+        """Read no more, and end the thread, at the latest when the source has given the item being read."""
         self._end()
         if (thread := self._feed.thread) is not None:
             thread.join(CLOSE_S)
@@ -315,7 +315,7 @@ def _length_of(source: object) -> int | None:
 
 
 def _bar(total: int | None) -> Any:
-    """tqdm's: a widget in a notebook, a line of text in a script.
+    """Return tqdm's bar: a widget in a notebook, a line of text in a script.
 
     tqdm.auto decides once, when it is first imported, and by whether anyone has imported a kernel: so it is asked in a
     kernel alone.

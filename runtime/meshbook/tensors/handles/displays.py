@@ -18,7 +18,7 @@ from meshbook.tensors.messages.operations import Box, LocalPart, TensorId
 from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
 
 WIDTH, HEIGHT, LEAST = 240, 140, 24
-"""Of the picture, in pixels: at most, and of its shorter side at least."""
+"""The most that a picture measures in pixels, and the least that its shorter side does."""
 
 DRAWN_BLOCKS = 256
 _CHAR = 8
@@ -26,7 +26,7 @@ _CHAR = 8
 
 
 def to_html(tensor: MeshTensor) -> str:
-    """The tensor for a notebook; its values could not be made: why, in their place."""
+    """Return a tensor as HTML; the error stands in the place of values that could not be made."""
     title = f"<b>MeshTensor</b> {tuple(tensor.shape)} {html.escape(f'{tensor.dtype}, {tensor.mesh}')}"
     try:
         placements = tensor.placements
@@ -41,7 +41,7 @@ def to_html(tensor: MeshTensor) -> str:
 
 
 def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
-    """Nothing for a number, a tensor whose parts are interleaved, or no parts of it but of a sum."""
+    """Return the picture; it is empty for a number, for parts that are interleaved, and for parts of a sum."""
     mesh, shape = tensor.mesh, tuple(tensor.shape)
     if not all(type(each) in (Shard, Replicate) for each in placements) or not shape or not tensor.numel():
         return ""
@@ -55,7 +55,7 @@ def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
 
 
 def not_drawn(boxes: Mapping[int, Box], sharded: Sequence[int], drawn: Sequence[int]) -> list[str]:
-    """What the picture leaves out: dims that are cut as well, and blocks that are too many."""
+    """Return notes on the parts that the picture leaves out: dims that are cut as well, and blocks beyond the limit."""
     found = [f"cut along dim {dim} as well, which is not drawn" for dim in sorted({*sharded} - {*drawn})]
     blocks = len({tuple(box[dim] for dim in drawn) for box in boxes.values() if _elements(box)})
     if blocks > DRAWN_BLOCKS:
@@ -71,7 +71,7 @@ def _elements(box: Box) -> int:
 
 
 def draw(boxes: Mapping[int, Box], shape: Sequence[int], drawn: Sequence[int]) -> str:
-    """A rectangle for each block, named by the ranks that hold it.
+    """Return an SVG picture with a rectangle for each block, named by the ranks that hold it.
 
     boxes: of each rank. drawn: the dims that go down and across; of a single dim, across.
     """
@@ -107,7 +107,7 @@ def draw(boxes: Mapping[int, Box], shape: Sequence[int], drawn: Sequence[int]) -
 
 
 def tensor_tables(names: Mapping[str, object]) -> list[str]:
-    """One table for each mesh with a tensor under one of these names, or in a module there.
+    """Return a table for each mesh with a tensor under one of these names, or in a module there.
 
     Values that share memory count once; a tensor that could not be made has no bytes.
     """
@@ -151,7 +151,7 @@ def _row(numbers: Sequence[TensorId], ranks: Sequence[Mapping[TensorId, LocalPar
 
 
 def _held(numbers: Sequence[TensorId], ranks: Sequence[Mapping[TensorId, LocalPart]]) -> str:
-    """What each rank holds of these tensors; memory that two of them share counts once."""
+    """Return the bytes that each rank holds of these tensors; memory that two of them share counts once."""
 
     def size_bytes(held: Mapping[TensorId, LocalPart]) -> int:
         parts = [(number, held[number]) for number in numbers if number in held]

@@ -30,7 +30,7 @@ _OF_THIS_PROCESS = secrets.token_hex(4)
 """Tells the meshes of a kernel from those of the one before it, which drove the same processes."""
 
 ADOPTED_NUMBERS = 1000
-"""So many DTensors at most come back of one call."""
+"""The most DTensors that one call may return."""
 
 
 def _is_adopted(value: object) -> bool:
@@ -41,7 +41,7 @@ class Mesh:
     """Processes arranged by named axes, over which tensors are laid out."""
 
     held_by: type[rank_tensors.RankTensors] = rank_tensors.RankTensors
-    """What the ranks have of them."""
+    """The class whose objects hold the ranks' parts of the tensors."""
     stream_of: type[OpStream] = OpStream
 
     def __init__(
@@ -77,7 +77,7 @@ class Mesh:
         self.procs.execute(known_meshes.open_mesh, *about).get()
 
     def _go_on(self) -> str:
-        """After a repair of the processes; says what became of the tensors.
+        """Bring the tensors to repaired ranks; return how many are whole again, and how many lost, in words.
 
         Tensors of a mesh that has grown or shrunk since can only be taken away.
         """
@@ -91,7 +91,7 @@ class Mesh:
         return f"mesh tensors: {', '.join(counts)}" if counts else ""
 
     def size(self, axis: str | None = None) -> int:
-        """The number of processes, or of those along one axis."""
+        """Return the number of processes, or of those along one axis."""
         return len(self.procs) if axis is None else self.axes[axis]
 
     @property
@@ -103,7 +103,7 @@ class Mesh:
         return tuple(self.axes)
 
     def slice(self, **axes: Index) -> Mesh:
-        """A part of it as a mesh of its own, as `ProcMesh.slice` cuts; equal parts are one mesh.
+        """Return a part of the mesh as a mesh of its own, as `ProcMesh.slice` cuts; equal parts are one mesh.
 
         Tensors go from one to the other by ``tensor.to_mesh``. Raises: UnknownAxisError, RankError.
         """
@@ -116,22 +116,22 @@ class Mesh:
         sharding_spec: ShardingSpec | None,
         placements: Sequence[Placement] | None,
     ) -> MeshTensor:
-        """`MeshTensor.to_mesh`, and `MeshTensor.redistribute`, of a tensor of this mesh."""
+        """Do `MeshTensor.to_mesh`, or `MeshTensor.redistribute`, for a tensor of this mesh."""
         mesh = mesh_of(to)
         return move(tensor, mesh, to_placements(mesh, tensor.shape, sharding_spec, placements))
 
     def reduce(self, tensor: MeshTensor, axes: str | Sequence[str] | None, reduction: str, scatter: bool) -> MeshTensor:
-        """`MeshTensor.reduce`. Raises: UsageError for a tensor in parts."""
+        """Do `MeshTensor.reduce`. Raises: UsageError for a tensor in parts."""
         raise _of_each_rank("reduce")
 
     def part(self, tensor: MeshTensor, **axes: Index) -> MeshTensor:
-        """`MeshTensor.slice_mesh`. Raises: UsageError for a tensor in parts."""
+        """Do `MeshTensor.slice_mesh`. Raises: UsageError for a tensor in parts."""
         raise _of_each_rank("slice_mesh")
 
     def execute(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Call a function on every rank, and wait: mesh tensors arrive as the rank's DTensors.
 
-        Returns: what it returns, the DTensors in it as mesh tensors; without any, a `ValueMesh` of what each returns.
+        Returns: the first rank's answer with mesh tensors for its DTensors; without any, a `ValueMesh` of all answers.
         """
         numbers = self.stream.new_numbers(ADOPTED_NUMBERS)
         self.stream.settle()  # a rank that has halted would refuse it
@@ -146,7 +146,7 @@ class Mesh:
         return tree_map(lambda each: adopt(each, self) if _is_adopted(each) else each, value, is_leaf=_is_adopted)
 
     def from_ranks(self, name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
-        """The tensor that cells on the ranks call ``name``: the same memory, so each side sees what the other writes.
+        """Return the tensor that cells on the ranks call ``name``, in the same memory: each side sees the other write.
 
         placements: how the ranks' own tensors make one; not needed for DTensors.
         Raises: UsageError if they make none: their sizes are not those of `torch.chunk`, or they differ in more.
@@ -159,19 +159,19 @@ class Mesh:
         return adopt(next(iter(found.values())), self)
 
     def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
-        """What the tensors that ranks call ``name`` are together."""
+        """Return the one tensor that the ranks' tensors called ``name`` make together."""
         return join(name, parts, self, placements)
 
     def heal(self, setup: Sequence[str] = (), *, force: bool = False) -> Repaired:
-        """Bring ranks that ended back. They are given what others hold as well; what is lost says so when it is used.
+        """Bring ranks that ended back, as `ProcMesh.heal` does.
 
-        As `ProcMesh.heal` does.
+        They are given the parts that other ranks hold as well; a tensor that is lost raises an error when it is used.
         """
         return self.procs.base().heal(setup, force=force)
 
     @property
     def last_repair(self) -> Repaired | None:
-        """What the last repair of the processes has done; see `ProcMesh.last_repair`."""
+        """The report of the last repair of the processes; see `ProcMesh.last_repair`."""
         return self.procs.last_repair
 
     def stop(self) -> None:
@@ -189,19 +189,19 @@ class Mesh:
 
 
 _made: dict[tuple[object, ...], Mesh] = {}
-"""Of processes that are there: one that came and went with its tensors would leave the last of them on the ranks."""
+"""The meshes of living processes. A mesh that ended with its tensors would leave the last of them on the ranks."""
 
 
 TMesh = TypeVar("TMesh", bound=Mesh)
 
 
 def mesh_of(procs: ProcMesh | Mesh) -> Mesh:
-    """The `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
+    """Return the `Mesh` of these processes, made when there is none: tensors of one can take part in one operation."""
     return procs if isinstance(procs, Mesh) else one_mesh_of(procs, Mesh)
 
 
 def one_mesh_of(procs: ProcMesh | Mesh, kind: type[TMesh]) -> TMesh:
-    """The mesh of a kind."""
+    """Return the mesh of these processes and this class, made when there is none."""
     if isinstance(procs, kind):
         return procs
     procs = procs.procs if isinstance(procs, Mesh) else procs
@@ -220,12 +220,12 @@ def _key_of(procs: ProcMesh) -> tuple[object, ...]:
 
 
 def current_mesh() -> Mesh:
-    """The notebook's current mesh. Raises: UsageError where there is none."""
+    """Return the notebook's current mesh. Raises: UsageError where there is none."""
     return mesh_of(current_procs())
 
 
 def from_ranks(name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
-    """`Mesh.from_ranks` of the notebook's current mesh."""
+    """Call `Mesh.from_ranks` of the notebook's current mesh."""
     return current_mesh().from_ranks(name, placements=placements)
 
 

@@ -1,4 +1,4 @@
-"""Operators of torch that are met before torch takes them apart, since what it takes them apart into is not for a mesh.
+"""Operators of torch that are met before torch takes them apart, since the smaller operators would not suit a mesh.
 
 Some read the memory of tensors, some make tensors of this process to write to, and some ask for values that they could
 do without. They are made of other operators here; autograd then goes by these.
@@ -41,7 +41,7 @@ def _for_mesh_tensors(operator: Operator, function: Callable[..., Any]) -> Calla
 
 
 def _one_hot(indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """An operation of our own."""
+    """Use the operation of our own, which finds wrong indices on the ranks."""
     if num_classes == -1 and indices.numel():
         num_classes = max(int(indices.max().item()) + 1, 1)  # of negative ones the ranks tell
     made: torch.Tensor = ONE_HOT(indices, num_classes)
@@ -49,7 +49,7 @@ def _one_hot(indices: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _tensor_split(tensor: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
-    """Where it is split depends on values, if a mesh tensor tells."""
+    """Fetch the places to split at, where a mesh tensor has them."""
     return tensor.tensor_split(indices.tolist(), dim) if isinstance(indices, TensorOnRanks) else NotImplemented
 
 
@@ -62,7 +62,7 @@ def _pool_2d(x: torch.Tensor, size: Any) -> Any:
 
 
 def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places are packed, to find out what lies where; sizes of batches stay here, where recurrent layers read them."""
+    """Pack numbers of places, and take rows by them; sizes of batches stay here, where recurrent layers read them."""
     lengths = _here(lengths)
     places = torch.arange(padded.shape[0] * padded.shape[1], device="cpu").view(*padded.shape[:2], 1)
     packed, batch_sizes = aten._pack_padded_sequence.default(places, lengths, batch_first)
@@ -82,16 +82,16 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._whole() if isinstance(tensor, TensorOnRanks) else tensor
 
 
-# ---- what torch checks behind it, where nobody would be told ---------------------------------------------------------
+# ---- operators whose checks come later, when nobody would learn of an error ------------------------------------------
 
 
 def _checked(operator: Callable[..., Any], results: int | slice) -> Callable[..., Any]:
-    """By the operator that checks by itself: then it is an error of that operation, told as any other."""
+    """Use the variant that checks by itself: the error is then one of that operation, and told as any other."""
     return lambda *args, **kwargs: operator(*args, **kwargs, check_errors=True)[results]
 
 
 def _check(info: torch.Tensor, operator: str, *, is_matrix: bool) -> None:
-    """For all others: the numbers of what went wrong are asked for."""
+    """Fetch the numbers of the matrices that failed, for operators without such a variant."""
     aten._linalg_check_errors.default(_here(info), operator, is_matrix=is_matrix)
 
 
@@ -165,7 +165,7 @@ def _is_left_aligned(x: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def _nested(x: torch.Tensor, mask: torch.Tensor, mask_check: bool = True) -> torch.Tensor:
-    """A mesh tensor is not nested: it remembers what is padding, for layers of encoders, and for `_without_padding`."""
+    """Note the padding of a mesh tensor, which cannot be nested, for layers of encoders and for `_without_padding`."""
     return _padded(x.clone(), mask.logical_not())
 
 

@@ -40,7 +40,7 @@ def distribute(
 
     sharding_spec: for each dim of the tensor the axis, or axes, that it is cut along, or None. placements: the same in
     torch's words, one for each axis of the mesh. Sizes need not be divisible.
-    Raises: UnknownAxisError; UsageError if what is given does not fit the tensor.
+    Raises: UnknownAxisError; UsageError if the layout does not fit the tensor.
     """
     mesh = mesh_of(mesh)
     if not isinstance(tensor, torch.Tensor):
@@ -50,7 +50,7 @@ def distribute(
 
 
 class Layout(TypedDict, total=False):
-    """Where a new tensor is, of what type, and how it is laid out: as for `distribute`."""
+    """The mesh of a new tensor, its type, and its layout as for `distribute`."""
 
     mesh: Required[Mesh | ProcMesh]
     dtype: torch.dtype | None
@@ -83,44 +83,44 @@ def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def zeros(*size: Any, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.zeros`, on a mesh; laid out as by `distribute`."""
+    """Make a tensor on a mesh as `torch.zeros` does, laid out as by `distribute`."""
     return _make("zeros", _sizes(size), (_sizes(size),), layout)
 
 
 empty = zeros
-"""As `torch.empty`, on a mesh: the values are zeros."""
+"""A tensor on a mesh in the place of `torch.empty`; its values are zeros."""
 
 
 def ones(*size: Any, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.ones`, on a mesh."""
+    """Make a tensor on a mesh as `torch.ones` does."""
     return _make("ones", _sizes(size), (_sizes(size),), layout)
 
 
 def full(size: Sequence[int], fill_value: float, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.full`, on a mesh."""
+    """Make a tensor on a mesh as `torch.full` does."""
     layout["dtype"] = layout.get("dtype") or torch.full((), fill_value, device="cpu").dtype
     return _make("full", size, (tuple(size), fill_value), layout)
 
 
 def arange(*bounds: float, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.arange`, on a mesh."""
+    """Make a tensor on a mesh as `torch.arange` does."""
     like = torch.arange(*bounds, dtype=layout.get("dtype"), device="meta")
     layout["dtype"] = like.dtype
     return _make("arange", like.shape, bounds, layout)
 
 
 def rand(*size: Any, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.rand`, on a mesh: the values depend on this process's seed, not on the mesh or the layout."""
+    """Make a tensor on a mesh as `torch.rand` does; its values depend on this process's seed, not on the layout."""
     return _make("rand", _sizes(size), (_sizes(size),), layout, draws=True)
 
 
 def randn(*size: Any, **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.randn`, on a mesh; see `rand`."""
+    """Make a tensor on a mesh as `torch.randn` does; see `rand`."""
     return _make("randn", _sizes(size), (_sizes(size),), layout, draws=True)
 
 
 def randint(low: int, high: int, size: Sequence[int], **layout: Unpack[Layout]) -> MeshTensor:
-    """As `torch.randint`, on a mesh; see `rand`."""
+    """Make a tensor on a mesh as `torch.randint` does; see `rand`."""
     layout["dtype"] = layout.get("dtype") or torch.int64
     return _make("randint", size, (low, high, tuple(size)), layout, draws=True)
 
@@ -141,13 +141,13 @@ class Placing(NamedTuple):
         return cls(mesh.stream.new_number_aside(), as_values(tensor), placements)
 
     def mesh_tensor(self, mesh: Mesh) -> MeshTensor:
-        """Its handle: the tensor is freed on the ranks when that is gone."""
+        """Return the tensor's handle: ranks free the tensor when that is gone."""
         shape = tuple(self.whole.shape)
         return MeshTensor._of(mesh, NewOutput(shape, contiguous_strides(shape), self.whole.dtype), self.number)
 
 
 def as_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values alone, in C order. Raises: UsageError for what has none here, or no memory of its own."""
+    """Return the values alone, in C order. Raises: UsageError for a tensor without values, or memory, of its own."""
     if isinstance(tensor, MeshTensor):
         raise UsageError("this tensor is on a mesh already: tensor.redistribute(spec) or tensor.to_mesh(mesh, spec)")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
@@ -156,7 +156,7 @@ def as_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(tensor: torch.Tensor, mesh: Mesh, placements: tuple[Placement, ...]) -> MeshTensor:
-    """A tensor of this process on the ranks, each its part."""
+    """Put a tensor of this process on the ranks, each of which keeps its part."""
     if not _is_in_blocks(placements):
         return place(as_values(tensor), mesh, placements)
     placing = Placing.of(tensor, mesh, placements)
@@ -171,7 +171,7 @@ def lay_out(tensor: torch.Tensor, mesh: Mesh, placements: tuple[Placement, ...])
 def send_parts(tensors: Sequence[Placing], mesh: Mesh, line: CodeLine) -> list[Future[Any]]:
     """Send tensors that are laid out in blocks, together; any thread may. line: of the notebook, for errors.
 
-    Returns: done when all ranks have come as far.
+    Returns: futures that are done when all ranks have come as far.
     """
     procs, hosts = mesh.procs, states.by_host(mesh.procs)
     together = len(hosts) == 1 or all(host.is_here for host in hosts)
@@ -186,7 +186,7 @@ def send_parts(tensors: Sequence[Placing], mesh: Mesh, line: CodeLine) -> list[F
 
 
 def for_ranks(placing: Placing, boxes: Mapping[int, Box], ranks: Sequence[int], whole: bool) -> SentTensor:
-    """What these ranks are sent together. boxes: what each is to keep."""
+    """Return the message that these ranks are sent together. boxes: the part that each is to keep."""
     tensor, shape = placing.whole, tuple(placing.whole.shape)
     if whole or tensor.numel() * tensor.element_size() < CUT_BYTES:
         pieces, parts = [tensor], {rank: (0, boxes[rank]) for rank in ranks}

@@ -5,7 +5,8 @@
         total = x.reduce("gpus", "sum")         # along an axis of the mesh
     inspect(total, gpus=0)
 
-A mesh of its own for the controller: operations travel as those of tensors in parts do, and the two are not mixed.
+For the controller this is a mesh of its own: operations travel as those of tensors in parts do, and the two kinds of
+tensors are not mixed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class LocalMesh(Mesh):
         sharding_spec: ShardingSpec | None,
         placements: Sequence[Placement] | None,
     ) -> MeshTensor:
-        """Each rank of the target gets the tensor of the rank with its coordinates, along the axes that both have."""
+        """Send each rank of the target the tensor of the rank with its coordinates, along the axes that both have."""
         mesh = local_mesh_of(to)
         if mesh is self and sharding_spec is None and placements is None:
             return tensor
@@ -67,7 +68,7 @@ class LocalMesh(Mesh):
         return cast("MeshTensor", _LocalMove.apply(tensor, mesh))  # type: ignore[no-untyped-call]
 
     def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
-        """Each rank's is its own. Raises: UsageError unless they have one shape and dtype, and are no DTensors."""
+        """Check that all ranks' tensors have one shape and dtype, and are no DTensors. Raises: UsageError if not."""
         if placements is not None or any(part.placements for part in parts.values()):
             raise UsageError(f"{name} is to be in parts of one tensor: use meshbook.distributed.Mesh(procs).from_ranks")
         check_alike(name, parts, "differ", lambda part: f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}")
@@ -154,7 +155,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """The tensors of one mesh as those of a part of it. The gradient elsewhere is zero."""
+    """The tensors of a mesh, known as tensors of a part of it as well. Elsewhere the gradient is zero."""
 
     @staticmethod
     def forward(ctx: Any, tensor: MeshTensor, mesh: LocalMesh) -> MeshTensor:
@@ -174,14 +175,14 @@ class _Share(torch.autograd.Function):
 
 
 def local_mesh_of(procs: ProcMesh | Mesh) -> LocalMesh:
-    """The mesh of the tensors of these processes' own."""
+    """Return the mesh of the local view of these processes, made when there is none."""
     if isinstance(procs, LocalMesh):
         return procs
     return one_mesh_of(procs, LocalMesh)
 
 
 class _Activation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tensors that begin while it is there begin on each rank."""
+    """A mode in which tensors that begin in this process begin on each rank."""
 
     def __init__(self, mesh: LocalMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +207,7 @@ _TORCH = f"{torch.__path__[0]}/"
 
 
 def _is_own_code() -> bool:
-    """Whether it is this package that makes a tensor, to receive a value, say."""
+    """Whether this package makes the tensor, to receive a value, say."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -215,7 +216,7 @@ def _is_own_code() -> bool:
 
 @contextmanager
 def activate(procs: ProcMesh | Mesh) -> Iterator[None]:
-    """While it lasts, tensors that begin here begin on each rank of the mesh: ``torch.zeros``, ``nn.Linear``."""
+    """Have tensors that begin in this block begin on each rank of the mesh: ``torch.zeros``, ``nn.Linear``."""
     mesh = local_mesh_of(procs)
     with _activated(mesh), _Activation(mesh):
         yield
@@ -234,19 +235,19 @@ def _activated(mesh: LocalMesh | None) -> Iterator[None]:
 
 
 def active_mesh() -> LocalMesh | None:
-    """The mesh on which tensors begin here and now; None where they are this process's."""
+    """Return the mesh on which tensors begin here and now; None where they are this process's."""
     return _active.get()
 
 
 @contextmanager
 def without_mesh() -> Iterator[None]:
-    """While it lasts, tensors that begin here are this process's, within a block of `activate` too."""
+    """Have tensors that begin in this block be this process's, within a block of `activate` too."""
     with _activated(None):
         yield
 
 
 def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
-    """Each rank's own index along an axis, or along several as one, the last fastest. Raises: UnknownAxisError."""
+    """Return each rank's index along an axis, or along several as one, the last fastest. Raises: UnknownAxisError."""
     mesh, names = local_mesh_of(procs), [dim] if isinstance(dim, str) else list(dim)
     mesh.procs.size(names)
     numbers = {}
@@ -259,13 +260,13 @@ def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
 
 
 def settle(*meshes: Mesh) -> None:
-    """Wait for what was issued: a rank that has halted does not have what others have, until it has gone on."""
+    """Wait until the ranks have done all that was issued: a rank that has halted lacks the tensors that others have."""
     for mesh in meshes:
         mesh.stream.settle()
 
 
 def check_own(tensor: MeshTensor, ranks: Sequence[int]) -> None:
-    """Raises: the error of what these ranks have of a tensor; that others have lost theirs is none."""
+    """Raise the error of these ranks' own tensors, if they have one; that other ranks have lost theirs is none."""
     number = tensor._handle.number
     try:
         tensor.mesh.stream.check([number])

@@ -1,8 +1,8 @@
 """A tensor whose values are on the ranks of a mesh. To torch it is a tensor: autograd and optimizers run here.
 
-    torch function ──autograd──> __torch_dispatch__ ──> what it gives, by shapes (metadata) ──> the op stream
+    torch function ──autograd──> __torch_dispatch__ ──> shapes of the results (metadata) ──> the op stream
 
-Nothing is computed here. Values are asked for where somebody needs them: ``item``, ``tolist``, printing, operations
+No values are computed here. They are fetched where they are needed: by ``item``, ``tolist``, printing, and operations
 whose shapes depend on values.
 """
 
@@ -31,12 +31,7 @@ from meshbook.tensors.handles.metadata import (
 )
 from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
 from meshbook.tensors.messages.layouts import ShardingSpec, contiguous_strides
-from meshbook.tensors.messages.operations import (
-    Adopted,
-    Factory,
-    NewOutput,
-    written_arguments,
-)
+from meshbook.tensors.messages.operations import Adopted, Factory, NewOutput, written_arguments
 from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.torch_internals import (
@@ -59,7 +54,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 SMALL_BYTES = 1 << 20
-"""Tensors of this process that take part in an operation are sent to the ranks if they are no larger."""
+"""The size up to which a tensor of this process is sent to the ranks when it takes part in an operation."""
 
 INSTEAD = {
     aten._conj.default: aten._conj_physical.default,
@@ -69,11 +64,11 @@ INSTEAD = {
     aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
     aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
 }
-"""Operators that do the same on ranks: what torch would put off until values are read, and what DTensor gets wrong."""
+"""Other operators with the same result, where torch would put one off, or where DTensor gets it wrong."""
 
 
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Do what ``set_`` does. Raises: UsageError unless both are of one mesh."""
+    """Do the work of ``set_``. Raises: UsageError unless both are of one mesh."""
     tensor.data = other
     return tensor
 
@@ -99,7 +94,7 @@ ANSWERED: Mapping[Any, Callable[..., Any]] = {
     aten.set_.source_Tensor: _become,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
 }
-"""What torch asks of tensors, or does to them alone, is done here."""
+"""Questions that torch asks about tensors, and changes to a tensor alone: both are answered here."""
 
 _CPU = torch.device("cpu")
 _DATA = vars(TensorBase)["data"]
@@ -109,7 +104,7 @@ class MeshTensor(TensorOnRanks):
     """A tensor on a mesh; made by `distribute`, the factories, and operations on others."""
 
     _viewed = False
-    """Whether there was a view of it."""
+    """Whether there was a view of this tensor."""
 
     @staticmethod
     def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
@@ -119,16 +114,12 @@ class MeshTensor(TensorOnRanks):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         try:
             return dispatch(func, args, kwargs or {})
         except (MeshError, IndexError, RuntimeError) as error:
-            # it is of the line that asked for this: how we came to it is no news
+            # a person wants to see the line that asked for the operation, and not our frames
             raise error.with_traceback(None) from error.__cause__
 
     # ---- layout ---------------------------------------------------------------------------------------------------
@@ -136,7 +127,7 @@ class MeshTensor(TensorOnRanks):
     def redistribute(
         self, sharding_spec: ShardingSpec | None = None, *, placements: Sequence[Placement] | None = None
     ) -> MeshTensor:
-        """The same values laid out in another way."""
+        """Return a tensor with the same values that is laid out in another way."""
         return self.mesh.move(self, self.mesh, sharding_spec, placements)
 
     def to_mesh(
@@ -146,10 +137,10 @@ class MeshTensor(TensorOnRanks):
         *,
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
-        """The same values on another mesh of the same processes: other axes, a part of them, other ranks.
+        """Return the same values on another mesh of the same processes: other axes, a part of them, other ranks.
 
-        Ranks send each other what they lack, and the gradient comes back in that way. Laid out as by `distribute`.
-        Raises: UsageError for a mesh of other processes.
+        Ranks send each other the parts that they lack, and the gradient comes back in that way. The layout is as for
+        `distribute`. Raises: UsageError for a mesh of other processes.
         """
         return self.mesh.move(self, mesh, sharding_spec, placements)
 
@@ -158,25 +149,25 @@ class MeshTensor(TensorOnRanks):
     def reduce(
         self, dims: str | Sequence[str] | None = None, reduction: str = "sum", *, scatter: bool = False
     ) -> MeshTensor:
-        """What the ranks' own tensors are together, along axes of the mesh: along all of them by default.
+        """Reduce the ranks' own tensors along axes of the mesh, along all of them by default.
 
         reduction: sum, avg, product, min, max, or stack, which puts them along new dims, before the others.
-        scatter: each rank gets its part of that, along the first dim.
+        scatter: each rank gets its part of the result, along the first dim.
         """
         return self.mesh.reduce(self, dims, reduction, scatter)
 
     def reduce_(self, dims: str | Sequence[str] | None = None, reduction: str = "sum") -> MeshTensor:
-        """`reduce` in place."""
+        """Do `reduce` in place."""
         return cast("MeshTensor", self.copy_(self.reduce(dims, reduction)))
 
     def slice_mesh(self, **axes: Index) -> MeshTensor:
-        """The tensors of a part of the ranks, in the same memory; `ProcMesh.slice` says which."""
+        """Return the tensors of a part of the ranks, in the same memory, chosen as by `ProcMesh.slice`."""
         return self.mesh.part(self, **axes)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, here; autograd takes its gradient back to the ranks.
+        """Return the whole tensor, in this process; autograd takes its gradient back to the ranks.
 
-        Raises: the error of what it was made of.
+        Raises: the error of an operation that this tensor needed.
         """
         if self.requires_grad and torch.is_grad_enabled():
             return cast("torch.Tensor", _BroughtHere.apply(self))  # type: ignore[no-untyped-call]
@@ -184,24 +175,24 @@ class MeshTensor(TensorOnRanks):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How it lies on the axes of its mesh, as the ranks have it. Raises: the error of what it was made of."""
+        """The placements on the axes of the mesh, as the ranks have them. Raises: the error of a failed operation."""
         return tuple(self.mesh.stream.fetch("placements", self._handle.number))
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values, of which autograd knows nothing."""
+        """The same values without autograd's history."""
         return cast("torch.Tensor", _DATA.__get__(self))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """From now on this tensor is ``value``, as ``module.double()`` has its parameters become others."""
+        """Make this tensor ``value`` from now on, as ``module.double()`` has its parameters become others."""
         if not isinstance(value, MeshTensor) or value.mesh is not self.mesh:
             raise UsageError(f"the data of a tensor of {self.mesh} can only be a tensor there: use meshbook.distribute")
         _DATA.__set__(self, value)  # shape, strides and dtype
         self._handle = value._handle
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it; of one whose mesh has ended, the error."""
+        """Return the HTML that a notebook shows; the error, for a tensor whose mesh has ended."""
         from meshbook.tensors.handles.displays import to_html  # it reads tensors
 
         return to_html(self)
@@ -220,7 +211,7 @@ class MeshTensor(TensorOnRanks):
 
 
 class _BroughtHere(torch.autograd.Function):
-    """`MeshTensor.full_tensor`."""
+    """The operation of autograd behind `MeshTensor.full_tensor`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: MeshTensor) -> torch.Tensor:
@@ -238,12 +229,12 @@ _to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"
 
 
 def _to_capsule(tensor: torch.Tensor) -> Any:
-    """torch's own function asks no subclass: of a mesh tensor it would make a capsule around no memory."""
+    """Refuse mesh tensors, of which torch's own function would make a capsule around no memory: it asks no subclass."""
     return refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """torch's own takes the memory of ``value`` without asking: a plain tensor would then read where nothing is."""
+    """Refuse a mesh tensor for a plain one, which would read memory that is not there: torch itself does not ask."""
     if isinstance(value, MeshTensor):
         raise UsageError(
             f"a tensor of this process cannot become one of {value.mesh} by its data: use meshbook.module_to_mesh for "
@@ -256,7 +247,7 @@ _cond: Callable[..., Any] = torch.cond
 
 
 def _either(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """torch's own has its tracer follow the tensor; a value decides as well."""
+    """Decide by the value of a mesh tensor, where torch's own would have its tracer follow the tensor."""
     if isinstance(pred, MeshTensor):
         return (true_fn if pred.item() else false_fn)(*operands)
     return _cond(pred, true_fn, false_fn, operands)
@@ -269,7 +260,7 @@ patch(torch.utils.dlpack, "to_dlpack", _to_capsule)
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
-    """A tensor of this process, on the ranks. Raises: UsageError for one that is not dense."""
+    """Put a tensor of this process on the ranks. Raises: UsageError for one that is not dense."""
     if whole.layout is not torch.strided or whole.is_nested:
         kind, way = ("nested", "to_padded_tensor") if whole.is_nested else ("sparse", "to_dense")
         raise UsageError(
@@ -282,22 +273,22 @@ def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> M
 
 
 def adopt(adopted: Adopted, mesh: Mesh) -> MeshTensor:
-    """A tensor that code on the ranks has made."""
+    """Return the handle of a tensor that code on the ranks has made."""
     return MeshTensor._of(mesh, NewOutput(adopted.shape, adopted.strides, adopted.dtype), adopted.number)
 
 
 def make(factory: Factory, shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
-    """A tensor that each rank makes its part of."""
+    """Have each rank make its part of a tensor."""
     number = mesh.stream.new_number()
     mesh.stream.put("make", number, factory, placements)
     return MeshTensor._of(mesh, NewOutput(tuple(shape), contiguous_strides(shape), factory.dtype), number)
 
 
 def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step: a rank that ends before the gradients are there leaves the step undone, here as on the ranks.
+    """Wait for the gradients before a step: if a rank ends before they are there, no process does the step.
 
-    They then lie as their parameters do, so that the step needs no other rank, and the state that it makes is on as
-    many: if a rank ends meanwhile the others go on to the end of the step.
+    The gradients then lie as their parameters do, so that the step needs no other rank, and its state is on as many
+    ranks: if one ends meanwhile the others go on to the end of the step.
     Raises: the error of a gradient that could not be made.
     """
     needed: dict[OpStream, list[tuple[int, int]]] = {}
@@ -314,7 +305,7 @@ def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Have Adam update a group's parameters by one operation, where it is left to torch how a first step is done.
+    """Have Adam update a group's parameters by one operation, if the program leaves it to torch how to do so.
 
     torch would take them one by one, for it knows no other way for a subclass, and read each one's count of steps.
     """
@@ -334,7 +325,7 @@ meet_early_operators()
 # ---- operations ---------------------------------------------------------------------------------------------------
 
 _known: dict[object, Metadata] = {}
-"""By signature."""
+"""The metadata of operations, by their signature."""
 _KEPT = 100_000
 
 
@@ -345,7 +336,10 @@ def dispatch(
     mesh: Mesh | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """mesh: of what is made of no tensor. generator: the one that seeds what the ranks draw."""
+    """Issue an operation to the ranks and return handles of its results.
+
+    mesh: for an operation without tensors. generator: the one that seeds the numbers that the ranks draw.
+    """
     if count_dispatch_modes():
         _refuse_tracers(operator)
     if operator is aten._local_scalar_dense.default:
@@ -384,7 +378,7 @@ def dispatch(
 
 
 def _refuse_tracers(operator: Operator) -> None:
-    """Raises: UsageError where a tracer watches: it would take the tensor for a constant, or ask for memory."""
+    """Refuse an operation that a tracer watches: it would take the tensor for a constant, or ask for memory."""
     if is_traced():
         raise UsageError(
             f"{operator} of a mesh tensor cannot be traced (torch.func.linearize, make_fx, torch.export): use "
@@ -395,7 +389,7 @@ def _refuse_tracers(operator: Operator) -> None:
 def _all_on_mesh(
     operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with small tensors of this process on the mesh as well, whole on each rank.
+    """Return the arguments with small tensors of this process on the mesh as well, whole on each rank.
 
     Raises: UsageError for one that is large, or that would be written to.
     """
@@ -444,13 +438,13 @@ def _issue(mesh: Mesh, known: Metadata, tensors: Sequence[MeshTensor], numbers: 
 
 
 def new_seed(generator: torch.Generator | None = None) -> int:
-    """Drawn by a generator of this process, torch's own by default: its seed rules over the mesh as well."""
+    """Draw a seed by a generator of this process, torch's own by default: its seed rules over the mesh as well."""
     device = generator.device if generator is not None else "cpu"
     return int(torch.randint(1, 1 << 52, (), device=device, generator=generator))
 
 
 def _mesh_of(tensors: Sequence[MeshTensor]) -> Mesh:
-    """Raises: UsageError unless all tensors are of one mesh."""
+    """Return the mesh of the tensors. Raises: UsageError unless it is one for all."""
     mesh = tensors[0].mesh
     for tensor in tensors:
         if type(tensor.mesh) is not type(mesh):
@@ -471,13 +465,8 @@ def _few_of(value: Any) -> Any:
     return value._few() if isinstance(value, MeshTensor) else value
 
 
-def _view_in_place(
-    operator: Operator,
-    view: Operator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """The tensor becomes a view of what it was.
+def _view_in_place(operator: Operator, view: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make the tensor a view of its former self.
 
     Raises: UsageError if autograd knows views of it, or a base: gradients, now or later, would go astray.
     """
@@ -492,7 +481,7 @@ def _view_in_place(
 
 
 def _with_values(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Mesh) -> Any:
-    """An operation whose result has a shape that depends on values: done here, its results sent to the ranks."""
+    """Do an operation here whose result has a shape that depends on values, and send the results to the ranks."""
     if written_arguments(operator):
         raise UsageError(f"{operator} writes what depends on values to a tensor of {mesh}: use one that returns it")
     here = tree_map_only(MeshTensor, _few_of, (list(args), dict(kwargs)))

@@ -1,4 +1,4 @@
-"""What an operation gives, by shapes alone: found once per signature, by running it on tensors that have no memory.
+"""The results of an operation by shapes alone: found once per signature, by running it on tensors without memory.
 
 A signature is the operator, the shapes, strides and dtypes of its tensors, and its other arguments but for floats. It
 is found in a microsecond or two; a run on the meta device takes some hundred.
@@ -33,49 +33,49 @@ REFUSED = frozenset(
         aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
     }
 )  # fmt: skip
-"""They name places in memory, of which a tensor in parts has no one order."""
+"""Operators that name places in memory, of which a tensor in parts has no one order."""
 
 
 LACKING = {
     aten._grouped_mm.default: "a product per group, torch.split and matmul (transformers does so after "
-    'model.set_experts_implementation("eager"))',
+    'model.set_experts_implementation("eager"))'
 }
-"""What shapes cannot be told of as torch would compute it, and what to use."""
+"""Operators whose shapes torch cannot compute, and operators to use instead."""
 FORWARD_MODE = "torch.func.jacrev(torch.func.jacrev(f)) for hessian, torch.func.jacrev for jacfwd"
 
 
 class OutputOf(NamedTuple):
-    """A result that is one of the operation's tensors: it was written in place."""
+    """A result that is one of the operation's own tensors, written in place."""
 
     at: int
 
 
 class Metadata(NamedTuple):
-    """What is known of operations with one signature."""
+    """The effects of operations with one signature."""
 
     template: Template
     outputs: tuple[OutputOf | NewOutput | None, ...]
     form: type | None
-    """``list`` or ``tuple``; `torch.Tensor` for one result by itself; None for none."""
+    """The type that holds the results: ``list``, ``tuple``, `torch.Tensor` for a single result, None for none."""
     draws: bool
     writes: tuple[int, ...]
-    """Which of its tensors it writes to."""
+    """The places of the tensors that the operation writes to."""
     aliases: bool
-    """Whether its results are in the memory of its first tensor."""
+    """Whether the results are in the memory of the first tensor."""
     is_view: bool
-    """Whether they are views, of which autograd keeps account."""
+    """Whether the results are views, which autograd keeps account of."""
 
 
 class NotOnMesh(Exception):
-    """A tensor with dims takes part that is no mesh tensor."""
+    """Raised where a tensor with dims takes part that is no mesh tensor."""
 
 
 class DependsOnValues(Exception):
-    """Shapes alone do not say what an operation gives."""
+    """Raised where the shapes of the results depend on values."""
 
 
 def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float], kind: type) -> Any:
-    """The part of a signature for one argument; tensors of ``kind``, and floats, are put into the lists."""
+    """Return the part of a signature for one argument; tensors of ``kind``, and floats, are put into the lists."""
     is_a = type(value)
     if is_a is kind or isinstance(value, kind):
         tensors.append(value)
@@ -94,7 +94,7 @@ def read_arguments(value: Any, tensors: list[torch.Tensor], numbers: list[float]
 
 
 class ViewInPlace(Exception):
-    """A tensor is to become a view of itself, which ``operator`` gives."""
+    """Raised where a tensor is to become a view of itself, which ``operator`` gives."""
 
     def __init__(self, operator: Operator) -> None:
         super().__init__(operator)
@@ -102,7 +102,7 @@ class ViewInPlace(Exception):
 
 
 def _view_of(operator: Operator) -> Operator:
-    """For ``transpose_`` that is ``transpose``. Raises: UsageError."""
+    """Return the operator that gives a view: ``transpose`` for ``transpose_``. Raises: UsageError."""
     packet = getattr(aten, operator._schema.name.removeprefix("aten::").removesuffix("_"), None)
     for overload in packet.overloads() if packet is not None else ():
         view: Operator = getattr(packet, overload)
@@ -129,9 +129,9 @@ def learn(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
 ) -> Metadata:
-    """Find out what an operation gives.
+    """Find out the results of an operation.
 
-    Raises: DependsOnValues; UsageError for one that mesh tensors lack; what the operator says of impossible shapes.
+    Raises: DependsOnValues; UsageError for an operator that mesh tensors lack; the operator's error for wrong shapes.
     """
     if operator in REFUSED:
         users = ", which stft is made of," if operator is aten.as_strided.default else ""
@@ -183,7 +183,7 @@ def learn(
 
 
 def _check_written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises: UsageError where a tensor of this process would be written to: the ranks have but its number."""
+    """Refuse to write to a tensor of this process, of which the ranks have but its number. Raises: UsageError."""
     if operator._schema.name.startswith("aten::_fused_"):
         return  # of the counters of steps their schemas say so, and torch counts before
     targets = [argument.of(args, kwargs) for argument in written_arguments(operator)]
@@ -194,11 +194,11 @@ def _check_written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str,
 
 
 _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")
-"""Operators, or arguments, for which a dim is not one of the first tensor."""
+"""Operators and arguments whose dims are not dims of the first tensor."""
 
 
 def _with_dims_from_the_first(operator: Operator, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments with dims counted from the first one: DTensor 2.13 takes some that are negative for whole ones."""
+    """Return the arguments with dims counted from the first: DTensor 2.13 misreads some negative ones."""
     named = operator._schema.arguments
     if not args or not isinstance(args[0], torch.Tensor) or not (count := args[0].dim()):
         return args
@@ -217,7 +217,7 @@ def _from_the_first(dims: Any, count: int) -> Any:
 
 
 class _Places:
-    """Puts places where a template's uses differ, in the order of `read_arguments`."""
+    """A walk over arguments that replaces tensors and numbers by places, in the order of `read_arguments`."""
 
     def __init__(self) -> None:
         self._tensors = self._numbers = 0

@@ -51,9 +51,9 @@ def module_to_mesh(
 ) -> TModule:
     """Put a module on a mesh, in place, and return it; parameters and buffers are whole on every rank by default.
 
-    plan: from patterns of names, of parameters or of the modules that have them, as in ``{"*.qkv": "column", "*.o":
-    "row", "embed.weight": ["tensor", None]}``, to how they are cut; the first that fits counts. torch's styles, as in
-    ``{"*.qkv": ColwiseParallel()}``, are for modules; tensors stay whole to a module, whatever ``use_local_output`` is.
+    plan: patterns of names, of parameters or of the modules that have them, and how these are cut, as in ``{"*.qkv":
+    "column", "*.o": "row", "embed.weight": ["tensor", None]}``; the first that fits counts. torch's styles, as in
+    ``{"*.qkv": ColwiseParallel()}``, are for modules, to which tensors stay whole, also with ``use_local_output``.
     axis: along which the styles cut, the last one by default. Tied parameters stay tied.
     Raises: UsageError for a style that is none, or a pattern that fits nothing; UnknownAxisError.
     """
@@ -86,7 +86,7 @@ def _pattern_of(plan: Mapping[str, Style], *names: str) -> str:
 
 
 def _put_style(module: torch.nn.Module, path: str, plan: Mapping[str, Style], axis: int) -> str:
-    """Have a module lay out what goes in and out as one of torch's styles says; the pattern under which it is."""
+    """Have a module lay out its inputs and outputs by one of torch's styles; return the pattern of that style."""
     pattern = _pattern_of(plan, path)
     style = plan[pattern] if pattern else None
     if not isinstance(style, ParallelStyle):
@@ -113,7 +113,7 @@ def _spec(style: Style, module: torch.nn.Module, path: str, name: str, axis: str
 
 
 def show_plan(module: torch.nn.Module) -> str:
-    """A table of a module's parameters: shape, placements, and how much of each a rank holds.
+    """Return a table of a module's parameters: shape, placements, and how much of each a rank holds.
 
     Below it, how the inputs and outputs of modules with a style of torch are laid out along the axis of the styles.
     """
@@ -138,7 +138,7 @@ def _in_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _local_shape(tensor: MeshTensor, placements: Sequence[Placement]) -> list[int]:
-    """Of the first rank, whose part is the largest."""
+    """Return the shape of the first rank's part, which is the largest."""
     shape = list(tensor.shape)
     for placement, size in zip(placements, tensor.mesh.axes.values(), strict=True):
         if isinstance(placement, Shard):
@@ -147,11 +147,11 @@ def _local_shape(tensor: MeshTensor, placements: Sequence[Placement]) -> list[in
 
 
 WantedLayouts = Sequence[Placement | None]
-"""One for each tensor; None for one that is left as it is."""
+"""A layout for each tensor; None for a tensor that is left as it is."""
 
 
 class ModuleLayouts(NamedTuple):
-    """How a module's inputs and outputs are laid out along an axis of the mesh. Its methods are hooks of the module."""
+    """The layouts of a module's inputs and outputs along an axis of the mesh. Its methods are hooks of the module."""
 
     style: str
     path: str
@@ -160,10 +160,10 @@ class ModuleLayouts(NamedTuple):
     named: Mapping[str, Placement] = {}
     outputs: WantedLayouts = ()
     counted: bool = False
-    """Whether there are to be as many inputs, and outputs, as layouts; else those are about the first ones."""
+    """Whether there have to be as many inputs, and outputs, as layouts; else layouts are for the first ones."""
 
     def put_on(self, module: torch.nn.Module) -> None:
-        """Have the module's calls look here."""
+        """Register the hooks with the module."""
         if self.inputs or self.named:
             module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.outputs:
@@ -203,7 +203,7 @@ class ModuleLayouts(NamedTuple):
 
 
 def layouts_of(module: torch.nn.Module) -> list[ModuleLayouts]:
-    """Those of a module's hooks; empty for one without a style."""
+    """Return the layouts among a module's hooks; empty for a module without a style."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     owners = [getattr(hook, "__self__", None) for hook in hooks]
     found = {id(owner): owner for owner in owners if isinstance(owner, ModuleLayouts)}
@@ -211,18 +211,14 @@ def layouts_of(module: torch.nn.Module) -> list[ModuleLayouts]:
 
 
 class _LayOutAliases(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes of an alias, of which autograd knows that it is one, a tensor that is laid out in another way."""
+    """A mode that lays out an alias in another way, which autograd knows as an alias."""
 
     def __init__(self, axis: int, dim: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axis, self._dim = axis, dim
 
     def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.alias.default:
             return LAY_OUT(args[0], self._axis, self._dim)
@@ -230,9 +226,9 @@ class _LayOutAliases(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def lay_along(tensor: MeshTensor, axis: int, dim: int | None) -> MeshTensor:
-    """The same tensor, cut along one axis of its mesh in a dim, or whole there; on other axes it stays as it is.
+    """Return the same tensor, cut along one axis of its mesh in a dim, or whole there; other axes stay as they are.
 
-    What is written to one is written to the other, as a module would write to its input.
+    A write to either is a write to both, as a module would write to its input.
     """
     with _LayOutAliases(axis, dim):
         return cast("MeshTensor", torch.ops.aten.alias.default(tensor))
@@ -241,7 +237,7 @@ def lay_along(tensor: MeshTensor, axis: int, dim: int | None) -> MeshTensor:
 def parameter_spec(
     style: ParallelStyle, module: torch.nn.Module, path: str, name: str, axis: str
 ) -> tuple[str | None, ...] | None:
-    """How a style cuts a parameter of a module, as torch does. Raises: UsageError for a module that it cannot cut."""
+    """Return the spec by which a style cuts a parameter, as torch does. Raises: UsageError for other modules."""
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return None
     if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
@@ -256,10 +252,10 @@ def parameter_spec(
 
 
 def read_style(style: ParallelStyle, module: torch.nn.Module, path: str, axis: int) -> ModuleLayouts:
-    """What a style says about a module's inputs and outputs.
+    """Return the layouts that a style wants of a module's inputs and outputs.
 
-    Raises: UsageError for what has no meaning on a mesh: a style of a class of its own, each rank's own tensors, sums
-    that are not done.
+    Raises: UsageError for a style without meaning on a mesh: of a class of its own, each rank's own tensors, sums that
+    are not done.
     """
     name = type(style).__name__
     found = ModuleLayouts(name, path or "the module", axis)

@@ -39,7 +39,7 @@ Tensor = MeshTensor
 
 
 class _NoMesh:
-    """``with no_mesh.activate()``: tensors that begin there are this process's, within a block of ``activate`` too."""
+    """The object behind ``with no_mesh.activate()``: tensors that begin in the block are this process's."""
 
     def activate(self) -> contextlib.AbstractContextManager[None]:
         return without_mesh()
@@ -49,7 +49,7 @@ no_mesh = _NoMesh()
 
 
 def get_active_mesh() -> ProcMesh:
-    """The processes of the innermost ``with procs.activate()``. Raises: UsageError outside of one."""
+    """Return the processes of the innermost ``with procs.activate()``. Raises: UsageError outside of one."""
     mesh = active_mesh()
     if mesh is None:
         raise UsageError("no device mesh is active: with procs.activate() makes one so.")
@@ -57,10 +57,10 @@ def get_active_mesh() -> ProcMesh:
 
 
 class Borrow:
-    """Of `TensorStream.borrow`; a context manager."""
+    """The context manager that `TensorStream.borrow` returns."""
 
     def drop(self) -> None:
-        """Give it back, which changes nothing: see the module."""
+        """Give the tensor back, which changes nothing: see the module."""
 
     def __enter__(self) -> Borrow:
         return self
@@ -77,7 +77,7 @@ class TensorStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """In the block, `get_active_stream` says so."""
+        """Make this the stream that `get_active_stream` returns in the block."""
         token = _stream.set(self)
         try:
             yield
@@ -85,7 +85,7 @@ class TensorStream:
             _stream.reset(token)
 
     def borrow(self, tensor: MeshTensor, mutable: bool = False) -> tuple[MeshTensor, Borrow]:
-        """The tensor, and what gives it back."""
+        """Return the tensor, and a context manager that gives it back."""
         return tensor, Borrow()
 
     def __repr__(self) -> str:
@@ -101,13 +101,13 @@ _stream: ContextVar[TensorStream] = ContextVar("stream", default=TensorStream("m
 
 
 def get_active_stream() -> TensorStream:
-    """The stream that is active; by default the one called ``main``."""
+    """Return the stream that is active; by default the one called ``main``."""
     return _stream.get()
 
 
 @contextlib.contextmanager
 def coalescing() -> Iterator[None]:
-    """Operations are sent in batches, in such a block as elsewhere."""
+    """Enter a block in which operations are sent in batches, as they are elsewhere."""
     yield
 
 
@@ -118,7 +118,7 @@ def reduce(
     scatter: bool = False,
     mesh: ProcMesh | Mesh | None = None,
 ) -> T:
-    """`MeshTensor.reduce` of each tensor in a structure; the results go to ``mesh``, if there is one."""
+    """Do `MeshTensor.reduce` for each tensor in a structure; the results go to ``mesh``, if there is one."""
 
     def one(tensor: MeshTensor) -> MeshTensor:
         reduced = tensor.reduce(dims, reduction, scatter=scatter)
@@ -128,17 +128,17 @@ def reduce(
 
 
 def reduce_(tensors: T, dims: str | Sequence[str] | None = None, reduction: str = "sum") -> T:
-    """`MeshTensor.reduce_` of each tensor in a structure."""
+    """Do `MeshTensor.reduce_` for each tensor in a structure."""
     return _each(tensors, lambda tensor: tensor.reduce_(dims, reduction))
 
 
 def slice_mesh(tensors: T, **axes: int | slice) -> T:
-    """`MeshTensor.slice_mesh` of each tensor in a structure."""
+    """Do `MeshTensor.slice_mesh` for each tensor in a structure."""
     return _each(tensors, lambda tensor: tensor.slice_mesh(**axes))
 
 
 def to_mesh(tensors: T, mesh: ProcMesh | Mesh, stream: TensorStream | None = None) -> T:
-    """`MeshTensor.to_mesh` of each tensor in a structure."""
+    """Do `MeshTensor.to_mesh` for each tensor in a structure."""
     return _each(tensors, lambda tensor: tensor.to_mesh(mesh))
 
 
@@ -150,7 +150,7 @@ def _each(tensors: T, function: Callable[[MeshTensor], MeshTensor]) -> T:
 
 
 def show(obj: object, shard: Mapping[str, int] | None = None, **coordinates: int) -> None:
-    """Print the tensors of one rank in a structure; `inspect` gives them."""
+    """Print the tensors of one rank in a structure, which `inspect` returns."""
     print(inspect(obj, shard, **coordinates))
 
 
@@ -159,7 +159,7 @@ def grad_generator(
     with_respect_to: Sequence[torch.Tensor] = (),
     grad_roots: Sequence[torch.Tensor | None] = (),
 ) -> Generator[torch.Tensor | None, None, None]:
-    """The gradients of the roots with respect to each tensor, in the order given."""
+    """Yield the gradients of the roots with respect to each tensor, in the order given."""
     ends = [roots] if isinstance(roots, torch.Tensor) else list(roots)
     begins = list(grad_roots) or [None] * len(ends)
     yield from torch.autograd.grad(ends, list(with_respect_to), begins, allow_unused=True)
@@ -178,7 +178,7 @@ class _GradFunction(torch.autograd.Function):
 
 
 def grad_function(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> Callable[..., Any]:
-    """An operation of autograd, made of a function that returns its result and what computes gradients later."""
+    """Make an operation of autograd from a function that returns its result and a function for its gradients."""
 
     def call(*args: Any) -> Any:
         return _GradFunction.apply(function, *args)  # type: ignore[no-untyped-call]
@@ -189,11 +189,11 @@ def grad_function(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> Ca
 def remote(
     function: Callable[..., Any] | str | None = None, *, propagate: Callable[..., Any] | str | None = None
 ) -> Callable[..., Any]:
-    """A function that, when it is called, runs on each rank of the mesh of the tensors it is given.
+    """Make a function that runs on each rank of the mesh of the tensors that it is given.
 
-    There they are the rank's own tensors, and what it returns are such tensors again. Given none, it runs on the mesh
-    that is active. function: its name, as in ``torch.add``, does as well; without any this is a decorator.
-    propagate: the same for shapes, called here with tensors that have no memory: then nothing is waited for;
+    On the ranks these are the rank's own tensors, and so are the tensors that the function returns. Without tensors it
+    runs on the active mesh. function: may be a name, as ``torch.add``; without one this is a decorator.
+    propagate: a function with the same shapes, called here with tensors without memory, so that nothing is waited for;
     ``"mocked"`` is the function itself, other words of Monarch's wait. Raises: UsageError without a mesh.
     """
     if function is None:
@@ -226,7 +226,7 @@ def remote(
 
 
 def _mesh_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalMesh:
-    """Raises: UsageError."""
+    """Return the mesh of the tensors, or the active one. Raises: UsageError without either."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, MeshTensor)]
     mesh = given[0].mesh if given else active_mesh()
     if not isinstance(mesh, LocalMesh):
@@ -238,7 +238,7 @@ def _mesh_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalMesh:
 
 
 def _named(path: str) -> Callable[..., Any]:
-    """Raises: UsageError."""
+    """Import a function by its name. Raises: UsageError."""
     module, _, name = path.rpartition(".")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -248,7 +248,7 @@ def _named(path: str) -> Callable[..., Any]:
 
 
 def fetch_shard(obj: Any, shard: Mapping[str, int] | None = None, **coordinates: int) -> Future[Any]:
-    """The tensors of one rank, the first one with these coordinates; of each mesh tensor in a structure."""
+    """Fetch the tensors of one rank, the first with these coordinates, for each mesh tensor in a structure."""
     at = {**(shard or {}), **coordinates}
     tensors = [each for each in tree_leaves(obj) if isinstance(each, MeshTensor)]
     if not tensors:
@@ -265,7 +265,7 @@ def _filled(obj: Any, found: Sequence[torch.Tensor]) -> Any:
 
 
 def _ranks_at(mesh: LocalMesh, coordinates: Mapping[str, int]) -> ProcMesh:
-    """The first rank with these coordinates."""
+    """Return the first rank with these coordinates."""
     some = mesh.procs.slice(**coordinates)
     return some.select(some.ranks[:1])
 
@@ -282,7 +282,7 @@ def _fetch(tensor: MeshTensor, coordinates: Mapping[str, int]) -> Future[torch.T
 
 
 def inspect(obj: Any, shard: Mapping[str, int] | None = None, **coordinates: int) -> Any:
-    """`fetch_shard`, waiting for it."""
+    """Fetch the tensors of one rank as `fetch_shard` does, and wait for them."""
     return fetch_shard(obj, shard, **coordinates).get()
 
 
@@ -293,10 +293,10 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def call_on_shard_and_fetch(
     remote: Callable[..., Any], /, *args: object, shard: Mapping[str, int] | None = None, **kwargs: object
 ) -> Future[Any]:
-    """What a function returns on one rank, to which tensors are its own.
+    """Call a function on one rank, to which tensors are its own; return the future of its answer.
 
-    shard: its coordinates; those that are missing are 0. Raises: UsageError where neither a tensor nor a block of
-    ``activate`` says on what mesh.
+    shard: the rank's coordinates; missing ones are 0. Raises: UsageError where neither a tensor nor a block of
+    ``activate`` says on which mesh.
     """
     mesh = _mesh_of(args, kwargs)
     one = _ranks_at(mesh, dict.fromkeys(mesh.axes, 0) | dict(shard or {}))
@@ -318,6 +318,6 @@ def rref(actors: ActorMesh[Any], endpoint: str, args: Sequence[Any], kwargs: Map
 
 
 def _call_here(actors: ActorMesh[Any], endpoint: str, *args: Any, **kwargs: Any) -> Any:
-    """On a rank: call the actor that lives here."""
+    """Call the actor that lives on this rank."""
     here = actors.select([current_router().place.rank])
     return getattr(here, endpoint).call_one(*args, **kwargs).get()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 LayoutThere: TypeAlias = "tuple[Placement, ...] | Handle"
-"""A placement per axis, or those that another tensor of the mesh has."""
+"""The placements per axis, or the handle of a tensor of the mesh that has them."""
 
 
 class _Move(torch.autograd.Function):
@@ -42,7 +42,7 @@ class _Move(torch.autograd.Function):
 
 
 def move(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
-    """The same values on a mesh, laid out there. Raises: UsageError for a mesh of other processes."""
+    """Return the same values laid out on a mesh. Raises: UsageError for a mesh of other processes."""
     return cast("MeshTensor", _Move.apply(tensor, mesh, layout))  # type: ignore[no-untyped-call]
 
 
@@ -77,7 +77,7 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
 
 
 def _ranks_of(mesh: Mesh) -> tuple[int, ...]:
-    """As they are numbered now. Raises: UsageError where some have left."""
+    """Return the ranks of a mesh as they are numbered now. Raises: UsageError where some have left."""
     if not is_renumbered(mesh.procs):
         return tuple(mesh.procs.ranks)
     answers = mesh.procs.base().execute(position_in, mesh.stream.name).get().values()
@@ -97,13 +97,13 @@ def _template(placements: tuple[Placement, ...] | None) -> Template:
 
 
 TOLD = 4
-"""So many ranks are named with what they have."""
+"""The most groups of ranks that an error names with their parts."""
 
 
 def join(name: str, parts: Mapping[int, LocalPart], mesh: Mesh, placements: Sequence[Placement] | None) -> LocalPart:
-    """The one tensor of which these are the parts, as that of a rank. parts: without placements where they are plain.
+    """Return the description of the one tensor that these parts make, as one rank has it.
 
-    Raises: UsageError if they make none.
+    parts: without placements where they are plain tensors. Raises: UsageError if they make none.
     """
     check_alike(name, parts, "are of different types", lambda part: str(part.dtype))
     check_alike(name, parts, "have different numbers of dims", lambda part: f"shape {list(part.local_shape)}", len_of)
@@ -131,7 +131,7 @@ def check_alike(
     words: Callable[[LocalPart], str],
     key: Callable[[LocalPart], object] | None = None,
 ) -> None:
-    """Raises: UsageError, which tells what ranks have by ``words``, unless all have the same ``key``."""
+    """Raise a UsageError that tells the ranks' parts by ``words``, unless all have the same ``key``."""
     if len({(key or words)(part) for part in parts.values()}) > 1:
         raise UsageError(f"the parts of {name} {fault}: {_told({rank: words(part) for rank, part in parts.items()})}")
 
@@ -154,7 +154,7 @@ def _layout(part: LocalPart) -> str:
 
 
 def _shape(parts: Mapping[int, LocalPart], mesh: Mesh, layout: Sequence[Placement]) -> tuple[int, ...]:
-    """What the ranks have together along each dim: of those at the beginning of all axes that do not cut it."""
+    """Add up the sizes along each dim, of the ranks at the beginning of all axes that do not cut it."""
     sizes, ranks = mesh.shape, mesh.procs.ranks
     found = []
     for dim in range(len_of(next(iter(parts.values())))):
@@ -191,7 +191,7 @@ def _check_sizes(
 
 
 def _strides(part: LocalPart, shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of the whole, with its dims in the order in which the part has them in memory."""
+    """Return the strides of the whole, with its dims in the order in which the part has them in memory."""
     found, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (part.local_strides[dim], -dim)):
         found[dim] = step

@@ -1,4 +1,4 @@
-"""Where values of a mesh tensor are wanted in this process: brought, shown, or refused with the way round."""
+"""The values of a mesh tensor in this process: brought, shown, or refused with another way to do it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh
 
 LISTED_ELEMENTS = 10_000_000
-"""More than that is not brought here as a list or an array."""
+"""The most elements that are brought here as a list or an array."""
 
 
 class TensorOnRanks(torch.Tensor):
-    """What `meshbook.tensors.handles.mesh_tensor.MeshTensor` does where it is no tensor of this process."""
+    """The methods of a mesh tensor for which it is no tensor of this process."""
 
     mesh: Mesh
     _handle: Handle
 
     def _whole(self) -> torch.Tensor:
-        """The values, of which autograd knows nothing. Raises: the error of what the tensor was made of."""
+        """Return the values without autograd's history. Raises: the error of an operation that this tensor needed."""
         found = self.mesh.stream.fetch("whole", self._handle.number)
         assert isinstance(found, torch.Tensor)
         return found
 
     def tolist(self) -> Any:
-        """The values, as nested lists. Raises: UsageError if they are very many."""
+        """Return the values as nested lists. Raises: UsageError if they are very many."""
         return self._few().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values, as an array. Raises: UsageError if they are very many; RuntimeError if it needs a gradient."""
+        """Return the values as an array. Raises: UsageError if they are many; RuntimeError if it needs a gradient."""
         if self.requires_grad and not force:
             raise RuntimeError("a tensor that requires a gradient has no array: use tensor.detach().numpy()")
         return self._few().numpy()
@@ -49,7 +49,7 @@ class TensorOnRanks(torch.Tensor):
         return found if dtype is None else found.astype(dtype)
 
     def storage_offset(self) -> int:
-        """0 as that of whole tensors, which torch asks for. Raises: UsageError for a view: its memory is on ranks."""
+        """Return 0, as whole tensors do. Raises: UsageError for a view, whose memory is on ranks."""
         if self._is_view():
             refuse_memory("storage_offset of a view, which torch.func.linearize asks for (torch.func.jvp does not),")(
                 self
@@ -79,7 +79,7 @@ class TensorOnRanks(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else repr(self)
 
     def _reduce_to_ranks(self) -> object:
-        """How it travels in a call: on the ranks it is their DTensor."""
+        """Return the form in which it travels in a call: on the ranks it is their DTensor."""
         stream = self.mesh.stream
         stream.settle()  # else a rank that has halted would have it as it was before what it has laid aside
         stream.check([self._handle.number])

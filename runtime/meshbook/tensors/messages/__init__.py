@@ -1,1 +1,1 @@
-"""What the notebook and the ranks tell each other of tensors: operations, their lines, how tensors lie."""
+"""Messages between the notebook and the ranks about tensors: operations, their lines, and layouts."""

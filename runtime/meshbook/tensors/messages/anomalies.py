@@ -1,7 +1,7 @@
 """The hunt for the operation that made a NaN of values that were none.
 
-While it is on, each rank looks at its parts of what every operation reads and gives. At the end of a batch all ranks
-put together what they saw, so that all know the same first operation; it is told as soon as a value is waited for.
+While it is on, each rank looks at its parts of all operands and results. At the end of a batch all ranks put together
+their finds, so that all know the same first operation; it is told as soon as a value is waited for.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from meshbook.formatting import name_ranks
 NAN, NOT_FINITE = "nan", "not finite"
 
 hunted = ""
-"""What batches are sent to be searched for now."""
+"""The kind of value that batches are searched for now."""
 
 
 class Searched(Protocol):
-    """Operations on their way."""
+    """A stream of operations that can be searched."""
 
     anomaly: MeshError | None
-    """What a hunt has found, until it is told."""
+    """The find of a hunt, until it is told."""
     is_cut_off: bool
-    """Whether ranks ended, or were interrupted, before they could say what they saw in some operations."""
+    """Whether ranks ended, or were interrupted, before they could report on some operations."""
 
     def settle(self) -> None: ...
 
@@ -42,20 +42,20 @@ CUT_OFF = (
 )
 
 FOUND = 0
-"""The number, of no tensor, under which ranks tell among what failed that they have found one."""
+"""The number, of no tensor, under which ranks report a find among the failures."""
 
 streams: weakref.WeakSet[Searched] = weakref.WeakSet()
-"""All that there are."""
+"""The streams of this process."""
 
 
 @contextlib.contextmanager
 def detect_anomaly(*, infinities: bool = False) -> Iterator[None]:
-    """Within it, the first operation on mesh tensors that makes a NaN of values without is an error.
+    """Make it an error, in a block, that an operation on mesh tensors makes a NaN of values without one.
 
-    It names the operation, the line that asked for it (of one for gradients: the line of ``backward``) and the ranks,
-    where a value is next waited for, at the end of the block at the latest. infinities: they count as well. The
-    tensors stay what they are. Each operation costs a look at its operands and results. What a rank that ended kept the
-    others from telling is warned of at the end. Raises: TensorError.
+    The error names the operation, the line that asked for it (of one for gradients: the line of ``backward``) and the
+    ranks. It is raised where a value is next waited for, at the end of the block at the latest. infinities: they count
+    as well. The tensors stay as they are. Each operation costs a look at its operands and results. Where a rank ended
+    before it could report, a warning says so at the end. Raises: TensorError.
     """
     global hunted
     before = hunted
@@ -78,20 +78,20 @@ def _forget() -> None:
 
 
 def _settle_all() -> None:
-    """Raises: what a hunt has found; of a mesh that is gone its tensors tell."""
+    """Wait for all streams, but not for meshes that are gone. Raises: the find of a hunt."""
     for stream in list(streams):
         with contextlib.suppress(MeshStoppedError, WorkerLost, HostLost):
             stream.settle()
 
 
 class Search:
-    """What one rank saw in the operations of a batch."""
+    """The finds of one rank in the operations of a batch."""
 
     def __init__(self, what: str, mesh: DeviceMesh, operations: int) -> None:
         self._what, self._mesh = what, mesh
         self._me = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
         self._seen = torch.zeros(operations, 1 + mesh.size(), dtype=torch.int32, device="cpu")
-        """Of each operation: whether an operand had one; and for each rank, whether a result has one."""
+        """A row for each operation: whether an operand had one; and for each rank, whether a result has one."""
 
     def note_operands(self, index: int, tensors: Iterable[Any]) -> None:
         self._seen[index, 0] = any(map(self._has_one, tensors))

@@ -1,7 +1,7 @@
 """Lines of code that asked for operations: noted as they are issued, named in errors, and seen in stacks of ranks.
 
-On a rank an operation runs below a frame that bears the name of the operation and the place of that line. So whatever
-shows where a rank is (an interrupt, a stack, a note on a hang, a profiler) shows the line of the notebook.
+On a rank an operation runs below a frame that bears the name of the operation and the place of that line. So an
+interrupt, a stack, a note on a hang and a profiler show where a rank is by the line of the notebook.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CodeLine: TypeAlias = tuple[str, int] | None
 """A line: the name of its file, and its number there."""
 
 LinesOfUses: TypeAlias = Sequence[tuple[int, CodeLine]]
-"""From which operation of a batch on a line has asked for them."""
+"""The lines that have asked for the operations of a batch, each with the index of its first operation."""
 
 _SKIPPED = (PACKAGE, f"{torch.__path__[0]}/", "<frozen ")
 
 _skipped: dict[str, bool] = {}
-"""By the name of a file."""
+"""Whether a file is ours or torch's, by its name."""
 
 
 def line_of_caller() -> CodeLine:
-    """The innermost line that is neither ours nor torch's."""
+    """Return the innermost line that is neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -46,7 +46,7 @@ def line_of_caller() -> CodeLine:
 
 
 def name_code_line(place: CodeLine) -> str:
-    """What a person calls a line: ``cell 4, line 2``; empty where it is not known."""
+    """Return a line as people call it, ``cell 4, line 2``; empty where it is not known."""
     return name_line(*place) or f"{place[0]}, line {place[1]}" if place else ""
 
 
@@ -54,9 +54,9 @@ class NamedLine(NamedTuple):
     """A line that asked for something."""
 
     name: str
-    """What a person calls it."""
+    """The line as people call it."""
     place: CodeLine
-    """As ranks are told of it."""
+    """The line as ranks are told of it."""
 
 
 def as_named_line(place: CodeLine) -> NamedLine:
@@ -64,7 +64,7 @@ def as_named_line(place: CodeLine) -> NamedLine:
 
 
 def for_ranks(places: Iterable[CodeLine]) -> LinesOfUses:
-    """Lines of operations, in their order, as ranks are told of them: a cell by its number, which they know to read."""
+    """Return the lines of operations as ranks are told of them: cells by number, which ranks know to read."""
     names: dict[str, str] = {}
     found: list[tuple[int, CodeLine]] = []
     last: CodeLine | bool = True
@@ -79,7 +79,7 @@ def for_ranks(places: Iterable[CodeLine]) -> LinesOfUses:
 
 
 def each_line(lines: LinesOfUses, count: int) -> Iterator[CodeLine]:
-    """The line of each of ``count`` operations."""
+    """Yield the line of each of ``count`` operations."""
     ends = [*(index for index, _ in lines[1:]), count]
     for (begin, place), end in zip(lines, ends, strict=False):  # without operations there is an end, and no line
         yield from itertools.repeat(place, end - begin)
@@ -87,7 +87,7 @@ def each_line(lines: LinesOfUses, count: int) -> Iterator[CodeLine]:
 
 @functools.lru_cache(maxsize=4096)
 def frame_at(place: CodeLine, operation: str) -> Callable[..., Any]:
-    """A function that calls another one, ``f(function, *args)``, in a frame with this name and place."""
+    """Return a function that calls another, ``f(function, *args)``, in a frame with this name and place."""
     if place is None:
         return _call
     code: CodeType = _call.__code__.replace(co_filename=place[0], co_firstlineno=place[1] - 1, co_name=operation)

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: sharding specs and placements, the part of each rank, and parts of different sizes.
+"""The layouts of tensors on a mesh: sharding specs and placements, the part of each rank, parts of different sizes.
 
 A sharding spec has an entry for each dim of the tensor, placements have one for each axis of the mesh. Where a tensor
 is laid out anew, ranks send each other pieces of their parts:
@@ -22,21 +22,21 @@ from meshbook.system.memory_files import expect_huge_pages
 from meshbook.tensors.messages.operations import Box
 
 ShardingSpec: TypeAlias = Sequence[str | tuple[str, ...] | None]
-"""For each dim of a tensor the axis, or axes, of the mesh that it is cut along; None for a dim that is whole."""
+"""The axis, or axes, of the mesh that cut each dim of a tensor; None for a dim that is whole."""
 
 
 class _HasAxes(Protocol):
     @property
     def axes(self) -> Mapping[str, int]:
-        """Names and sizes, in order."""
+        """Return the names and sizes of the axes, in order."""
 
 
 def to_placements(
     mesh: _HasAxes, shape: Sequence[int], spec: ShardingSpec | None, placements: Sequence[Placement] | None
 ) -> tuple[Placement, ...]:
-    """One placement for each axis of the mesh; replicated on all by default.
+    """Return a placement for each axis of the mesh; replicated on all by default.
 
-    Raises: UnknownAxisError; UsageError if both are given, or what is given does not fit.
+    Raises: UnknownAxisError; UsageError if both are given, or the layout does not fit.
     """
     axes = list(mesh.axes)
     if placements is not None:
@@ -81,7 +81,7 @@ class MeshEnd(NamedTuple):
     ranks: tuple[int, ...]
 
     def boxes(self, shape: Sequence[int], placements: Sequence[Placement]) -> dict[int, Box]:
-        """The part of each rank: along each axis what the axes before it left is cut as `torch.chunk` does."""
+        """Return the part of each rank: each axis cuts the part that the axes before it left, as `torch.chunk` does."""
         found = {}
         for position, rank in enumerate(self.ranks):
             box, inner = [(0, size) for size in shape], len(self.ranks)
@@ -97,7 +97,7 @@ class MeshEnd(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """What one rank sends another of a tensor; or itself."""
+    """A piece of a tensor that one rank sends another, or itself."""
 
     source: int
     target: int
@@ -105,7 +105,7 @@ class TensorPiece(NamedTuple):
 
 
 def pieces(given: Mapping[int, Box], wanted: Mapping[int, Box]) -> Iterator[TensorPiece]:
-    """What makes the parts that are wanted; each of them is in one piece for each pair of ranks."""
+    """Yield the pieces that make the wanted parts, one for each pair of ranks."""
     holders: dict[Box, list[int]] = {}
     for rank, box in given.items():
         holders.setdefault(box, []).append(rank)
@@ -117,17 +117,17 @@ def pieces(given: Mapping[int, Box], wanted: Mapping[int, Box]) -> Iterator[Tens
 
 
 def within(local: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
-    """What lies in a box of a tensor, of a part of it."""
+    """Return the elements in a box of a tensor, out of a part of it."""
     return local[tuple(slice(a - origin, b - origin) for (origin, _), (a, b) in zip(part, box, strict=True))]
 
 
 def own_copy(part: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, in C order."""
+    """Return a copy of a part in memory of its own, in C order."""
     return new_memory(part.shape, part.dtype, part.device).copy_(part)
 
 
 def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a part that is filled at once."""
+    """Return memory for a part that is filled at once."""
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
     if made.device.type == "cpu":
         expect_huge_pages(made.data_ptr(), made.nbytes)
@@ -138,7 +138,7 @@ aten = torch.ops.aten
 
 
 def is_unequal(tensor: DTensor) -> bool:
-    """Whether parts of different sizes make it, or none: DTensor 2.13 divides no elements without end."""
+    """Whether parts of different sizes make a tensor, or none: DTensor 2.13 divides no elements endlessly."""
     if not tensor.numel():
         return True
     sizes = [1] * tensor.dim()
@@ -149,7 +149,7 @@ def is_unequal(tensor: DTensor) -> bool:
 
 
 def has_empty_part(tensor: DTensor) -> bool:
-    """Whether a rank has nothing of it, since it is cut into more parts than it has rows, say."""
+    """Whether a rank has nothing of a tensor, since it is cut into more parts than it has rows, say."""
     if not tensor.numel():
         return True
     if all(type(placement) is not Shard for placement in tensor.placements):
@@ -167,18 +167,18 @@ def _has_empty_part(shape: Sequence[int], placements: Sequence[Placement], axes:
 
 
 def _chunks(size: int, parts: int) -> set[int]:
-    """The sizes of what `torch.chunk` makes, and of those parts for which nothing is left."""
+    """Return the sizes of the chunks of `torch.chunk`, with 0 for parts for which nothing is left."""
     step = max(1, -(-size // parts))
     return {max(0, min(step, size - at * step)) for at in range(parts)}
 
 
 def is_mean_of_unequal(made: DTensor, tensors: Sequence[DTensor]) -> bool:
-    """Whether a mean is to be the mean of those of parts of different sizes: DTensor 2.13 does that for losses."""
+    """Whether a mean would be that of the means of unequal parts: DTensor 2.13 does so for losses."""
     return any(getattr(each, "reduce_op", "") == "avg" for each in made.placements) and any(map(is_unequal, tensors))
 
 
 def splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a view has in the place of a dim that is cut a smaller one, which makes no equal parts."""
+    """Whether a view splits a dim that is cut so that the first of the new dims makes no equal parts."""
     known = math.prod(size for size in shape if size != -1)
     shape = [tensor.numel() // max(known, 1) if size == -1 else size for size in shape]
     for dim in {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}:
@@ -192,7 +192,7 @@ def splits_unequally(tensor: DTensor, shape: Sequence[int]) -> bool:
 
 
 def is_cut_along_batch(operator: object, args: Sequence[Any]) -> bool:
-    """Whether what is sharded are the images, and what comes of them, along their first dim, into equal parts."""
+    """Whether only images and their results are sharded, along their first dim, into equal parts."""
     images = (0, 1) if operator is aten.convolution_backward.default else (0,)
     for index, value in enumerate(args):
         if isinstance(value, DTensor) and index in images and not value.shape[0] % value.device_mesh.size():

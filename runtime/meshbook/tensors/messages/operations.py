@@ -1,7 +1,7 @@
 """Operations of mesh tensors as they travel: templates, which name an operator once, and their uses.
 
-A template has the operator and its arguments, with places for what changes from use to use: tensors, by their number,
-and floats. A batch is the templates that are new, the uses of templates and the tensors that nobody needs any more.
+A template has the operator and its arguments, with places for tensors and floats, which change from use to use. A batch
+has the new templates, the uses of templates and the tensors that nothing needs any more.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ REDISTRIBUTE: Operator = torch.ops.meshbook.redistribute.default
 """A copy that lies in another way, with gradients elsewhere; layout: a tensor that lies so, or the placements."""
 
 ONE_HOT: Operator = torch.ops.meshbook.one_hot.default
-"""torch's own is taken apart before it comes here, into comparisons that find nothing wrong with any index."""
+"""The operator for one-hot rows. torch's own is taken apart before it comes here, and finds no wrong index."""
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of the use is to be put."""
+    """The place of a tensor of the use."""
 
     at: int
 
 
 class NumberPlace(NamedTuple):
-    """Where a number of the use is to be put; of a dtype it becomes a tensor without dims."""
+    """The place of a number of the use; one with a dtype becomes a tensor without dims."""
 
     at: int
     dtype: torch.dtype | None
@@ -74,7 +74,7 @@ class Template(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One operation: what it reads, and what its results are called."""
+    """An operation: the tensors and numbers that it reads, and the numbers of its results."""
 
     template: int
     tensors: Sequence[TensorId]
@@ -83,51 +83,55 @@ class Use(NamedTuple):
 
 
 class OperationBatch(NamedTuple):
-    """What one message carries, in the order in which it was issued."""
+    """The operations that one message carries, in the order in which they were issued."""
 
     first: int
     """The number of its first operation: those of a mesh are numbered one after the other."""
     templates: Sequence[Template]
     uses: Sequence[tuple[Any, ...]]
-    """Each the fields of a `Use`: plain tuples are pickled in a fifth of the time."""
+    """The fields of a `Use` each: plain tuples are pickled in a fifth of the time."""
     lines: LinesOfUses
     freed: Sequence[TensorId]
     hunted: str = ""
-    """What results are searched for."""
+    """The kind of value that results are searched for."""
 
 
 WAIT = -1
-"""Stands for a template: here no rank goes on before all have come as far, and gradients, the first of each pair of
-tensors, lie as their parameters do."""
+"""The mark of a wait in the place of a template: no rank goes on before all have come as far, and gradients, the first
+of each pair of tensors, lie as their parameters do.
+"""
 
 
 class Recording(NamedTuple):
-    """A step that ranks can repeat. What it is given, makes and gives back has negative numbers, which are free again
-    after each time; what it leaves behind has the same number each time, and so has what was there before."""
+    """A step that ranks can repeat.
+
+    Its inputs, results and tensors in between have negative numbers, which are free again after each time. Tensors from
+    before the step, and tensors that it leaves behind, have the same number each time.
+    """
 
     number: TensorId
     templates: Sequence[Template]
     uses: Sequence[tuple[Any, ...]]
     ends: Sequence[Sequence[TensorId]]
-    """What nobody needs any more, after each use."""
+    """The tensors that nothing needs any more after each use."""
     lines: LinesOfUses
     inputs: Sequence[TensorId]
     results: Sequence[TensorId]
 
 
 class Replay(NamedTuple):
-    """One message: a step once more. recording: for ranks that do not know it yet."""
+    """A message to do a step once more. recording: for ranks that do not know it yet."""
 
     first: int
     """The number that it has among the operations."""
     number: TensorId
-    """Of the recording."""
+    """The number of the recording."""
     turn: int
-    """Tells this time from all others."""
+    """A number that no other repetition has."""
     recording: Recording | None
     inputs: Sequence[TensorId]
     numbers: dict[int, Sequence[float]]
-    """Those of the uses whose numbers are others than when it was recorded."""
+    """The numbers of those uses for which they differ from the recording."""
     results: Sequence[TensorId]
     freed: Sequence[TensorId]
     hunted: str = ""
@@ -151,7 +155,7 @@ class Adopted(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """What a rank holds of a tensor."""
+    """The part of a tensor that a rank holds."""
 
     placements: Sequence[Any]
     shape: tuple[int, ...]
@@ -160,7 +164,7 @@ class LocalPart(NamedTuple):
     local_shape: tuple[int, ...]
     local_strides: tuple[int, ...]
     shares: tuple[TensorId, int] | None = None
-    """The tensor in whose memory it lies, and how many elements behind its beginning."""
+    """The tensor in whose memory the part lies, and its offset there in elements."""
 
 
 class Undone(NamedTuple):
@@ -170,7 +174,7 @@ class Undone(NamedTuple):
     end: int
     """The number behind the last."""
     within: int = 0
-    """Of the first, if that is a recorded step: how many of its operations were done."""
+    """The number of operations done of the first, if that is a recorded step."""
 
     def has(self, write: Write) -> bool:
         return self.first <= write.number < self.end and (write.number > self.first or write.within >= self.within)
@@ -181,7 +185,7 @@ class Write(NamedTuple):
 
     number: int
     within: int = 0
-    """Its place in a recorded step."""
+    """The place of the operation in a recorded step."""
 
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -197,7 +201,7 @@ class SentTensor(NamedTuple):
     strides: tuple[int, ...]
     pieces: Sequence[torch.Tensor]
     parts: Mapping[int, tuple[int, Box]]
-    """What each rank is to keep: of which piece, and what of that."""
+    """The part that each rank keeps: the index of the piece, and a box of that."""
 
 
 class PartTransfer(NamedTuple):
@@ -210,7 +214,7 @@ class PartTransfer(NamedTuple):
 
 
 class OperationFailed(RuntimeError):
-    """An operation failed on a rank, which does nothing that is behind it until it is told what the failure costs."""
+    """Raised on a rank at an operation that failed; the rank halts until it is told which others fail with it."""
 
     def __init__(self, index: int, operator: str, place: str, why: str, within: int = 0) -> None:
         """index: the number of the operation, or of the recorded step that it is a part of. place: its line.
@@ -225,20 +229,20 @@ class OperationFailed(RuntimeError):
 
 
 class HaltedAt(NamedTuple):
-    """How far a rank has come that may have halted."""
+    """The progress of a rank that may have halted."""
 
     number: int
     """The number of the operation that it does next."""
     families: Sequence[Sequence[TensorId]]
-    """The tensors that lie in the same memory as one of those that were asked for."""
+    """The tensors in the same memory as each of those asked for."""
 
 
 _DEFINED_LATE = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
-"""Modules of torch that define operators only when something of theirs is used, by the namespace."""
+"""Modules of torch that define operators only when they are imported, by the namespace."""
 
 
 def find_operator(name: str) -> Operator:
-    """The operator that ``str`` of it names. Raises: AttributeError if this torch does not have it."""
+    """Return the operator of this name. Raises: AttributeError if this torch does not have it."""
     namespace, operator, overload = name.split(".")
     if namespace in _DEFINED_LATE:
         importlib.import_module(_DEFINED_LATE[namespace])
@@ -248,7 +252,7 @@ def find_operator(name: str) -> Operator:
 
 
 _DRAWS_NOTHING = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
-"""It could, by its schema, and refuses to."""
+"""Operators that draw numbers by their schema, and never do."""
 
 
 def is_random(operator: Operator) -> bool:
@@ -257,16 +261,16 @@ def is_random(operator: Operator) -> bool:
 
 
 def gives_alias(operator: Operator) -> bool:
-    """Whether results are in the memory of an argument: views, or what was written."""
+    """Whether results are in the memory of an argument: views, or the argument that was written."""
     return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 _WRITES_UNSAID = {torch.ops.aten.native_batch_norm.default: (3, 4)}
-"""Arguments that operators write to though their schemas do not say so: the running statistics."""
+"""The arguments that operators write to without a word in their schemas: the running statistics."""
 
 
 class WrittenArgument(NamedTuple):
-    """One that an operator writes to, given by position or by name."""
+    """An argument that an operator writes to, given by position or by name."""
 
     at: int
     name: str
@@ -276,7 +280,7 @@ class WrittenArgument(NamedTuple):
 
 
 def written_arguments(operator: Operator) -> tuple[WrittenArgument, ...]:
-    """The arguments that an operator writes to."""
+    """Return the arguments that an operator writes to."""
     unsaid = _WRITES_UNSAID.get(operator, ())
     return tuple(
         WrittenArgument(at, argument.name)
@@ -286,7 +290,7 @@ def written_arguments(operator: Operator) -> tuple[WrittenArgument, ...]:
 
 
 class Factory(NamedTuple):
-    """How ranks make a tensor of their own: a function of torch, with the seed for one that draws numbers."""
+    """A tensor that ranks make: a function of torch, with the seed for one that draws numbers."""
 
     function: str
     args: tuple[Any, ...]
@@ -294,7 +298,7 @@ class Factory(NamedTuple):
     seed: int = 0
 
     def make(self, device: str = "cpu") -> torch.Tensor:
-        """The whole tensor, equal on all ranks. device: where to make one without a seed."""
+        """Make the whole tensor, equal on all ranks. device: where to make one without a seed."""
         function = getattr(torch, self.function)
         if not self.seed:
             return cast("torch.Tensor", function(*self.args, dtype=self.dtype, device=device))

@@ -24,7 +24,7 @@ from meshbook.tensors.ranks.rank_operations import NotMade
 from meshbook.tensors.ranks.rank_tensors import RankTensors
 
 meshes: dict[str, RankTensors] = {}
-"""By the names that the controller has given them."""
+"""The meshes that this process is a part of, by the names that the controller has given them."""
 
 
 def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: type[RankTensors], decided: int) -> None:
@@ -49,25 +49,25 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: ty
 
 
 def resolve(reference: TensorReference) -> DTensor:
-    """A mesh tensor as code on a rank sees it. Raises: UsageError where it is not."""
+    """Return a mesh tensor as code on a rank sees it. Raises: UsageError where it is not known."""
     if (found := meshes.get(reference.mesh)) is None:
         raise UsageError(f"a tensor on {reference.shown} is not in this process: send tensor.full_tensor()")
     return found.reference(reference.number)
 
 
 def ask_at(place: CodeLine, name: str, decided: int, method: str, *args: Any) -> Any:
-    """`ask`, for a line of the notebook."""
+    """Do `ask` in a frame that shows the line of the notebook."""
     return frame_at(place, f"tensor.{method}")(ask, name, decided, method, *args)
 
 
 def replay_at(place: CodeLine, name: str, asked: tuple[int, tuple[Any, ...]]) -> Any:
-    """`ask_at` for a recorded step. asked: as in `ask`, what is decided; and the fields of a `Replay`."""
+    """Do `ask_at` for a recorded step. asked: the ``decided`` of `ask`, and the fields of a `Replay`."""
     decided, fields = asked
     return ask_at(place, name, decided, "replay", fields)
 
 
 def ask(name: str, decided: int, method: str, *args: Any) -> Any:
-    """Call a method of a mesh's `RankTensors`. decided: what operations below this number cost has been told."""
+    """Call a method of a mesh's `RankTensors`. decided: failures of operations below this number are settled."""
     if (found := meshes.get(name)) is None:
         raise UsageError("this process does not know the mesh of these tensors: heal the mesh, or make another Mesh")
     found.give_up_below(decided)
@@ -77,22 +77,22 @@ def ask(name: str, decided: int, method: str, *args: Any) -> Any:
 
 
 def position_in(name: str) -> int | None:
-    """Where this process stands in a mesh, whatever its rank is called now; None where it is not in it."""
+    """Return the position of this process in a mesh, however its rank is numbered now; None where it is not in it."""
     return meshes[name].position if name in meshes else None
 
 
 def free(name: str, numbers: Sequence[TensorId]) -> None:
-    """Free tensors of a mesh whose ranks have other numbers now, so that nothing else can be asked of it."""
+    """Free tensors of a mesh whose ranks have other numbers now, which can do nothing else."""
     if (found := meshes.get(name)) is not None:
         found._free(numbers)
 
 
 ALWAYS = ("run", "replay", "progress", "undone", "resume", "take", "place", "make", "stepped")
-"""Methods that do not wait for ranks, or know what to do when this one has halted."""
+"""Methods that may be called on a halted rank: they do not wait for other ranks, or know that it has halted."""
 
 
 class Resharding(NamedTuple):
-    """What all ranks of both meshes are told."""
+    """A move of a tensor, as all ranks of both meshes are told of it."""
 
     source: MeshEnd
     target: MeshEnd
@@ -112,7 +112,7 @@ UNENDED = (
 
 
 def take_part(moved: Resharding) -> dict[TensorId, str]:
-    """Send what others need of this rank's part, and put the new one together. Returns: the result, if it failed."""
+    """Send this rank's part to ranks that need it, and put the new part together. Returns: the result, if it failed."""
     me = dist.get_rank()
     here = meshes[moved.source.name] if me in moved.source.ranks else None
     there = meshes[moved.target.name] if me in moved.target.ranks else None
@@ -172,7 +172,7 @@ def _decode(codes: torch.Tensor) -> tuple[Placement, ...]:
 
 
 def _telling(values: torch.Tensor, by: MeshEnd, to: MeshEnd) -> list[dist.P2POp]:
-    """The first rank of one mesh tells the ranks of another that are not in it."""
+    """Return the messages by which the first rank of one mesh tells the ranks of another that are not in it."""
     me, teller = dist.get_rank(), by.ranks[0]
     if me == teller:
         return [dist.P2POp(dist.isend, values, rank) for rank in to.ranks if rank not in by.ranks]
@@ -180,7 +180,10 @@ def _telling(values: torch.Tensor, by: MeshEnd, to: MeshEnd) -> list[dist.P2POp]
 
 
 def send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, made: torch.Tensor, wanted: Box) -> None:
-    """mine: of all pieces those that come from this rank, or go to it. held, wanted: its own parts."""
+    """Exchange pieces of a tensor between ranks.
+
+    mine: the pieces that come from this rank or go to it. held, wanted: this rank's own parts.
+    """
     me, operations = dist.get_rank(), []
     landed: list[tuple[torch.Tensor, torch.Tensor]] = []
     for source, target, box in mine:
@@ -202,7 +205,7 @@ def send_pieces(mine: Sequence[TensorPiece], local: torch.Tensor, held: Box, mad
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: gloo knows no 16-bit integers, say."""
+    """Return the memory of a contiguous tensor as bytes: gloo does not know 16-bit integers, for instance."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -22,7 +22,7 @@ from meshbook.torch_internals import tree_leaves, tree_map_only
 
 
 class EachItsOwn(Placement):
-    """How a tensor lies of which each rank has another one."""
+    """The placement of a tensor of which each rank has its own."""
 
     def __repr__(self) -> str:
         return "each rank its own"
@@ -38,7 +38,7 @@ class EachItsOwn(Placement):
 
 
 class LocalOperations(Operations):
-    """Operations on tensors that no other rank knows of. What is drawn differs from rank to rank."""
+    """Operations on tensors of one rank alone. Random numbers differ from rank to rank."""
 
     def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
         args, kwargs = template.fill(use, [operand.tensor for operand in operands])
@@ -58,7 +58,7 @@ class LocalOperations(Operations):
 
 
 class LocalTensors(RankTensors):
-    """The tensors of one process's own."""
+    """The own tensors of one process."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -72,7 +72,7 @@ class LocalTensors(RankTensors):
         return cast("torch.Tensor", self._of(number))
 
     def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
-        """There is but one way."""
+        """Do nothing: own tensors have one layout only."""
         return set()
 
     def placements(self, number: TensorId) -> Sequence[Placement]:
@@ -85,7 +85,7 @@ class LocalTensors(RankTensors):
         return TensorDescription("each rank its own, here that of the first", shown.cpu(), "")
 
     def know(self, number: TensorId, tensor: torch.Tensor) -> Adopted:
-        """Take a tensor in, on the device of the mesh: ranks send each other from there, and receive there."""
+        """Keep a tensor on the device of the mesh, from which ranks send and to which they receive."""
         self._tensors[number] = RankTensor(cast("Any", tensor.detach().to(self.mesh.device_type)))
         return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
@@ -141,7 +141,7 @@ REDUCTIONS = ("stack", *_REDUCTIONS)
 
 
 class LocalMove(NamedTuple):
-    """Whose tensors go where: a source for each rank of the target."""
+    """The sources of a move: a rank for each rank of the target."""
 
     source: str
     target: str
@@ -153,7 +153,7 @@ class LocalMove(NamedTuple):
 
 
 def take_copy(move: LocalMove) -> dict[TensorId, str]:
-    """Send this rank's tensor to those that are to have it, and take the one that this rank is to have."""
+    """Send this rank's tensor to the ranks that want it, and receive the tensor for this rank."""
     me = dist.get_rank()
     box = tuple((0, size) for size in move.shape)
     pieces = [TensorPiece(source, target, box) for target, source in move.sources.items() if me in (source, target)]
@@ -175,7 +175,7 @@ def share(
     source: str, target: str, ranks: Sequence[int], number: TensorId, result: TensorId, shape: Sequence[int],
     dtype: torch.dtype,
 ) -> dict[TensorId, str]:  # fmt: skip
-    """Know this rank's own tensor as one of another mesh as well, in the same memory; zeros outside of ``ranks``."""
+    """Keep this rank's own tensor for another mesh as well, in the same memory; zeros outside of ``ranks``."""
     there = _local(target)
     if dist.get_rank() not in ranks:
         there.know(result, torch.zeros(shape, dtype=dtype, device=there.mesh.device_type))
@@ -189,7 +189,7 @@ def share(
 
 
 def own_of(name: str, number: TensorId) -> torch.Tensor:
-    """This rank's own tensor."""
+    """Return this rank's own tensor. Raises: UsageError where there is none."""
     try:
         return _local(name).own(number).cpu()
     except NotMade as refused:
@@ -203,7 +203,7 @@ def call_foreseen(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> None:
-    """Call a function of which is known what tensors it returns. Raises: UsageError if it returns others."""
+    """Call a function that returns tensors of known shapes. Raises: UsageError if it returns others."""
     made = [each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, torch.Tensor)]
     if len(made) != len(foreseen):
         raise UsageError(f"{len(made)} tensors were returned, and propagate= has foreseen {len(foreseen)}")
@@ -218,7 +218,7 @@ def call_foreseen(
 
 
 def own_number(numbers: Mapping[int, int]) -> torch.Tensor:
-    """This rank's of the numbers of all ranks."""
+    """Return this rank's number out of those of all ranks."""
     return torch.tensor(numbers[dist.get_rank()], device="cpu")
 
 

@@ -1,7 +1,7 @@
-"""What an operation on DTensors comes to on this rank: operations on its own parts, and collectives.
+"""An operation on DTensors as this rank does it: operations on its own parts, and collectives.
 
-DTensor finds that out anew each time, in about 100 us of Python. For operands that lie in the same way it comes to the
-same, so the second time it is noted, and from the third on done without DTensor.
+DTensor works these out each time, in about 100 us of Python. For operands that lie in the same way they are the same,
+so they are noted at the second time, and done from the third on without DTensor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from meshbook.torch_internals import DTensorSpec
 
 MOST_WAYS = 4096
-"""So many are known at a time."""
+"""The most operations that are known at a time."""
 _UNDERSTOOD = ("aten::", "_c10d_functional::")
 aten = torch.ops.aten
 _READS_VALUES = (aten._local_scalar_dense.default,)
 
 
 class Slot(NamedTuple):
-    """Stands for a tensor of this rank: one of the operands' parts, or what a call before has made."""
+    """The place of a tensor of this rank: a part of an operand, or a result of an earlier call."""
 
     at: int
 
@@ -35,25 +35,25 @@ class LocalCall(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     makes: int
-    """So many tensors."""
+    """The number of tensors that the call makes."""
 
 
 class _Result(NamedTuple):
-    """spec: None if it is an operand itself."""
+    """A result of an operation. spec: None if the result is an operand itself."""
 
     slot: int
     spec: DTensorSpec | None
 
 
 class Lowered(NamedTuple):
-    """An operation for operands that lie in one way."""
+    """The calls that do an operation on operands with one layout."""
 
     calls: Sequence[LocalCall]
     results: Sequence[_Result | None]
     is_list: bool
 
     def do(self, operands: Sequence[DTensor]) -> Any:
-        """What the operation returns."""
+        """Do the operation, and return its results."""
         values: list[torch.Tensor] = [operand._local_tensor for operand in operands]
         for operator, args, kwargs, makes in self.calls:
             made = operator(*fill(args, values), **{name: fill(value, values) for name, value in kwargs.items()})
@@ -69,13 +69,13 @@ class Lowered(NamedTuple):
 
 
 def way_of(operator: Hashable, tensors: Sequence[Any], numbers: Sequence[float]) -> Hashable:
-    """What decides which calls an operation comes to; two equal ones come to the same."""
+    """Return a key for the calls that an operation becomes; equal keys mean the same calls."""
     lie = [(tensor._spec, tensor._local_tensor.shape, tensor._local_tensor.stride()) for tensor in tensors]
     return (operator, repr(numbers) if numbers else "", *lie)
 
 
 class LoweredOperations:
-    """The operations of one device mesh of which is known what they come to."""
+    """The operations of one device mesh whose calls are known."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Lowered | None] = {}
@@ -85,7 +85,7 @@ class LoweredOperations:
         return None if known is _SEEN else known
 
     def do(self, way: Hashable, operands: Sequence[Any], operation: Callable[[], Any]) -> Any:
-        """Do an operation that is not known; it is noted the second time."""
+        """Do an operation whose calls are not known; they are noted the second time."""
         if way not in self._known:
             if len(self._known) >= MOST_WAYS:
                 self._known.clear()
@@ -108,23 +108,19 @@ _SEEN = Lowered((), (), is_list=False)
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is done with tensors of this rank."""
+    """A mode that notes the calls on tensors of this rank."""
 
     def __init__(self, locals_: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[LocalCall] = []
         self._slots: dict[Hashable, int] = {}
         self._kept: list[torch.Tensor] = []
-        """So that no memory is used twice meanwhile."""
+        """The tensors of the calls, kept so that no memory is used twice meanwhile."""
         self._is_understood = all(type(each) is torch.Tensor and not each.is_complex() for each in locals_)
         self._add(locals_)
 
     def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if FakeTensor in types:
@@ -141,7 +137,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def lowered(self, operands: Sequence[Any], made: Any) -> Lowered | None:
-        """What was noted, if it can be done again."""
+        """Return the noted calls, if they can be done again."""
         results: list[_Result | None] = []
         for each in made if (is_list := isinstance(made, (list, tuple))) else [] if made is None else [made]:
             own = next((at for at, operand in enumerate(operands) if operand is each), None)
@@ -171,13 +167,13 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for two tensors that are the same memory in the same form."""
+    """Return a key that is equal for two tensors that are the same memory in the same form."""
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _share_memory(operands: Sequence[Any]) -> bool:
-    """Whether two do: it could not be told which of them a call is given, and the next time they may be others."""
+    """Whether two operands share memory: a call would not show which of them it is given."""
     return len({operand._local_tensor.untyped_storage()._cdata for operand in operands}) < len(operands)
 
 

@@ -1,8 +1,13 @@
-"""What is known of operators on DTensors: which DTensor does rightly, and how each of the others is to be done.
+"""The rules for operators on DTensors: which of them DTensor does rightly, and how each of the others is done.
 
-One for which DTensor knows no way to keep the shards apart is done on whole tensors by every rank, which is slower and
-always right. What DTensor is known to get wrong is done whole as well (`WHOLE`), or taken apart (`APART`), or on the
-parts where that is all the same (`ATTENTION`).
+An operator for which DTensor cannot keep the shards apart is done on whole tensors by every rank, which is slower and
+always right. An operator that DTensor gets wrong is done on whole tensors as well (`WHOLE`), or made of others
+(`APART`), or done on parts where that gives the same (`ATTENTION`).
+
+Attention on a GPU goes by the operators that torch has for CPUs, since the controller, which has no GPU, picks them.
+Forward and backward are torch's own attention, which picks the kernel. The operator for CPUs keeps values for its
+backward pass that kernels of GPUs do not have; they are left empty, and the backward pass begins again. That is right
+since torch takes this operator only where there is no dropout.
 """
 
 from __future__ import annotations
@@ -46,8 +51,9 @@ APART = frozenset(
         aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
     }
 )  # fmt: skip
-"""DTensor 2.13 divides these gradients by the size of a part, takes a dim that is kept for one that is gone, and takes
-the mean of parts' means where items have weights, or are ignored."""
+"""Operators that are made of others. DTensor 2.13 divides these gradients by the size of a part, takes a dim that is
+kept for one that is gone, and takes the mean of parts' means where items have weights, or are ignored.
+"""
 
 WHOLE = frozenset(
     {
@@ -56,13 +62,13 @@ WHOLE = frozenset(
         "native_batch_norm", "scatter_add", "select_backward", "soft_margin_loss_backward", "squeeze_copy", "view_copy",
     }
 )  # fmt: skip
-"""DTensor 2.13 gives wrong values for these, or fails, where a dim is sharded; also for those that work in place."""
+"""Operators for which DTensor 2.13 gives wrong values, or fails, where a dim is sharded; in place as well."""
 
 LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE})
-"""Of sums whose parts are on the ranks they give such sums, as views do; all others are given sums that are done."""
+"""Operators that turn sums whose parts are on the ranks into such sums, as views do; others are given done sums."""
 
 LIKE = frozenset({aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default})
-"""But these: they read no values."""
+"""Operators that read no values, so that they may be given sums that are not done."""
 
 EASY_VIEWS = frozenset(
     {
@@ -70,10 +76,10 @@ EASY_VIEWS = frozenset(
         aten.unsqueeze.default,
     }
 )  # fmt: skip
-"""Views for which it is all the same to DTensor whether parts are equal."""
+"""Views that DTensor does rightly whether parts are equal or not."""
 
 UNVIEWS = frozenset({aten._unsafe_view.default, aten.slice_backward.default})
-"""No views, and as hard for DTensor where parts are unequal."""
+"""Operators that are no views, and that DTensor gets wrong where parts are unequal, as it does views."""
 
 ALONG_BATCH = frozenset(
     {
@@ -81,7 +87,7 @@ ALONG_BATCH = frozenset(
         aten.native_group_norm_backward.default,
     }
 )  # fmt: skip
-"""DTensor does them on parts that do not fit each other, unless what is sharded is the batch alone."""
+"""Operators that DTensor does on parts that do not fit each other, unless only the batch is sharded."""
 
 
 ATTENTION = frozenset(
@@ -90,10 +96,10 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""Unknown to DTensor; each head of each item of the batch is by itself."""
+"""Operators that DTensor does not know; each head of each item of the batch is independent."""
 
 GRADED = frozenset({aten.mkldnn_rnn_layer.default})
-"""Operators that give what their gradients need only where gradients are wanted."""
+"""Operators that return the tensors for their gradients only where gradients are wanted."""
 
 
 WRITTEN_APART = frozenset(
@@ -103,8 +109,9 @@ WRITTEN_APART = frozenset(
         aten.threshold_.default, aten.zero_.default,
     }
 )  # fmt: skip
-"""Operators that work in place and that DTensor does rightly, as it does those that are pointwise. Of others it may
-take the tensor for one that lies in another way afterwards."""
+"""Operators that work in place and that DTensor does rightly, beside the pointwise ones. Of others DTensor may take the
+tensor for one that lies in another way afterwards.
+"""
 
 BEARS_NOTHING = frozenset(
     {
@@ -112,14 +119,14 @@ BEARS_NOTHING = frozenset(
         aten.sum.default, aten.sum.dim_IntList,
     }
 )  # fmt: skip
-"""Operators that DTensor does rightly where a rank's part is empty, as it does those that are pointwise."""
+"""Operators that DTensor does rightly where a rank's part is empty, beside the pointwise ones."""
 
 
 class CompiledTemplate:
     """A template with its operator found."""
 
     def __init__(self, template: Template, device: str) -> None:
-        """device: where the ranks have their tensors; the controller, for which they lie on the CPU, says so."""
+        """device: the kind on which the ranks have their tensors; ``cpu`` for the controller."""
         self.name = template.operator
         self.operator = find_operator(template.operator)
         self.args, self.kwargs = template.args, template.kwargs
@@ -148,7 +155,7 @@ class CompiledTemplate:
         self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
         """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""
         self.can_be_lowered = not (self.is_random or self.is_fused or self.operator in GRADED)
-        """Whether it comes to the same for operands that lie in the same way."""
+        """Whether it becomes the same calls for operands with the same layout."""
         self.along_batch = self.operator in ALONG_BATCH
         self.apart = _way_apart(self.operator) if self.operator in APART and not reduces_all else None
 
@@ -163,7 +170,7 @@ def _way_apart(operator: Operator) -> Callable[..., Any]:
 
 
 def _mean_of_items(operator: Operator, scores: Any, classes: Any, weight: Any, reduction: int, ignored: int) -> Any:
-    """The loss of classes: a mean is the sum of all items' losses by that of their weights."""
+    """Return a loss of classes, where a mean is the sum of all losses by the sum of all weights."""
     is_mean = reduction == 1
     loss, weights = operator(scores, classes, weight, 2 if is_mean else reduction, ignored)
     if not is_mean:
@@ -185,9 +192,9 @@ def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
 
 
 def has_no_way(error: Exception) -> bool:
-    """Whether DTensor never has a way to do an operation, rather than not with these placements.
+    """Whether DTensor can never do an operation, rather than not with these placements.
 
-    It finds that out before anything was done. Raises: the error, if it is another one.
+    DTensor finds that out before it does anything. Raises: the error, if it is another one.
     """
     if isinstance(error, NotImplementedError) or "unhashable type" in str(error):  # of its memory: complex numbers
         return True
@@ -197,7 +204,7 @@ def has_no_way(error: Exception) -> bool:
 
 
 def by_heads(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    """The arguments of attention, all laid out as the queries, if these are cut along items and heads at most."""
+    """Return the arguments of attention laid out as the queries, if these are cut along items and heads at most."""
     query = args[[argument.name for argument in operator._schema.arguments].index("query")]
     if not all(each.is_replicate() or each.is_shard(0) or each.is_shard(1) for each in query.placements):
         return None
@@ -210,7 +217,7 @@ def by_heads(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def is_misread(operator: object, args: Sequence[Any]) -> bool:
-    """Whether DTensor 2.13 does an operation, but not with these arguments."""
+    """Whether DTensor 2.13 does an operation rightly, but not with these arguments."""
     first = args[0] if args else None
     if operator in _LARGEST_OF_EACH:  # there is none where a part is empty
         is_norm = operator is aten._foreach_norm.Scalar and (len(args) < 2 or not math.isinf(args[1]))
@@ -229,7 +236,7 @@ def is_misread(operator: object, args: Sequence[Any]) -> bool:
 
 
 def check_rows(table: DTensor, indices: DTensor) -> None:
-    """Raises: IndexError, as torch does, for a row that a table in parts does not have: masks make zeros of it."""
+    """Raise an IndexError, as torch does, for a row that a table in parts lacks: masks would make zeros of it."""
     local = indices.to_local()
     if local.is_cpu and local.numel() and any(each.is_shard(0) for each in table.placements):
         least, most = local.aminmax()
@@ -238,7 +245,7 @@ def check_rows(table: DTensor, indices: DTensor) -> None:
 
 
 def _has_no_mask(table: Sequence[Placement], indices: DTensor) -> bool:
-    """Whether DTensor has no mask for rows that are elsewhere: it has one, for an axis that cuts nothing but rows."""
+    """Whether DTensor lacks a mask for rows that are elsewhere: it has one for an axis that cuts rows alone."""
     rows = sum(each.is_shard(0) for each in table)
     is_cut = not all(each.is_replicate() for each in indices.placements)
     is_cut_else = any(each.is_shard() and not each.is_shard(0) for each in table)
@@ -250,7 +257,7 @@ _ANY = (aten.any.default, aten.any.dim, aten.any.dims)
 
 
 def with_nan(made: Any) -> Any:
-    """What an operation gives, largest and smallest values of all parts with it: of NaN collectives lose sight."""
+    """Return the results with the extremes of all parts reduced here: collectives would lose a NaN."""
     if isinstance(made, (list, tuple)):
         return [with_nan(each) for each in made]
     if not isinstance(made, DTensor) or not made.dtype.is_floating_point:
@@ -277,7 +284,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 
 @functools.cache
 def register_attention() -> None:
-    """Have tensors of GPUs take these."""
+    """Have tensors of GPUs take the functions below for attention."""
     _KERNELS.impl("_scaled_dot_product_flash_attention_for_cpu", _attend_on_cuda, "CUDA")  # type: ignore[no-untyped-call]
     _KERNELS.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _attend_back_on_cuda, "CUDA")  # type: ignore[no-untyped-call]
 

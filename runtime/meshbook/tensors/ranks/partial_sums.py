@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def block_placements(tensor: DTensor) -> list[Placement]:
-    """How one can be laid out that lies in blocks, else as this one."""
+    """Return the placements of a tensor in blocks that is nearest to this one."""
     return [each if type(each) is Shard else Replicate() for each in tensor.placements]
 
 
@@ -30,7 +30,7 @@ _UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def full(tensor: Any) -> torch.Tensor:
-    """The whole tensor; a collective."""
+    """Return the whole tensor; a collective."""
     if tensor.dtype in _UNKNOWN_TO_GLOO:
         tensor, dtype = tensor.to(torch.int64), tensor.dtype
         return cast("torch.Tensor", tensor.full_tensor().to(dtype))
@@ -38,13 +38,13 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def shares_memory(view: DTensor, base: DTensor) -> bool:
-    """Whether they lie in the same memory. A rank whose part is empty has none; what it would write is nothing, too."""
+    """Whether both lie in the same memory. A rank whose part is empty has none, and cannot write to it."""
     mine, its = view.to_local(), base.to_local()
     return not mine.numel() or mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
 
 
 def whole_of(value: Any, *, own: bool = False) -> Any:
-    """own: in memory of its own, in order."""
+    """Return the whole tensors of a structure; a collective. own: in memory of its own, in order."""
     if isinstance(value, DTensor):
         return full(value).clone(memory_format=torch.contiguous_format) if own else full(value)
     if isinstance(value, (list, tuple)):
@@ -53,7 +53,7 @@ def whole_of(value: Any, *, own: bool = False) -> Any:
 
 
 def parts_like(arguments: Any, like: Sequence[DTensor]) -> Any:
-    """The arguments of an optimizer's fused step as this rank's parts, laid out as the parameters, ``like``."""
+    """Return the arguments of an optimizer's fused step as this rank's parts, laid out as the parameters, ``like``."""
     if isinstance(arguments, dict):
         return {name: parts_like([value], like)[0] for name, value in arguments.items()}
     found: list[Any] = []
@@ -71,14 +71,14 @@ def parts_like(arguments: Any, like: Sequence[DTensor]) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """What the controller counts, the step of each parameter, is wanted where the parameters are."""
+    """Return the tensors on the device of the parameters: the controller counts their steps on the CPU."""
     if isinstance(value, list):
         return [_moved(each, device) for each in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a whole tensor whose parts lie in memory as one of them does."""
+    """Return the strides of a whole tensor whose parts lie in memory as one of them does."""
     strides, stride = [1] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
         strides[dim], stride = stride, stride * max(shape[dim], 1)
@@ -90,17 +90,17 @@ def listed(value: Any) -> list[Any]:
 
 
 BUCKET_BYTES = 25 << 20
-"""So much is summed at a time: it is copied there and back."""
+"""The bytes that are summed at a time: they are copied there and back."""
 
 
 def end_sums(tensors: Sequence[DTensor]) -> None:
-    """Have each rank hold values of the tensors themselves where it holds a part of a sum, say."""
+    """Reduce the parts of sums, so that each rank holds values of the tensors themselves."""
     if sums := [tensor for tensor in tensors if any(each.is_partial() for each in tensor.placements)]:
         lay_all_out([(tensor, _ended(tensor)) for tensor in sums])
 
 
 class SumHolder(Protocol):
-    """Who has a tensor."""
+    """An object that has a tensor."""
 
     tensor: DTensor
     sum: SharedSum | None
@@ -110,13 +110,13 @@ class SharedSum(NamedTuple):
     """A sum of which ranks hold parts, and of which there are views."""
 
     whole: DTensor
-    """All of the memory."""
+    """The tensor that covers all of the memory."""
     holders: list[weakref.ref[SumHolder]]
-    """Who has it, and its views."""
+    """The holders of the tensor and of its views."""
 
 
 def share_sum(view: SumHolder, base: SumHolder) -> None:
-    """Know of a view that shares the memory of its base; where that is no sum nothing needs to be known."""
+    """Note a view that shares the memory of its base, if that is a sum."""
     if not any(each.is_partial() for each in view.tensor.placements):
         return
     if base.sum is None:
@@ -126,14 +126,14 @@ def share_sum(view: SumHolder, base: SumHolder) -> None:
 
 
 def is_shared(holder: SumHolder) -> bool:
-    """Whether others have a sum as well."""
+    """Whether another holder has a view of the sum."""
     return holder.sum is not None and sum(each() is not None for each in holder.sum.holders) > 1
 
 
 def end_shared_sums(operands: Sequence[SumHolder]) -> bool:
-    """As `end_sums`. Where views share memory the values are put there, so that they go on to do so.
+    """Reduce sums as `end_sums` does; where views share memory the values are put there, so that they still share it.
 
-    Returns: whether there was one.
+    Returns: whether there was a sum.
     """
     alone: list[DTensor] = []
     found = False
@@ -161,15 +161,15 @@ def _ended(tensor: DTensor) -> list[Placement]:
 
 
 def _said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A tensor of the same parts."""
+    """Return a tensor with the same parts and other placements."""
     told: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, **told)
 
 
 def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> set[int]:
-    """Have the ranks hold tensors in other ways, as each is wanted; the same on all ranks.
+    """Lay tensors out in other ways, each as it is wanted; the same on all ranks.
 
-    Returns: axes along which this rank, and all others, have waited for those that they are in one group with.
+    Returns: the axes along which this rank, and all others, have waited for the ranks of their group.
     """
     waited: set[int] = set()
     together: dict[tuple[tuple[int, ...], torch.dtype], list[DTensor]] = {}
@@ -188,12 +188,12 @@ def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> set[in
 
 
 def _is_somewhere(tensor: DTensor) -> bool:
-    """Whether every rank has something of it: nobody waits in a collective of nothing."""
+    """Whether every rank has an element of it: in a collective of nothing no rank waits."""
     return bool(tensor.numel()) and not any(each.is_shard() for each in tensor.placements)
 
 
 def lay_out(tensor: Any, placements: Sequence[Placement]) -> None:
-    """Have the ranks hold a tensor in another way."""
+    """Lay a tensor out in another way."""
     if tuple(placements) != tensor.placements:
         _replace(tensor, tensor.redistribute(placements=placements))
 
@@ -203,7 +203,7 @@ def _replace(tensor: Any, by: Any) -> None:
 
 
 def _summed_axes(held: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...]:
-    """The axes along which ranks hold parts of a sum that is wanted whole, if nothing else differs."""
+    """Return the axes along which ranks hold parts of a sum that is wanted whole, if nothing else differs."""
     axes = []
     for axis, (now, then) in enumerate(zip(held, wanted, strict=True)):
         if type(now) is Partial and now.reduce_op == "sum" and then.is_replicate():
@@ -227,7 +227,7 @@ def _buckets(tensors: Sequence[DTensor]) -> Iterator[list[DTensor]]:
 
 
 def _sum(tensors: Sequence[DTensor], axes: Sequence[int]) -> None:
-    """Not in the tensors' own memory: an alias of one still has its part of the sum."""
+    """Sum tensors in one collective, in new memory: an alias of a tensor still has its part of the sum."""
     mesh, parts = tensors[0].device_mesh, [_in_memory_order(tensor) for tensor in tensors]
     flat = torch.cat([part.reshape(-1) for part, _ in parts])
     for axis in axes:
@@ -240,15 +240,15 @@ def _sum(tensors: Sequence[DTensor], axes: Sequence[int]) -> None:
 
 @functools.lru_cache(maxsize=10_000)
 def _summed(spec: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec:
-    """That of the sum; a `DTensor.from_local` for each took longer than the copies."""
+    """Return the spec of the sum; a `DTensor.from_local` for each took longer than the copies."""
     placements = [Replicate() if axis in axes else each for axis, each in enumerate(spec.placements)]
     return make_spec(spec, placements)
 
 
 def _in_memory_order(tensor: DTensor) -> tuple[torch.Tensor, list[int]]:
-    """This rank's part with its dims as those of the whole are in memory, alike on all ranks; and how to turn it back.
+    """Return this rank's part with its dims as the whole has them in memory, and the permutation that turns it back.
 
-    Gradients of weights are transposed, and copied in a third of the time in this order.
+    The order is the same on all ranks. Gradients of weights are transposed, and copied in a third of the time so.
     """
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])

@@ -2,10 +2,10 @@
 
     where is yours?  ──all ranks──>  each reads the pieces that it lacks  ──all ranks──>  did all of them?
 
-Nobody goes on before all have read, so the parts stay as they are meanwhile; a rank that ends, or is interrupted, never
-says that it has, and the operation fails on the others as one that waits for it. Between machines, and where the kernel
-forbids it, `PeerReads.lay_out` gives nothing on all ranks alike, and they send each other what they lack. What a rank
-has found out about that it tells each time: an interrupt may have kept others from learning it.
+No rank goes on before all have read, so the parts stay as they are meanwhile; a rank that ends, or is interrupted,
+never says that it has read, and the operation fails on the others as one that waits for it. Between machines, and where
+the kernel forbids reads, `PeerReads.lay_out` returns None on all ranks alike, and they send each other the pieces. A
+rank tells the others each time whether it may read: an interrupt may have kept them from learning it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, contiguous_s
 from meshbook.tensors.messages.operations import Box
 
 LEAST_BYTES = 1 << 20
-"""Smaller tensors are sent: to agree takes as long."""
+"""The least size of tensors that are read: for smaller ones to agree takes as long as to send them."""
 
 SHORT_BYTES = 512
-"""Where a piece lies in runs that are shorter, all is read from its first byte to its last."""
+"""The least length of runs that are read one by one; of shorter ones all from the first byte to the last is read."""
 
 
 class PeerReads:
-    """The ranks of one device mesh."""
+    """Reads between the ranks of one device mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -45,15 +45,15 @@ class PeerReads:
         self._has_peers = mesh.size() > 1 and mesh.device_type == "cpu"
         self._position = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) if self._has_peers else 0
         self._may_read = self._has_peers
-        """Until the kernel forbids it. Of this rank alone."""
+        """Whether this rank has not been forbidden by the kernel to read."""
         self._is_open = False
 
     def lay_out(
         self, tensor: DTensor, placements: Sequence[Placement], only: Collection[int] | None = None
     ) -> DTensor | None:
-        """The tensor in another layout, in memory of its own; None where it is to be sent; a collective.
+        """Return the tensor in another layout, in memory of its own; None where it has to be sent; a collective.
 
-        only: the positions on the mesh that want their parts; to others something else of that shape is given.
+        only: the positions on the mesh that want their parts; other ranks are given any tensor of that shape.
         """
         if not self._has_peers or not _is_for_reading(tensor, placements):
             return None
@@ -79,7 +79,7 @@ class PeerReads:
         return None
 
     def _gather(self, mine: Sequence[int]) -> list[list[int]]:
-        """Numbers of each rank, by its position."""
+        """Return the numbers of each rank, by its position."""
         if not self._is_open:
             let_peers_read()  # before any of them knows where
             self._is_open = True
@@ -91,7 +91,7 @@ class PeerReads:
         return table.tolist()
 
     def _agree(self, has_read: bool) -> bool:
-        """Whether all have read what they lack."""
+        """Whether all ranks have read the pieces that they lack."""
         done = torch.tensor([has_read], dtype=torch.int32, device="cpu")
         for axis in range(self._mesh.ndim):
             dist.all_reduce(done, dist.ReduceOp.MIN, group=self._mesh.get_group(axis))
@@ -106,7 +106,7 @@ class PeerReads:
         made: torch.Tensor,
         part: Box,
     ) -> bool:
-        """Put this rank's part together; whether the kernel lets it."""
+        """Put this rank's part together; return whether the kernel allows it."""
         for source, _, box in mine:
             if source == self._position:
                 within(made, part, box).copy_(within(local, given[source], box))
@@ -122,7 +122,7 @@ class PeerReads:
 
 
 def _is_for_reading(tensor: DTensor, placements: Sequence[Placement]) -> bool:
-    """Whether it is large, dense, and in blocks before and after. Alike on all ranks."""
+    """Whether a tensor is large, dense, and in blocks before and after. Alike on all ranks."""
     both = (*tensor.placements, *placements)
     return (
         tensor.numel() * tensor.element_size() >= LEAST_BYTES
@@ -133,7 +133,7 @@ def _is_for_reading(tensor: DTensor, placements: Sequence[Placement]) -> bool:
 
 
 def _is_within(box: Box, other: Box) -> bool:
-    """Whether a rank with the other lacks nothing of it."""
+    """Whether a rank that has the other layout has all of its part."""
     return all(begin >= b and end <= e for (begin, end), (b, e) in zip(box, other, strict=True)) or any(
         begin >= end for begin, end in box
     )
@@ -141,7 +141,7 @@ def _is_within(box: Box, other: Box) -> bool:
 
 @functools.cache
 def _machine() -> int:
-    """Equal on ranks that may read each other's memory, and on no others: what they read is believed."""
+    """Return a key that is equal on ranks that may read each other's memory, and on no others."""
     return int.from_bytes(hashlib.blake2b(memory_name().encode(), digest_size=7).digest(), "big")
 
 
@@ -165,7 +165,7 @@ def _read_piece(pid: int, address: int, held: Box, made: torch.Tensor, part: Box
 
 
 def _first_in_runs(part: Box, box: Box) -> int:
-    """The first dim from which on the box lies in one run in the memory of the part."""
+    """Return the first dim from which on the box lies in one run in the memory of the part."""
     first = len(box)
     while first and (first == len(box) or box[first] == part[first]):
         first -= 1
@@ -173,7 +173,7 @@ def _first_in_runs(part: Box, box: Box) -> int:
 
 
 def _offsets(part: Box, box: Box, first: int) -> np.ndarray:
-    """Where the runs of the box begin in the memory of the part, in elements."""
+    """Return the beginnings of the runs of the box in the memory of the part, in elements."""
     strides = contiguous_strides([end - begin for begin, end in part])
     found = np.array([sum((b[0] - p[0]) * stride for p, b, stride in zip(part, box, strides, strict=True))])
     for (begin, end), stride in itertools.islice(zip(box, strides, strict=True), first):

@@ -1,7 +1,7 @@
 """The operations that a rank has yet to do, batches and recorded steps, and the tensors that they make.
 
 Operations are done in order. At the first that fails a rank halts, keeps the rest, and goes on when the controller has
-told it what the failure costs.
+told it which operations fail for that reason.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from meshbook.tensors.ranks.rank_operations import GONE, Failed, NamedOperations
 from meshbook.tensors.ranks.step_plans import StepPlan, StepRun, StepTrace, Untraceable
 
 TRACED_FROM = 3
-"""So often a step is done as always before there is a plan: by then it is known what its operations come to."""
+"""The times that a step is done as always before there is a plan: by then the calls of its operations are known."""
 TRACED_AT_MOST = 10
-"""What lies in another way each time needs no more plans."""
+"""The most plans of one step; tensors that lie in another way each time need no more."""
 
 
 class Left(NamedTuple):
-    """Operations that are to be done, one behind the other, and what nobody needs after them."""
+    """Operations that are to be done, one behind the other, and the tensors that are free after them."""
 
     first: int
     """The number of the first operation; a recorded step has but one number."""
@@ -50,13 +50,13 @@ class Left(NamedTuple):
     search: Search | None = None
     replay: Replay | None = None
     done: int = 0
-    """How many of the uses are done."""
+    """The number of uses that are done."""
     run: StepRun | None = None
-    """Of a step that was cut off while it was done as planned."""
+    """The run of a step that was cut off while it was done as planned."""
 
     @property
     def number(self) -> int:
-        """Of the operation that is done next."""
+        """The number of the operation that is done next."""
         return self.first if self.replay is not None else self.first + self.done
 
     @property
@@ -77,7 +77,7 @@ class KnownStep:
         self._times = self._traced = 0
 
     def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
-        """Do it as planned. None where it is done as always: there is no plan, or tensors lie in another way."""
+        """Begin the planned run; None where there is no plan, or tensors lie in another way."""
         run = self._plan.begin(tensors) if self._plan is not None else None
         self._trace = None
         if run is None:
@@ -91,7 +91,7 @@ class KnownStep:
         return run
 
     def look_before(self, use: Use) -> None:
-        """An operation is about to be done as always."""
+        """Note that an operation is about to be done as always."""
         if self._trace is not None:
             try:
                 self._trace.begin(use)
@@ -99,7 +99,7 @@ class KnownStep:
                 self._trace = None
 
     def look_after(self, use: Use, operator: str, lowered: Lowered | None, *, varies: bool) -> None:
-        """It was done. lowered: what it came to, if that is known. varies: its numbers are others each time."""
+        """Note that it was done. lowered: its calls, if they are known. varies: its numbers are others each time."""
         if self._trace is not None:
             try:
                 self._trace.end(use, operator, lowered, varies=varies)
@@ -107,23 +107,23 @@ class KnownStep:
                 self._trace = None
 
     def finish(self) -> None:
-        """It was done as always, to its end."""
+        """Note that the step was done as always, to its end."""
         if self._trace is not None:
             self._plan, self._trace = self._trace.finish(), None
 
     def forget(self, *, plan: bool) -> None:
-        """It was cut off. plan: groups are others."""
+        """Forget the run that was cut off. plan: also the plan, since groups are others."""
         self._trace = None
         if plan:
             self._plan, self._times = None, 0
 
 
 class Missed(Exception):
-    """A rank has not been sent all operations before these: an interrupt came before it began with some."""
+    """Raised on a rank that an interrupt kept from operations before these."""
 
 
 class RankBatches(NamedOperations):
-    """The mesh tensors of one process, and what the controller has done with them."""
+    """The mesh tensors of one process, and the operations of the controller on them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -134,15 +134,15 @@ class RankBatches(NamedOperations):
         self._next = 0
         """The number of the first operation that this rank has not been sent."""
         self._left: list[Left] = []
-        """What this rank goes on with when it is told to, if it has halted."""
+        """The operations with which this rank goes on when it is told to, if it has halted."""
         self._halted_by = OperationFailed(0, "", "", "")
         self._undone: list[Undone] = []
-        """What was left out since the last repair, as far as it was not settled that it does not matter."""
+        """The operations left out since the last repair, unless it was settled that they do not matter."""
         self._cut_off: StepRun | None = None
         """The step in which this rank has just halted, if it was done as planned."""
 
     def run(self, batch: OperationBatch) -> dict[TensorId, str]:
-        """Do what a batch says; returns which results failed, and why. Raises: OperationFailed, Missed."""
+        """Do the operations of a batch; return which results failed, and why. Raises: OperationFailed, Missed."""
         self._templates.update((template.number, template) for template in batch.templates)
         uses = list(map(Use._make, batch.uses))
         search = Search(batch.hunted, self.mesh, len(uses)) if batch.hunted and uses else None
@@ -179,7 +179,7 @@ class RankBatches(NamedOperations):
         return str(self._halted_by) if self._left else ""
 
     def progress(self, written: Collection[TensorId]) -> HaltedAt:
-        """How far this rank has come, and which tensors lie in the memory of each of ``written``."""
+        """Return how far this rank has come, and which tensors lie in the memory of each of ``written``."""
         memory: dict[TensorId, int] = {}
         families: dict[int, list[TensorId]] = {}
         for number, held in self._tensors.items():
@@ -210,9 +210,9 @@ class RankBatches(NamedOperations):
         return self._go_on(left, refused)
 
     def give_up_below(self, decided: int) -> None:
-        """Never go on with operations of which the controller has told what they cost: those below this number.
+        """Give up operations whose failures the controller has settled: those below this number.
 
-        Every call says so, since the one that told it may be the one that an interrupt kept from this rank.
+        Every call says so, since an interrupt may have kept the call that settled them from this rank.
         """
         undone = self._undone_before(decided)
         if undone.first >= decided:
@@ -231,7 +231,7 @@ class RankBatches(NamedOperations):
         return Undone(now.number, end, now.done if now.replay is not None else 0)
 
     def undone(self) -> list[Undone]:
-        """What this rank has not done, and never will, of what matters since it last agreed with the others."""
+        """Return the operations that this rank will never do and that matter since it last agreed with the others."""
         return self._undone
 
     def _go_on(self, left: Sequence[Left], refused: Mapping[int, str]) -> dict[TensorId, str]:
@@ -247,7 +247,7 @@ class RankBatches(NamedOperations):
         return failed
 
     def _do(self, left: Left, refused: Mapping[int, str]) -> dict[TensorId, str]:
-        """Do what is left of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
+        """Do the rest of a batch, or of a step. Raises: OperationFailed at the first that fails here."""
         failed: dict[TensorId, str] = {}
         self._cut_off = None
         step = self._steps[left.replay.number] if left.replay is not None else None
@@ -289,14 +289,14 @@ class RankBatches(NamedOperations):
         return failed if left.replay is None else self._name_results(left.replay, failed)
 
     def _halt_step(self, step: KnownStep, run: StepRun | None, done: int) -> None:
-        """This rank halts within a step: what was made in it is there, whether it goes on with the rest or not."""
+        """Halt within a step: its tensors so far are there, whether this rank goes on with the rest or not."""
         step.forget(plan=False)
         self._cut_off = run
         if run is not None:
             run.keep(self._tensors, done)
 
     def _do_named(self, use: Use) -> None:
-        """One operation of a step, with names for what it reads."""
+        """Do an operation of a step on tensors that have names."""
         if use.template == WAIT:
             self._wait_for_all(use.tensors)
         else:
@@ -323,7 +323,7 @@ class RankBatches(NamedOperations):
             self._fail(use, str(refusal), failed)
 
     def _tell(self, left: Left, failed: dict[TensorId, str]) -> None:
-        """What the ranks have found together. It waits for all of them, so it can be cut off as operations are."""
+        """Report the finds of all ranks. It waits for all of them, so it can be cut off as operations are."""
         assert left.search is not None
         try:
             left.search.tell(failed, left.first, left.replay is not None)
@@ -337,7 +337,7 @@ class RankBatches(NamedOperations):
             self._tensors[name] = self._tensors.get(number) or Failed(GONE)
 
     def _name_results(self, replay: Replay, failed: Mapping[TensorId, str]) -> dict[TensorId, str]:
-        """A step is over; returns what failed of what is there afterwards."""
+        """Give the results of a step their numbers; return the failures of tensors that are there afterwards."""
         named = dict(zip(self._steps[replay.number].recording.results, replay.results, strict=True))
         for name, number in named.items():
             self._tensors[number] = self._tensors.get(name) or Failed(GONE)
@@ -354,7 +354,7 @@ class RankBatches(NamedOperations):
                 self._steps.pop(number, None)
 
     def _wait_for_all(self, gradients: Sequence[TensorId]) -> None:
-        """gradients: each with its parameter behind it. Raises: RuntimeError if one could not be made."""
+        """Wait until all ranks are here. gradients: each with its parameter behind it. Raises: RuntimeError."""
         for number in gradients:
             if isinstance(held := self._tensors.get(number), Failed):
                 raise RuntimeError(held.why)
@@ -378,5 +378,5 @@ class RankBatches(NamedOperations):
         return part is not None and bool(part._version != version)
 
     def stepped(self) -> int:
-        """The turn in which all ranks last began to step with an optimizer."""
+        """Return the turn in which all ranks last began to step with an optimizer."""
         return self._waited

@@ -54,20 +54,20 @@ class RankTensor:
     """A mesh tensor as one rank has it.
 
     A view that could not share the memory of its base, since its parts lie across the base's, is made again when it is
-    read after the base was written, and what is written to it is written to the base.
+    read after the base was written, and a write to the view is done to the base.
     """
 
     def __init__(self, tensor: DTensor, base: RankTensor | None = None) -> None:
-        """base: whose memory it shares."""
+        """base: the tensor whose memory this one shares."""
         self.tensor = tensor
         self.version: list[int] = [0] if base is None else base.version
-        """How often the memory was written, in a list that all share who share the memory."""
+        """The number of writes to the memory, in a list that all tensors in this memory share."""
         self.family: object = object()
-        """The same for all views of a tensor, whether they share its memory or not: equal on all ranks."""
+        """An object that all views of a tensor share, in its memory or not: alike on all ranks."""
         self.sum: SharedSum | None = None
-        """Of a sum whose parts are on the ranks: who else has them."""
+        """The other holders of a sum whose parts are on the ranks."""
         self.made: Making | None = None
-        """How a view was made that shares no memory with its base."""
+        """The way in which a view was made that shares no memory with its base."""
         self.seen = 0
         """The base's version at that time."""
 
@@ -85,21 +85,21 @@ class RankTensor:
 
 
 class Making(NamedTuple):
-    """How a view was made of its base."""
+    """The operation that made a view of its base."""
 
     template: CompiledTemplate
     use: Use
     base: RankTensor
     at: int
-    """Which of the results it is, where there are several."""
+    """The place of the view among the results, where there are several."""
 
     def of(self, made: Any) -> Any:
-        """It, of what the operation gives."""
+        """Return the view, out of the results of the operation."""
         return made[self.at] if isinstance(made, (list, tuple)) else made
 
 
 class Operations:
-    """How operations are done on one device mesh."""
+    """The operations on one device mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._lowered = mesh, LoweredOperations()
@@ -107,10 +107,10 @@ class Operations:
             register_attention()
         self.peers = PeerReads(mesh)
         self.lowered: Lowered | None = None
-        """What the last operation came to, if that was known."""
+        """The calls of the last operation, if they were known."""
 
     def do(self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor]) -> list[RankTensor]:
-        """Do an operation; returns its results. Raises: whatever it does."""
+        """Do an operation; return its results. Raises: any error of the operation."""
         tensors = [self.read(operand) for operand in operands]
         if template.operator is aten.embedding.default:
             check_rows(*tensors)
@@ -143,7 +143,7 @@ class Operations:
         return self._lowered.find(way_of(template, tensors, use.numbers)) if template.can_be_lowered else None
 
     def read(self, operand: RankTensor) -> DTensor:
-        """The values as they are now."""
+        """Return the tensor with its present values."""
         if operand.made is not None and operand.is_stale:
             template, use, base, _ = operand.made
             args, kwargs = template.fill(use, [self.read(base)])
@@ -155,7 +155,7 @@ class Operations:
     def _known(
         self, result: DTensor, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], at: int
     ) -> RankTensor:
-        """at: which of the results it is."""
+        """Return a result as this rank keeps it. at: its place among the results."""
         if any(placement.is_partial() and type(placement) is not Partial for placement in result.placements):
             end_sums([result])  # it remembers what it was made of, for one use
         if not template.is_view or len(operands) != 1:
@@ -174,7 +174,7 @@ class Operations:
     def _write_through(
         self, template: CompiledTemplate, use: Use, operands: Sequence[RankTensor], written: Sequence[RankTensor]
     ) -> None:
-        """Write to views across parts: to views of whole tensors, of which each rank then keeps its part."""
+        """Write to views across parts, by views of whole tensors, of which each rank then keeps its part."""
         wholes: dict[int, torch.Tensor] = {}
         tensors = [
             self._whole_view(o, wholes) if any(o.root is w.root for w in written) else full(o.tensor) for o in operands
@@ -186,7 +186,7 @@ class Operations:
             root.version[0] += 1
 
     def _whole_view(self, operand: RankTensor, wholes: dict[int, torch.Tensor]) -> Any:
-        """A view of the whole of its root, which is put into ``wholes``."""
+        """Return a view of the whole of its root, which is put into ``wholes``."""
         if operand.made is None:
             end_shared_sums([operand])
             return wholes.setdefault(id(operand.root), full(operand.tensor).clone())
@@ -231,20 +231,20 @@ class Operations:
         return made
 
     def _along(self, tensor: DTensor, axis: int, dim: int | None) -> DTensor:
-        """The tensor, cut or whole along one axis."""
+        """Return the tensor, cut or whole along one axis."""
         wanted = [*tensor.placements]
         wanted[axis] = Replicate() if dim is None else Shard(dim)
         made = self.peers.lay_out(tensor, wanted)
         return tensor.redistribute(placements=wanted) if made is None else made
 
     def _redistributed(self, tensor: DTensor, layout: DTensor | Sequence[Placement]) -> DTensor:
-        """A copy. Like a tensor it lies in blocks: sums are ended, and what is interleaved is whole."""
+        """Return a copy. Laid out like another tensor it is in blocks: no sums, and whole for interleaved parts."""
         wanted = block_placements(layout) if isinstance(layout, DTensor) else list(layout)
         made = self.peers.lay_out(tensor, wanted)
         return cast("DTensor", tensor.redistribute(placements=wanted).clone()) if made is None else made
 
     def _do_by_heads(self, template: CompiledTemplate, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DTensor]:
-        """Attention on parts that are heads, or items of the batch."""
+        """Do attention on parts that are heads, or items of the batch."""
         like = next(each for each in args if isinstance(each, DTensor))
         made: list[DTensor] = []
         for local in template.operator(*tree_map_only(DTensor, DTensor.to_local, list(args)), **kwargs):
@@ -254,7 +254,7 @@ class Operations:
         return made
 
     def _one_hot(self, indices: DTensor, num_classes: int) -> DTensor:
-        """Of this rank's indices. Raises: RuntimeError, as torch does, for one that is no class."""
+        """Make one-hot rows of this rank's indices. Raises: RuntimeError, as torch does, for a wrong index."""
         indices = indices.redistribute(placements=block_placements(indices))
         made, shape = ONE_HOT(indices.to_local(), num_classes), torch.Size((*indices.shape, num_classes))
         told: dict[str, Any] = {
@@ -265,7 +265,7 @@ class Operations:
         return DTensor.from_local(made, self._mesh, indices.placements, **told)
 
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Do an operation on whole tensors, on every rank, and keep this rank's part of what it wrote to."""
+        """Do an operation on whole tensors, on every rank, and keep this rank's part of tensors that it wrote to."""
         written = [argument.of(args, kwargs) for argument in template.written]
         wholes = [whole_of(value, own=any(value is each for each in written)) for value in args]
         named = {name: whole_of(value, own=any(value is each for each in written)) for name, value in kwargs.items()}
@@ -297,7 +297,7 @@ class Operations:
         return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
 
     def part_of(self, whole: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-        """This rank's part of a tensor that all ranks have; without the memory of the rest."""
+        """Return this rank's part of a tensor that all ranks have, without the memory of the rest."""
         part = distribute_tensor(whole, self._mesh, list(placements), src_data_rank=None)
         local = part.to_local()
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
@@ -306,13 +306,13 @@ class Operations:
 
 
 class Failed(NamedTuple):
-    """Stands for the result of an operation that failed."""
+    """The mark of a result whose operation failed."""
 
     why: str
 
 
 class NotMade(Exception):
-    """An operation fails on all ranks alike, before any has begun with it."""
+    """Raised for an operation that fails on all ranks alike, before any has begun with it."""
 
 
 GONE = "a tensor that it needs is not on this rank"
@@ -333,14 +333,14 @@ class NamedOperations:
         return ""
 
     def give_up(self, number: TensorId, why: str) -> None:
-        """A tensor could not be made, here as on the other ranks."""
+        """Note that a tensor could not be made, here as on the other ranks."""
         self._tensors[number] = Failed(why)
 
     def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
-        """Lay the first tensor of each pair out as the second; what has failed is left as it is.
+        """Lay the first tensor of each pair out as the second; a tensor that has failed is left as it is.
 
-        What views share, or may share, memory with stays where it is: it is no sum any more, and that is all.
-        Returns: axes along which all ranks have waited for each other by that.
+        A tensor that shares memory with views, or may, stays where it is, and only its sum is done.
+        Returns: the axes along which all ranks have waited for each other by that.
         """
         found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
         both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
@@ -373,7 +373,7 @@ class NamedOperations:
         self._tensors.update(zip(use.results, results, strict=False))
 
     def _run_searched(self, use: Use, search: Search, index: int) -> None:
-        """As `_run`. What memory happens to hold, in a tensor that is empty, is nobody's mistake."""
+        """Do an operation as `_run` does, and search it; the values of an empty tensor are left out."""
         template = self._compiled.get(use.template) or self._compile(use.template)
         search.note_operands(index, [self._of(number) for number in use.tensors])
         self._run(template, use)

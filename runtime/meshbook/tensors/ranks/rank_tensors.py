@@ -1,6 +1,6 @@
 """The rank's end of mesh tensors: their DTensors by number, and the questions that the controller asks about them.
 
-A tensor that ranks make has the values that torch makes in one piece, whatever the mesh and the layout, and a rank has
+A tensor that ranks make has the values that torch makes in one piece, on any mesh and in any layout, and a rank has
 memory for its part only where that can be. Random numbers come of one sequence, so those before a part are drawn as
 well, piece by piece, and thrown away.
 """
@@ -21,34 +21,27 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshbook.errors import UsageError
 from meshbook.tensors.messages.layouts import own_copy
-from meshbook.tensors.messages.operations import (
-    Adopted,
-    Factory,
-    LocalPart,
-    PartTransfer,
-    SentTensor,
-    TensorId,
-)
+from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, PartTransfer, SentTensor, TensorId
 from meshbook.tensors.ranks.partial_sums import block_placements, full
 from meshbook.tensors.ranks.rank_batches import RankBatches
 from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor
 from meshbook.torch_internals import local_shape_and_offset, tree_leaves, tree_map_only
 
 CORNER = 6
-"""So many elements along each dim are shown of a large tensor."""
+"""The number of elements along each dim that are shown of a large tensor."""
 SHOWN_ELEMENTS = 1000
-"""A tensor with no more is shown whole."""
+"""The most elements of a tensor that is shown whole."""
 
 
 class TensorDescription(NamedTuple):
-    """What is shown of a tensor."""
+    """A tensor as it is shown to people."""
 
     placements: str
     shown: torch.Tensor
     statistics: str
 
     def values(self, indent: int) -> str:
-        """The numbers as torch prints them, further lines of them behind so many spaces."""
+        """Return the numbers as torch prints them, with the further lines indented by so many spaces."""
         text = re.sub(r"(,\s+(size|dtype)=[^\n]*)?\)$", "", repr(self.shown).removeprefix("tensor("))
         return text.replace("\n" + " " * len("tensor("), "\n" + " " * indent)
 
@@ -57,7 +50,7 @@ class RankTensors(RankBatches):
     """The mesh tensors of one process, as the controller makes, asks for and brings back single ones."""
 
     position = 0
-    """Of this process among those of the mesh."""
+    """The position of this process among those of the mesh."""
 
     def place(self, number: TensorId, whole: torch.Tensor, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that all ranks were sent."""
@@ -91,29 +84,29 @@ class RankTensors(RankBatches):
         self.keep(number, made, part)
 
     def layout_of(self, number: TensorId) -> Sequence[Placement]:
-        """How a tensor like this one can be laid out in blocks: sums are ended, and what is interleaved is whole."""
+        """Return the placements of a tensor like this one in blocks: sums are done, and interleaved parts whole."""
         try:
             return block_placements(self._of(number))
         except NotMade:
             return (Replicate(),) * self.mesh.ndim
 
     def keep(self, number: TensorId, local: torch.Tensor, part: LocalPart) -> None:
-        """Know this rank's part of a tensor."""
+        """Keep this rank's part of a tensor."""
         self._tensors[number] = RankTensor(self._from_part(local, part))
 
     def whole(self, number: TensorId) -> torch.Tensor | None:
-        """The whole tensor, on the first rank of the mesh; a collective."""
+        """Return the whole tensor, on the first rank of the mesh; a collective."""
         tensor = self._of(number)
         made = self._operations.peers.lay_out(tensor, [Replicate()] * self.mesh.ndim, only=[0])
         found = full(tensor) if made is None else made.to_local()
         return found.cpu() if self._is_first else None
 
     def placements(self, number: TensorId) -> Sequence[Placement]:
-        """How a tensor is laid out."""
+        """Return the placements of a tensor."""
         return self._of(number).placements
 
     def describe(self, number: TensorId) -> TensorDescription | None:
-        """What a tensor is to be shown as, on the first rank of the mesh; a collective."""
+        """Return a tensor as it is shown, on the first rank of the mesh; a collective."""
         tensor = self._of(number)
         if tensor.numel() <= SHOWN_ELEMENTS:
             shown = full(tensor)
@@ -131,7 +124,7 @@ class RankTensors(RankBatches):
     # ---- tensors of code on the ranks -------------------------------------------------------------------------------
 
     def call(self, numbers: range, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function; the DTensors that it returns are known by ``numbers``. Raises: UsageError for more."""
+        """Call a function; the DTensors that it returns are kept under ``numbers``. Raises: UsageError for more."""
         made = function(*args, **kwargs)
         if (count := sum(isinstance(each, DTensor) for each in tree_leaves(made))) > len(numbers):
             raise UsageError(f"{count} DTensors are more than come back of one call, {len(numbers)}: return fewer")
@@ -139,7 +132,7 @@ class RankTensors(RankBatches):
         return tree_map_only(DTensor, lambda tensor: self._adopt(next(left), tensor), made)
 
     def look(self, name: str) -> LocalPart:
-        """What cells of this rank call ``name``; of a tensor of its own without placements."""
+        """Describe the tensor that cells of this rank call ``name``; one of its own has no placements."""
         found = find_tensor(name)
         if found.layout is not torch.strided:
             raise UsageError(f"{name} is a sparse tensor ({found.layout}) on rank {dist.get_rank()}: use to_dense()")
@@ -150,7 +143,7 @@ class RankTensors(RankBatches):
         return LocalPart((), shape, strides, found.dtype, shape, strides)
 
     def adopt_name(self, number: TensorId, name: str, part: LocalPart) -> Adopted:
-        """Know the tensor that cells of this rank call ``name``, as a part of one."""
+        """Keep the tensor that cells of this rank call ``name``, as a part of one."""
         found = find_tensor(name)
         return self._adopt(number, found if isinstance(found, DTensor) else self._from_part(found, part))
 
@@ -164,7 +157,7 @@ class RankTensors(RankBatches):
             raise UsageError(f"a DTensor on another mesh, {tensor.device_mesh}, cannot be known as one of {self.mesh}")
 
     def reference(self, number: TensorId) -> DTensor:
-        """The tensor, for code on the rank."""
+        """Return the tensor for code on the rank."""
         return self._of(number)
 
     # ---- after a repair ---------------------------------------------------------------------------------------------
@@ -179,7 +172,7 @@ class RankTensors(RankBatches):
                 held.tensor = self._from_part(held.tensor.to_local(), _part_of(held.tensor))
 
     def parts(self) -> tuple[dict[TensorId, LocalPart], list[TensorId]]:
-        """What this rank holds; and what it gives up: views that a new rank could not know to be views."""
+        """Return the parts that this rank holds, and views to give up, which new ranks could not know as views."""
         held = {number: each for number, each in self._tensors.items() if isinstance(each, RankTensor)}
         largest_first = sorted(held, key=lambda number: (-held[number].tensor.numel(), number))
         bases: dict[int, TensorId] = {}
@@ -197,9 +190,9 @@ class RankTensors(RankBatches):
         return {number: part for number, part in parts.items() if number not in given_up}, given_up
 
     def transfer(self, transfers: Sequence[PartTransfer], lost: Mapping[TensorId, str]) -> None:
-        """Give and take parts, in one order on all ranks; those that share memory behind what they share it with.
+        """Give and take parts, in one order on all ranks; a part in the memory of another comes behind it.
 
-        lost: what nobody has any more, and why. Ranks that do have it would take what shares its memory for another
+        lost: tensors that are gone, and why. Ranks that still have one would take a tensor in its memory for another
         thing than new ranks do.
         """
         me = dist.get_rank()
@@ -250,7 +243,7 @@ def _part_of(tensor: DTensor) -> LocalPart:
 
 
 def find_tensor(name: str) -> torch.Tensor:
-    """What cells of this rank call ``name``."""
+    """Return the tensor that cells of this rank call ``name``."""
     found = vars(sys.modules["__main__"]).get(name)
     if not isinstance(found, torch.Tensor):
         raise UsageError(f"{name} is no tensor on rank {dist.get_rank()}, but {type(found).__name__}")
@@ -259,24 +252,24 @@ def find_tensor(name: str) -> torch.Tensor:
 
 UNIFORM = ("zeros", "ones", "full")
 DRAWN = {"rand": 0, "randn": 0, "randint": 2}
-"""Functions that draw numbers, and which of their arguments is the shape."""
+"""The functions that draw numbers, and the index of the argument that is the shape."""
 PIECE_ELEMENTS = 1 << 20
-"""Of random numbers, about so many are drawn at a time."""
+"""The number of random numbers, about, that are drawn at a time."""
 DRAWN_TOGETHER = 16
-"""`torch.randn` makes so many numbers of as many, and the last of a tensor anew."""
+"""The block of numbers that `torch.randn` draws together; the last block of a tensor is drawn again."""
 
 
 def shape_of(factory: Factory) -> tuple[int, ...]:
-    """Of the whole."""
+    """Return the shape of the whole tensor."""
     if factory.function == "arange":
         return tuple(torch.arange(*factory.args, dtype=factory.dtype, device="meta").shape)
     return tuple(factory.args[DRAWN.get(factory.function, 0)])
 
 
 def make_part(factory: Factory, sizes: Sequence[int], begin: Sequence[int], device: str = "cpu") -> torch.Tensor | None:
-    """The part of these sizes that begins there; None if the whole has to be made for it.
+    """Return the part of these sizes that begins there; None if the whole has to be made for it.
 
-    device: where to make it. What draws numbers does so on the CPU, for the same everywhere.
+    device: where to make it. Random numbers are drawn on the CPU, so that they are the same everywhere.
     """
     if factory.function in UNIFORM:
         return factory._replace(args=(tuple(sizes), *factory.args[1:])).make(device)
@@ -286,7 +279,7 @@ def make_part(factory: Factory, sizes: Sequence[int], begin: Sequence[int], devi
 
 
 def _arange(factory: Factory, count: int, begin: int) -> torch.Tensor | None:
-    """None for numbers that are rounded: how depends on where they stand in the whole."""
+    """Return numbers of a range; None where they are rounded, which depends on their place in the whole."""
     given = (0, *factory.args) if len(factory.args) == 1 else factory.args
     if any(each != int(each) for each in given if math.isfinite(each)) or not all(map(math.isfinite, given)):
         return None
@@ -302,7 +295,7 @@ def _arange(factory: Factory, count: int, begin: int) -> torch.Tensor | None:
 
 
 def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch.Tensor | None:
-    """Rows of the whole, some at a time; None where a few rows are much already, or there are no more."""
+    """Return rows of the whole, drawn some at a time; None where a few rows are many numbers, or there are no more."""
     shape, at = shape_of(factory), DRAWN[factory.function]
     if not math.prod(sizes):
         return torch.empty(tuple(sizes), dtype=factory.dtype, device="cpu")
@@ -329,7 +322,7 @@ def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch
 
 
 def _source(factory: Factory, at: int) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """Draws one shape after the other."""
+    """Return a function that draws one shape after the other."""
     function, generator = getattr(torch, factory.function), torch.Generator().manual_seed(factory.seed)
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:

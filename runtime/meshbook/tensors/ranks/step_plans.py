@@ -34,9 +34,9 @@ class PlannedCall(NamedTuple):
     operator: Callable[..., Any]
     args: Sequence[Any]
     places: Sequence[tuple[int, int]]
-    """Which arguments are tensors, and in which slots."""
+    """The indices of the arguments that are tensors, with their slots."""
     nested: Sequence[tuple[int, Any]]
-    """Which arguments are lists, where tensors may be in them."""
+    """The indices of the arguments that are lists, in which tensors may be."""
     kwargs: Mapping[str, Any]
     first: int
     """The slot of the first tensor that it makes."""
@@ -46,14 +46,14 @@ class PlannedCall(NamedTuple):
     def of(
         cls, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], first: int, makes: int
     ) -> PlannedCall:
-        """args, kwargs: with a `Slot` for each tensor."""
+        """Prepare a call. args, kwargs: with a `Slot` for each tensor."""
         places = [(at, value.at) for at, value in enumerate(args) if type(value) is Slot]
         nested = [(at, value) for at, value in enumerate(args) if type(value) in (list, tuple)]
         return cls(operator, args, places, nested, kwargs, first, makes)
 
 
 def do_calls(calls: Sequence[PlannedCall], values: list[Any]) -> None:
-    """Do what an operation of the step comes to."""
+    """Do the calls of an operation of the step."""
     for operator, args, places, nested, kwargs, first, makes in calls:
         given = [*args]
         for at, slot in places:
@@ -80,24 +80,24 @@ class NamedUse(NamedTuple):
     """An operation that is done as always, on tensors that have names."""
 
     operands: Sequence[Held]
-    """Those that the step has made."""
+    """The operands that the step has made."""
     results: Sequence[Held]
     changed: Sequence[tuple[TensorId, int]]
     """Operands that are in other memory afterwards, and their new slots."""
     released: Sequence[int] = ()
-    """Slots of operands that nobody else needs."""
+    """The slots of operands that nothing else needs."""
 
 
 class PlannedUse(NamedTuple):
-    """One operation of the step."""
+    """An operation of the step."""
 
     calls: Sequence[PlannedCall]
     named: NamedUse | None
-    """If it does not come to calls."""
+    """The operation by names, where it does not become calls."""
     replaced: Sequence[TensorId] = ()
-    """What it makes anew that the last time has left behind."""
+    """The results that replace tensors that the last time has left behind."""
     unneeded: Sequence[int] = ()
-    """Slots of what nobody needs after it."""
+    """The slots that nothing needs after the operation."""
 
 
 class Kept(NamedTuple):
@@ -105,37 +105,37 @@ class Kept(NamedTuple):
 
     held: Held
     memory: int
-    """Equal for those that share it; of what was there before, the place of the first."""
+    """A number that tensors in one memory share: the place of the first that was there before the step."""
     family: int
-    """Equal for views of one tensor; of what was there before, the place of the first."""
+    """A number that views of one tensor share: the place of the first that was there before the step."""
     made_by: int
-    """The index of the operation after which it is as it will be."""
+    """The index of the operation after which the tensor has its final layout."""
 
 
 class Before(NamedTuple):
-    """A tensor that was there before the step, and how it has to lie."""
+    """A tensor from before the step, and the layout that it has to have."""
 
     name: TensorId
     spec: DTensorSpec
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     memory: int
-    """The place of the first that shares its memory."""
+    """The place of the first tensor in its memory."""
 
 
 class StepPlan(NamedTuple):
-    """What a recorded step comes to on a rank, for what was there before it as it lay when the plan was made."""
+    """A recorded step as calls on this rank, for tensors from before that lie as they did when the plan was made."""
 
     before: list[Before]
-    """In the first slots."""
+    """The tensors from before the step, which are in the first slots."""
     written: Sequence[int]
-    """Which of those are written to, they or what shares their memory."""
+    """The places of tensors that the step writes to, or to the memory of which it writes."""
     uses: Sequence[PlannedUse]
     kept: Sequence[Kept]
     slots: int
 
     def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
-        """Carry it out once more; None if what was there before lies in another way."""
+        """Begin another run; None if tensors from before the step lie in another way."""
         values: list[Any] = [None] * self.slots
         outer: list[Any] = [tensors.get(known.name) for known in self.before]
         firsts: dict[int, int] = {}
@@ -156,15 +156,15 @@ class StepPlan(NamedTuple):
 
 
 class StepRun:
-    """One time that a plan is carried out. After a failure it goes on with the operation that was cut off."""
+    """A run of a plan. After a failure it goes on with the operation that was cut off."""
 
     def __init__(self, plan: StepPlan, values: list[Any], outer: Sequence[RankTensor]) -> None:
         self._plan, self._values, self._outer = plan, values, outer
         self._named: dict[TensorId, RankTensor] = {}
-        """What has a name for the operation that is being done, or was cut off: others may have done some of it."""
+        """The tensors with names for the operation that is under way or was cut off, of which some may be done."""
 
     def do(self, index: int, use: Use, do_named: Callable[[Use], None], tensors: dict[TensorId, Any]) -> None:
-        """Do the operation with this index. do_named: does it on tensors that have names, and names its results."""
+        """Do the operation with this index. do_named: does it on tensors with names, and names its results."""
         planned = self._plan.uses[index]
         if planned.named is None:
             do_calls(planned.calls, self._values)
@@ -194,7 +194,7 @@ class StepRun:
         self._named = {}
 
     def keep(self, tensors: dict[TensorId, Any], done: int) -> None:
-        """Give names to what is to be there afterwards, as operations before this one have left it."""
+        """Give names to the tensors that are there afterwards, as operations before this one have left them."""
         versions = {at: held.version for at, held in enumerate(self._outer)}
         families = {at: held.family for at, held in enumerate(self._outer)}
         last = {kept.held.name: kept for kept in self._plan.kept if kept.made_by < done}
@@ -205,7 +205,7 @@ class StepRun:
 
 
 def _as_planned(made: RankTensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of a result, which may lie in another way since the operation was given other numbers."""
+    """Return this rank's part of a result, laid out as planned: other numbers may have changed its layout."""
     tensor = made.tensor
     if tensor._spec != spec:
         tensor = tensor.redistribute(placements=spec.placements)
@@ -213,29 +213,29 @@ def _as_planned(made: RankTensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-"""What they give is what they are given, where autograd looks at neither."""
+"""Operators whose result is their argument, where autograd looks at neither."""
 
 
 class Untraceable(Exception):
-    """A step for which there is no plan: what it comes to depends on more than how its tensors lie."""
+    """Raised for a step without a plan: its calls depend on more than the layouts of its tensors."""
 
 
 class StepTrace:
-    """One repetition, looked at. Between operations no tensor lives on because of it: who shares a sum is counted."""
+    """A record of one repetition. Between operations it keeps no tensor alive: holders of sums are counted."""
 
     def __init__(self, recording: Recording, uses: Sequence[Use], tensors: Mapping[TensorId, Any]) -> None:
-        """tensors: by their names, as they are at any time. Raises: Untraceable."""
+        """tensors: all tensors by their names, as they change. Raises: Untraceable."""
         self._tensors = tensors
         self._made = {name for use in uses for name in use.results}
         self._kept_names = {*recording.results, *(name for name in self._made if name >= 0)}
         self._identities: list[object] = []
-        """Held, so that nothing else is taken for one of them."""
+        """The objects whose identities are used, kept so that no other object gets one of these."""
         self._places: dict[int, int] = {}
-        """Of memories and of families, by their identities."""
+        """The places of memories and of families, by their identities."""
         self._held: dict[TensorId, Held] = {}
         self._memories: dict[TensorId, int] = {}
         self._roots: dict[TensorId, int] = {}
-        """In which memory a view's base is."""
+        """The memory of each view's base."""
         self._stale: set[TensorId] = set()
         self._written: set[int] = set()
         self._slots = 0
@@ -252,7 +252,7 @@ class StepTrace:
             self._before.append(Before(name, *about))
 
     def begin(self, use: Use) -> None:
-        """An operation is about to be done. Raises: Untraceable."""
+        """Note that an operation is about to be done. Raises: Untraceable."""
         operands = {name: self._find(name) for name in use.tensors}
         if not self._stale.isdisjoint(operands):
             raise Untraceable  # a view that is made again
@@ -265,7 +265,7 @@ class StepTrace:
             self._together.update(name for name, held in operands.items() if families[id(held.family)] > 1)
 
     def end(self, use: Use, operator: str, lowered: Lowered | None, *, varies: bool) -> None:
-        """It was done. lowered: what it came to. varies: it is given other numbers each time. Raises: Untraceable."""
+        """Note that it was done. lowered: its calls. varies: its numbers are others each time. Raises: Untraceable."""
         changed = []
         for name, (local, spec, version) in self._then.items():
             held = self._find(name)
@@ -325,7 +325,7 @@ class StepTrace:
         return held
 
     def _new_slots(self, count: int) -> int:
-        """The first of so many."""
+        """Return the first of so many new slots."""
         self._slots += count
         return self._slots - count
 
@@ -346,7 +346,7 @@ class StepTrace:
         return self._places.setdefault(id(identity), slot)
 
     def finish(self) -> StepPlan:
-        """The step is over."""
+        """Return the plan, at the end of the step."""
         outer = len(self._before)
         last = {kept.held.name: kept.held.slot for kept in self._kept}
         needed: dict[int, float] = {}
@@ -363,14 +363,14 @@ class StepTrace:
 
 
 def _in_slots(value: Any, slots: Sequence[int]) -> Any:
-    """An argument of a call with the step's slots for those of its operation."""
+    """Return an argument of a call with the step's slots for those of its operation."""
     if type(value) is Slot:
         return Slot(slots[value.at])
     return [_in_slots(each, slots) for each in value] if type(value) in (list, tuple) else value
 
 
 def _slots_of(use: PlannedUse) -> Iterator[int]:
-    """What an operation reads and makes."""
+    """Yield the slots that an operation reads and makes."""
     for call in use.calls:
         for value in tree_leaves((call.args, call.kwargs), is_leaf=_is_slot):
             if _is_slot(value):
@@ -386,7 +386,7 @@ def _is_slot(value: object) -> bool:
 
 
 def _with_ends(use: PlannedUse, unneeded: Collection[int]) -> PlannedUse:
-    """unneeded: slots of what nobody needs after it."""
+    """Return the operation with the slots that nothing needs after it."""
     if use.named is None:
         return use._replace(unneeded=list(unneeded))
     released = [held.slot for held in use.named.operands if held.slot in unneeded]

@@ -1,1 +1,1 @@
-"""Operations on their way to the ranks, until it is known what became of them."""
+"""Operations on their way to the ranks, until it is known whether they were done."""

@@ -28,11 +28,11 @@ from meshbook.tensors.messages.operations import (
 )
 
 OVERWRITING = frozenset({"aten.copy_.default", "aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
-"""After these it does not matter what a tensor was."""
+"""Operators that overwrite a tensor, after which its former values do not matter."""
 
 
 class TensorError(MeshError):
-    """An operation on mesh tensors failed; told where its result, or what was made of it, is used."""
+    """The failure of an operation on mesh tensors, told where its result, or a tensor made of that, is used."""
 
     was_told = False
 
@@ -62,7 +62,7 @@ class Families:
     """Tensors in the same memory."""
 
     def __init__(self, told: Iterable[HaltedAt], roots: Mapping[TensorId, TensorId] | None = None) -> None:
-        """told: what ranks say. roots: what views are of, as far as it is known here."""
+        """told: the reports of ranks. roots: the bases of views that are known here."""
         self._sets: dict[TensorId, set[TensorId]] = {}
         views: defaultdict[TensorId, list[TensorId]] = defaultdict(list)
         for view, root in list((roots or {}).items()):
@@ -84,17 +84,17 @@ class Families:
 
 
 class FailedOperations:
-    """Of the operations of one mesh."""
+    """The failures among the operations of one mesh."""
 
     def __init__(self, roots: Mapping[TensorId, TensorId]) -> None:
-        """roots: what views are of."""
+        """roots: the bases of views."""
         self._roots = roots
         self.lost: dict[TensorId, MeshError] = {}
         """Tensors that could not be made."""
         self.unsure: dict[TensorId, MeshError] = {}
-        """Tensors that were written to by what failed: on some ranks perhaps, on others not."""
+        """Tensors that a failed operation was to write to, and may have written to on some ranks."""
         self.writes: dict[TensorId, list[Write]] = {}
-        """By which operations those were written to; by none after a repair: nobody can tell any more."""
+        """The operations that wrote to those; none after a repair, when it cannot be told any more."""
         self.unwritten: dict[TensorId, MeshError] = {}
         """Tensors that are as they were, on all ranks, though they were to be written."""
 
@@ -103,17 +103,17 @@ class FailedOperations:
         return bool(self.lost or self.unsure or self.unwritten)
 
     def doubt(self, numbers: Iterable[TensorId], error: MeshError, write: Write) -> None:
-        """Some ranks may have written to tensors where others have not."""
+        """Note that some ranks may have written to tensors where others have not."""
         for number in numbers:
             self.unsure[number] = error
             self.writes.setdefault(number, []).append(write)
 
     def doubted(self) -> set[Write]:
-        """Which of all operations it may still matter of who has done them."""
+        """Return the operations for which it may still matter which ranks have done them."""
         return {write for writes in self.writes.values() for write in writes}
 
     def find(self, numbers: Sequence[TensorId], overwritten: Collection[TensorId] = ()) -> MeshError | None:
-        """What has to be told before these are read; of a write that nobody did, once."""
+        """Return the error to raise before these are read; the error of a write that no rank did is raised once."""
         written_over = [
             number for number in overwritten if number not in self.lost and list(numbers).count(number) == 1
         ]
@@ -133,7 +133,7 @@ class FailedOperations:
         return None
 
     def keep_written(self, held: Container[TensorId]) -> None:
-        """Forget what was to be written to tensors that nobody has."""
+        """Forget the writes to tensors that the program does not hold any more."""
         self._forget_written(lambda each: each not in held)
 
     def _forget_written(self, of: Callable[[TensorId], bool]) -> None:
@@ -142,7 +142,7 @@ class FailedOperations:
                 del written[number]
 
     def forget(self, numbers: Iterable[TensorId]) -> None:
-        """Nobody has these any more."""
+        """Forget tensors that the program does not hold any more."""
         if self.exist:
             for number in numbers:
                 for each in (self.lost, self.unsure, self.writes, self.unwritten):
@@ -159,30 +159,30 @@ class RepeatedStep(Protocol):
     issued: Sequence[tuple[Any, ...]]
     """The fields of an `Issued` for each use."""
     asked_by: NamedLine
-    """The line of the first."""
+    """The line of the first use."""
     captured: Sequence[TensorId]
-    """What it reads that was there before."""
+    """The tensors from before that it reads."""
     left: Sequence[TensorId]
-    """What it leaves behind."""
+    """The tensors that it leaves behind."""
 
     def undo(self, before: Any) -> None:
-        """The ranks have not done it. before: what this process had changed for it, as it was (`Turn.before`)."""
+        """Undo changes in this process for a step that ranks have not done. before: as in `Turn.before`."""
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One time that a recorded step is done."""
+    """A repetition of a recorded step."""
 
     step: RepeatedStep
     turn: int
     inputs: Sequence[TensorId]
     results: Sequence[TensorId]
     before: Any
-    """What this process has changed for it, as it was."""
+    """The former values of the counters that this process has changed for it."""
     _names: Mapping[TensorId, TensorId] | None = None
 
     @property
     def names(self) -> Mapping[TensorId, TensorId]:
-        """What its tensors are called this time; of most turns nobody asks."""
+        """The numbers of its tensors in this repetition; of most turns they are never asked for."""
         if self._names is None:
             recording = self.step.recording
             named = zip((*recording.inputs, *recording.results), (*self.inputs, *self.results), strict=True)
@@ -194,29 +194,29 @@ class Turn(msgspec.Struct, eq=False):
 
 
 def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:
-    """The tensors as they are called this time, without those that are within the step alone."""
+    """Return the tensors by their numbers in this turn, but not tensors within the step alone."""
     names = turn.names if turn is not None else {}
     return [named for number in numbers if (named := names.get(number, number)) > 0]
 
 
 class Replays:
-    """Of one mesh."""
+    """The repetitions of recorded steps on one mesh."""
 
     def __init__(self, failures: FailedOperations) -> None:
         self._failures = failures
         self.calls: dict[TensorId, RepeatedCall] = {}
-        """Of the recordings that the ranks know."""
+        """The calls that repeat the recordings that the ranks know."""
         self.untold: MeshError | None = None
-        """Of a step whose failure nobody was told of yet."""
+        """The error of a step that has failed without being told yet."""
         self._undecided: list[tuple[Turn, set[Write]]] = []
-        """Of which a repair decides whether they are done, the last first; and what they write behind the wait."""
+        """The turns that a repair decides on, the last first, and their writes behind the wait."""
 
     def forget_told(self) -> None:
-        """There are ranks that do not know what others were told."""
+        """Forget which recordings ranks know, since there are ranks that were not told."""
         self.calls.clear()
 
     def take_untold(self) -> MeshError | None:
-        """The error of the last step, if nobody was told of it; now somebody is."""
+        """Return the error of the last step, if it was not told yet; now it is."""
         error, self.untold = self.untold, None
         return error
 
@@ -232,13 +232,13 @@ class Replays:
         is_said: bool,
         stepped: TensorId | None = None,
     ) -> None:
-        """A step, or a call, was not done to its end: it costs what failed first, and all behind it.
+        """Note that a step, or a call, was not done to its end: its first failure, and all behind it, are lost.
 
-        families: what lies in the memory that it writes. number: that of the step among the operations. begin: the
-        first in it that not all ranks have done; is_said: as all of them say. stepped: the last turn in which one has
-        begun to step, if they could be asked.
-        In a step nobody goes past the second wait in a row unless all have passed the first: where a rank failed
-        before, nothing behind was written. Of several the last is noted first, since each undoes what it changed here.
+        families: the tensors in the memory that it writes. number: the step's among the operations. begin: the first
+        operation in it that not all ranks have done; is_said: whether all say so. stepped: the last turn in which a
+        rank has begun to step, if the ranks could be asked.
+        In a step no rank goes past the second wait in a row unless all have passed the first: where a rank failed
+        before, nothing behind was written. Of several turns the last is noted first, since each undoes its changes.
         """
         operations = list(map(Issued._make, issued))
         waits = [index for index, each in enumerate(operations) if each.operator == WAITS]
@@ -258,7 +258,7 @@ class Replays:
                 self._undecided.append((turn, {Write(number, index) for index in range(waits[1], len(operations))}))
 
     def decide(self, undone: Collection[Write]) -> None:
-        """After a repair. undone: those writes that the ranks had not done whose tensors all have now."""
+        """Decide after a repair which turns were done. undone: writes missing in tensors that all ranks have now."""
         undecided, self._undecided = self._undecided, []
         self.untold = None
         for turn, writes in undecided:
@@ -270,11 +270,11 @@ STEP = "a recorded step"
 
 
 class Cause(NamedTuple):
-    """Why an operation failed of itself."""
+    """The reason why an operation failed by itself."""
 
     error: MeshError
     within: int = 0
-    """Which operation of a recorded step it was."""
+    """The place of the operation in a recorded step."""
 
 
 class Window(NamedTuple):
@@ -285,15 +285,15 @@ class Window(NamedTuple):
     issued: Sequence[tuple[Any, ...]]
     """The fields of an `Issued` each."""
     read: Sequence[Sequence[TensorId]]
-    """By each."""
+    """The tensors that each operation reads."""
     refused: Mapping[int, MeshError] = {}
-    """Which are known to fail, by their numbers, and why."""
+    """The errors of the operations that are known to fail, by their numbers."""
     turns: Mapping[int, Turn] = {}
-    """Which of them are recorded steps."""
+    """The repetitions of recorded steps among them, by their numbers."""
 
     @staticmethod
     def of_step(number: int, turn: Turn) -> Window:
-        """A recorded step as one operation."""
+        """Return a window with a recorded step as one operation."""
         step, names = turn.step, turn.names
         results = [*(names[name] for name in step.recording.results), *step.left]
         written = {number for each in step.issued for number in as_named(Issued._make(each).written, turn)}
@@ -305,11 +305,11 @@ class Window(NamedTuple):
         return Window(self.first, [*self.issued, *other.issued], [*self.read, *other.read], self.refused, turns)
 
     def each(self) -> Iterable[tuple[int, Issued, Sequence[TensorId]]]:
-        """The operations with their numbers, and what they read."""
+        """Return the operations with their numbers, and the tensors that they read."""
         return zip(itertools.count(self.first), map(Issued._make, self.issued), self.read, strict=False)
 
     def at(self, number: int, within: int = 0) -> Issued:
-        """An operation, or one within a recorded step."""
+        """Return an operation, or one within a recorded step."""
         turn = self.turns.get(number)
         return Issued._make(self.issued[number - self.first] if turn is None else turn.step.issued[within])
 
@@ -322,7 +322,7 @@ class Window(NamedTuple):
         return {number for each in map(Issued._make, self.issued) for number in each.written}
 
     def causes(self, errors: Iterable[MeshError]) -> dict[int, Cause] | None:
-        """Which operations failed of themselves; None if the ranks cannot go on behind them.
+        """Return the operations that failed by themselves; None if the ranks cannot go on behind them.
 
         They cannot if one was interrupted or has ended, nor if they disagree in a collective: they would again.
         """
@@ -336,7 +336,7 @@ class Window(NamedTuple):
         return found if found.keys() - self.refused.keys() else None
 
     def first_failed(self, error: MeshError) -> tuple[int, Cause, bool]:
-        """From which number on not all ranks have done what is here, as far as they say; why; and whether all do.
+        """Return the first operation that not all ranks have done, the cause, and whether all ranks say so.
 
         error: of the call of the first of these operations.
         """
@@ -354,7 +354,7 @@ class Window(NamedTuple):
         return begin.index, Cause(self.at(told.index, told.within).failed(told.why), begin.within), True
 
     def spread(self, causes: Mapping[int, Cause], known: FailedOperations, families: Families) -> dict[int, MeshError]:
-        """Which operations fail because of these, and why; families: is told of views."""
+        """Return the operations that fail because of these, and why. families: is told of views."""
         refused = dict(self.refused)
         bad = {**known.unsure, **known.lost}
         for number, each, read in self.each():
@@ -371,9 +371,9 @@ class Window(NamedTuple):
     def note(
         self, failures: FailedOperations, refused: Mapping[int, MeshError], families: Families, undone_from: float
     ) -> None:
-        """These operations fail. undone_from: from this one on no rank has done any that was refused.
+        """Note that these operations fail; recorded steps are noted by `Replays`.
 
-        What recorded steps cost their `Replays` say.
+        undone_from: from this number on no rank has done any operation that was refused.
         """
         for number, each, _ in self.each():
             if number in refused and number not in self.refused and number not in self.turns:
@@ -386,6 +386,6 @@ class Window(NamedTuple):
 
 
 def _failures(error: MeshError) -> list[OperationFailed | None]:
-    """What ranks say of operations that failed there; None for what is something else."""
+    """Return the failures that ranks report; None for an error that is no report."""
     failures = [each.load() for each in error.failures] if isinstance(error, CallFailed) else []
     return [each if isinstance(each, OperationFailed) else None for each in failures] or [None]

@@ -1,7 +1,7 @@
 """The operations of one mesh that its ranks have been sent, until it is known whether they were done.
 
     OpStream ──sent──> under way ──the oldest comes back──> done
-                                 └─ it failed ─> halted, till all are back ─> told what that costs ─> under way again
+                                 └─ it failed ─> halted, till all are back ─> told which fail with it ─> under way again
 
 Nothing is waited for until a value is needed, so failures come late: each result that could not be made remembers why,
 and the line of the notebook that asked for it; who needs it is told then. A tensor's number is given out here, and
@@ -45,12 +45,12 @@ from meshbook.tensors.sending.op_failures import (
 
 
 class Handle:
-    """What keeps a tensor on the ranks."""
+    """An object that keeps a tensor on the ranks as long as it lives."""
 
     __slots__ = ("__weakref__", "number", "output", "stream")
 
     def __init__(self, number: TensorId, stream: NumberedTensors, output: NewOutput) -> None:
-        """output: what it is, which is a part of the signature of operations that read it."""
+        """output: shape, strides and dtype, which are part of the signature of operations that read the tensor."""
         self.number, self.stream, self.output = number, stream, output
         # not by __del__: an interrupt that comes within Python's code there is lost
         stream.held[number] = held = _HandleRef(self, stream.note_freed)
@@ -64,47 +64,47 @@ class _HandleRef(weakref.ref[Handle]):
 
 
 class NumberedTensors(abc.ABC):
-    """Of one mesh."""
+    """The numbers of the tensors of one mesh."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        """Held to note or send an operation: calls of other threads send what was issued, too."""
+        """A lock to note or send an operation, since calls of other threads send issued operations, too."""
         self.held: dict[TensorId, weakref.ref[Handle]] = {}
-        """What notes that a handle is gone; by its number."""
+        """The references that note that a handle is gone, by its number."""
         self.roots: dict[TensorId, TensorId] = {}
-        """Of views the tensor that they are, or were, a view of, and that is none itself."""
+        """The tensor, no view itself, that each view is or was a view of."""
         self._freed: list[_HandleRef] = []
-        """Of handles that are gone, and that nobody was told of."""
+        """The references of handles that are gone, of which ranks were not told yet."""
         self.note_freed = self._freed.append
         self._numbers = itertools.count(1)
 
     @abc.abstractmethod
     def why_not(self, number: TensorId) -> MeshError | None:
-        """Why a tensor could not be made, if it could not; waits until that is known."""
+        """Return why a tensor could not be made, if it could not; wait until that is known."""
 
     def new_number(self) -> TensorId:
         return next(self._numbers)
 
     def new_numbers(self, count: int) -> range:
-        """So many at once."""
+        """Return as many new numbers, in a row."""
         with self._lock:
             first = next(self._numbers)
             self._numbers = itertools.count(first + count)
             return range(first, first + count)
 
     def new_number_aside(self) -> TensorId:
-        """One for a thread that issues no operations."""
+        """Return a new number, for a thread that issues no operations."""
         with self._lock:
             return next(self._numbers)
 
     def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
-        """What is in the memory of another tensor."""
+        """Note that tensors are in the memory of another one."""
         root = self.roots.get(base, base)
         for number in views:
             self.roots[number] = root
 
     def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
-        """Which of these, by their places, are views of a tensor that is still there, of ``others``, or of one."""
+        """Return the places of views of a tensor that is still there, of one of ``others``, or of one root."""
         roots = [self.roots.get(number, 0) for number in numbers]
         there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
         return [
@@ -114,7 +114,7 @@ class NumberedTensors(abc.ABC):
         ]
 
     def forget_freed(self) -> list[TensorId]:
-        """What nobody refers to any more, since this was last asked."""
+        """Return the tensors whose handles are gone since the last call, and forget them."""
         count = len(self._freed)
         freed: list[TensorId] = []
         for each in self._freed[:count]:
@@ -126,7 +126,7 @@ class NumberedTensors(abc.ABC):
 
 
 HANG_NOTE_S = 10.0
-"""A wait that takes longer says who holds the ranks up."""
+"""The time after which a wait says which ranks hold the others up."""
 
 
 class Underway(msgspec.Struct, eq=False):
@@ -136,31 +136,31 @@ class Underway(msgspec.Struct, eq=False):
     issued: Sequence[tuple[Any, ...]]
     turn: Turn | None = None
     cause: Callable[[], MeshError | None] | None = None
-    """Why a tensor of another mesh that its result is made of could not be made, if it could not."""
+    """A function for the error of the tensor of another mesh that the result is made of."""
     first: int | None = None
     """The number of the first operation; None for a call that is none."""
     operations: Window | None = None
-    """Those of a batch."""
+    """The operations of a batch."""
     is_behind_failure: bool = False
     """Whether it came back from ranks that had halted before they had it."""
 
     @property
     def turns(self) -> list[Turn]:
-        """Recorded steps that were done if it has succeeded."""
+        """Return the recorded steps that were done if it has succeeded."""
         if self.turn is not None or self.operations is None:
             return [self.turn] if self.turn is not None else []
         return [turn for number, turn in self.operations.turns.items() if number not in self.operations.refused]
 
     @property
     def window(self) -> Window | None:
-        """What is to be known of its operations should one fail."""
+        """Return the window of its operations, for the case that one fails."""
         if self.turn is not None and self.first is not None:
             return Window.of_step(self.first, self.turn)
         return self.operations
 
 
 class SentOperations(NumberedTensors):
-    """The operations of one mesh. Any thread may wait for them; what comes back is noted once."""
+    """The operations of one mesh. Any thread may wait for them; each answer is noted once."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         super().__init__()
@@ -175,10 +175,10 @@ class SentOperations(NumberedTensors):
         self._failures = FailedOperations(self.roots)
         self._replays = Replays(self._failures)
         self._was_interrupted = False
-        """Whether it is not known yet what an interrupt has left undone."""
+        """Whether it is not known yet which operations an interrupt has cut off."""
         self.anomaly: MeshError | None = None
         self.is_cut_off = False
-        """Of a hunt."""
+        """Whether a hunt was cut off."""
 
     @abc.abstractmethod
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
@@ -186,10 +186,10 @@ class SentOperations(NumberedTensors):
 
     @abc.abstractmethod
     def send_issued(self) -> None:
-        """Send what was issued without knowing what is known here."""
+        """Send operations that were issued before the failures were known here."""
 
     def check(self, tensors: Sequence[TensorId], overwritten: Sequence[TensorId] = ()) -> None:
-        """Raises: the error of a tensor that could not be made. overwritten: of which no value is read."""
+        """Raise the error of a tensor that could not be made. overwritten: tensors of which no value is read."""
         if self._was_interrupted:
             self._was_interrupted = False
             self.settle_all()
@@ -199,7 +199,7 @@ class SentOperations(NumberedTensors):
             raise error
 
     def give_up(self, made: Sequence[TensorId], error: MeshError) -> None:
-        """Tensors could not be made."""
+        """Note that tensors could not be made."""
         self._failures.lost.update(dict.fromkeys(made, error))
 
     def sound_tensors(self) -> set[TensorId]:
@@ -208,7 +208,7 @@ class SentOperations(NumberedTensors):
 
     @property
     def doubtful(self) -> Mapping[TensorId, Sequence[Write]]:
-        """Tensors that some ranks may have written to where others have not, and by which operations."""
+        """The tensors that some ranks may have written to where others have not, and the operations."""
         return self._failures.writes
 
     def renew(
@@ -218,11 +218,10 @@ class SentOperations(NumberedTensors):
         torn: Mapping[TensorId, MeshError],
         undone: Collection[Write],
     ) -> None:
-        """After a repair: what is ``whole`` again, equal on the ranks that hold the same part, and what is gone.
+        """Note the tensors that are ``whole`` after a repair, equal on ranks that hold the same part, and lost ones.
 
-        torn: of which some parts were written, and others not. undone: writes that what is whole has not seen.
-
-        What was made while a rank died is whole where nothing else has failed: the others went on as far as they could.
+        torn: tensors of which some parts were written, and others not. undone: writes that whole tensors have not seen.
+        A tensor made while a rank died is whole where nothing else failed: the others went on as far as they could.
         """
         lost_ones = self._failures.lost
         for number in whole:
@@ -236,7 +235,7 @@ class SentOperations(NumberedTensors):
 
     @property
     def decided(self) -> int:
-        """The number below which it is known of all operations what became of them."""
+        """The number below which it is known of all operations whether they were done."""
         with self._lock:
             if self._halted:
                 return self._halted[0][0].first
@@ -250,12 +249,12 @@ class SentOperations(NumberedTensors):
             self._settle()
 
     def settle_through(self, asked: Underway) -> None:
-        """Wait until the ranks have answered, and go on if they had halted, whatever other threads send meanwhile."""
+        """Wait until the ranks have answered, and go on if they had halted; other threads may send meanwhile."""
         while asked in self._underway or (asked.is_behind_failure and self._halted):
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the oldest batch, and note what failed in it."""
+        """Wait for the oldest batch, and note its failures."""
         try:
             with self._lock:
                 oldest = self._underway[0] if self._underway else None
@@ -271,7 +270,7 @@ class SentOperations(NumberedTensors):
             raise
 
     def _settle_oldest(self, oldest: Underway) -> None:
-        """Several threads may wait for the same: the first that comes back notes it."""
+        """Wait for a batch; of several threads that wait for the same, the first to come back notes it."""
         answers: ValueMesh[Any] | None = None
         error: MeshError | None = None
         try:
@@ -294,7 +293,7 @@ class SentOperations(NumberedTensors):
                 self._note_failed(oldest, error)
 
     def _note_failed(self, oldest: Underway, error: MeshError | None) -> None:
-        """error: None for what came back well behind what failed."""
+        """Note a batch that failed, or came back behind one. error: None for one that came back well."""
         if (window := oldest.window) is not None:
             self._halted.append((window, error))
         elif error is not None:
@@ -304,7 +303,7 @@ class SentOperations(NumberedTensors):
                 self._replays.note_lost(cause.error, oldest.issued, Families(()), is_said=is_said)
 
     def _forget_told(self) -> None:
-        """A rank that is new, or was interrupted before it began, has not read what it was sent."""
+        """Forget which messages ranks have read: one that is new, or was interrupted before it began, has read none."""
         self._told.clear()
         self._replays.forget_told()
 
@@ -331,9 +330,9 @@ class SentOperations(NumberedTensors):
                 self._failures.lost.update(dict.fromkeys(results, known or operation.failed(why)))
 
     def _go_on(self) -> None:
-        """Have the ranks go on behind an operation that failed, or give up all that is left where they cannot.
+        """Have the ranks go on behind an operation that failed, or give up all the rest where they cannot.
 
-        All have halted, or have nothing to do: what was issued has been sent, and has come back.
+        All ranks have halted, or have nothing to do: all issued operations have been sent, and have come back.
         """
         window = functools.reduce(Window.joined, [each for each, _ in self._halted])
         errors = [error for _, error in self._halted if error is not None]
@@ -371,7 +370,7 @@ class SentOperations(NumberedTensors):
             self._halted.clear()  # not before: till then nothing of it counts as decided
 
     def _ask_stepped(self) -> TensorId | None:
-        """The last turn in which a rank has begun to step with an optimizer, unless one cannot be asked."""
+        """Return the last turn in which a rank has begun to step with an optimizer, unless one cannot be asked."""
         try:
             return max(map(int, self.send("stepped").get().values()))
         except (KeyboardInterrupt, LeftStopped):
@@ -380,7 +379,7 @@ class SentOperations(NumberedTensors):
             return None
 
     def _resume(self, window: Window) -> None:
-        """Have the ranks go on from where they have halted, without what is refused."""
+        """Have the ranks go on from where they have halted, without the refused operations."""
         why = {number: str(error) for number, error in window.refused.items()}
         known = self._failures.lost
         lost = {
@@ -391,7 +390,7 @@ class SentOperations(NumberedTensors):
             self._underway.append(Underway(resumed, window.issued, first=window.first, operations=window))
 
     def _await(self, future: Future[ValueMesh[Any]]) -> ValueMesh[Any]:
-        """What the ranks answer; where some hold others up meanwhile, who does is said once."""
+        """Return the answers of the ranks; where some hold others up meanwhile, say once which."""
         try:
             return future.get(HANG_NOTE_S)
         except CallTimeout:

@@ -1,9 +1,9 @@
 """The operations of one mesh on their way to its ranks: numbered, in batches, a bounded number of batches ahead.
 
-    operation ──> batch ──256 of them, or somebody asks for a value──> one call of all ranks ──> RankTensors.run
+    operation ──> batch ──256 of them, or a value is asked for──> one call of all ranks ──> RankTensors.run
 
-What becomes of what was sent is found out in `op_settling`. Tensors that nobody refers to any more are freed by number,
-with the next batch.
+`op_settling` finds out whether sent operations were done. Tensors without a handle are freed by number, with the next
+batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshbook.tensors.sending.op_settling import Handle, SentOperations, Underwa
 
 BATCH_USES = 256
 BATCHES_AHEAD = 16
-"""The controller is at most so far ahead of the ranks."""
+"""The most batches that the controller is ahead of the ranks."""
 NOT_SENT = "ranks were started again before it was sent, so nobody has done it: do it again"
 
 
@@ -40,39 +40,39 @@ def _why_not_made(tensor: Handle) -> MeshError | None:
 
 
 class Recorder(Protocol):
-    """Is told what happens while a step is recorded."""
+    """A listener to the operations of a step that is being recorded."""
 
     def note(self, stream: OpStream, template: Template, use: tuple[Any, ...], issued: tuple[Any, ...]) -> None:
-        """An operation."""
+        """Note an operation."""
 
     def note_tensors(self, tensors: Iterable[object]) -> None:
-        """What an operation reads and makes."""
+        """Note the tensors that an operation reads and makes."""
 
     def note_put(self, method: str, number: TensorId, args: Sequence[Any]) -> None:
-        """A tensor that ranks are given."""
+        """Note a tensor that ranks are given."""
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[TensorId, TensorId]]) -> None:
-        """It is about to step. pairs: of gradients and their parameters."""
+        """Note that an optimizer is about to step. pairs: of gradients and their parameters."""
 
     def refuse(self, why: str) -> None:
-        """The step does what cannot be repeated."""
+        """Note that the step cannot be repeated, and why."""
 
 
 class OpStream(SentOperations):
-    """The stream of one mesh. Any thread may issue operations; each waits for what it has asked for."""
+    """The stream of one mesh. Any thread may issue operations; each waits for the values that it has asked for."""
 
     recorder: ClassVar[Recorder | None] = None
-    """Of the step that is being recorded, on whichever mesh."""
+    """The recorder of the step that is being recorded, on any mesh."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
         super().__init__(procs, name)
         self._sending = False
         self._unfreed: Sequence[TensorId] = ()
-        """What ranks could not be told of that is freed."""
+        """The freed tensors of which ranks could not be told."""
         self._templates: list[Template] = []
-        """Of what is not sent yet, those that the ranks do not know."""
+        """The templates of unsent operations that the ranks do not know."""
         self._issued: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-        """What is not sent yet: the fields of a `Use` and of an `Issued` each, in one list, which nothing can tear."""
+        """The fields of a `Use` and of an `Issued` for each unsent operation, in one list, which nothing can tear."""
         self._are_ranks_new = False
         """Whether some were started again, and have not been told of the tensors."""
         call_before_calls(procs, self._before_call)
@@ -102,13 +102,13 @@ class OpStream(SentOperations):
             self.flush()
 
     def flush(self) -> None:
-        """Send what was issued so far; where the ranks are far behind, wait for them."""
+        """Send the operations issued so far; where the ranks are far behind, wait for them."""
         self.send_issued()
         if len(self._underway) > BATCHES_AHEAD and not self._sending:
             self._let_catch_up()
 
     def _let_catch_up(self) -> None:
-        """Wait until the ranks have done half of it, since each wait lets other processes have the caches.
+        """Wait until the ranks have done half of the batches, since each wait lets other processes have the caches.
 
         Where they have halted they go on when all that is under way has come back.
         """
@@ -140,16 +140,16 @@ class OpStream(SentOperations):
                     self._underway.append(Underway(sent, ()))
 
     def _as_window(self) -> tuple[list[tuple[Any, ...]], Window]:
-        """What was issued, numbered: the uses that ranks are sent, and what is kept until they have answered."""
+        """Return the issued operations with numbers: the uses for the ranks, and a window to keep until they answer."""
         uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
         return uses, Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
 
     def _forget_issued(self, window: Window) -> None:
-        """It has been sent, or is given up."""
+        """Forget operations that have been sent, or are given up."""
         self._first, self._templates, self._issued = window.end, [], []
 
     def _give_up_issued(self, window: Window, error: MeshError | None) -> None:
-        """What was issued is not done by any rank. error: that was told, or will be; else each tells its own."""
+        """Note that no rank does the issued operations. error: one that is told elsewhere; else each has its own."""
         self._told.difference_update([template.number for template in self._templates])
         self._forget_issued(window)
         refused = {number: error or each.failed(NOT_SENT) for number, each, _ in window.each()}
@@ -157,7 +157,7 @@ class OpStream(SentOperations):
         window.note(self._failures, refused, families, math.inf if error is not None else window.first)
 
     def begin_repair(self) -> None:
-        """Come to the end of what is under way. From now on nothing is sent: new ranks do not know the tensors yet."""
+        """Wait for all that is under way. From now on nothing is sent: new ranks do not know the tensors yet."""
         self._are_ranks_new = True
         self.settle_all()
         with self._lock, held_back():
@@ -166,14 +166,14 @@ class OpStream(SentOperations):
             self._give_up_issued(self._as_window()[1], why)
 
     def end_repair(self) -> None:
-        """All ranks know the tensors again."""
+        """Send operations again: all ranks know the tensors."""
         self._are_ranks_new = False
 
     def check_step(self, step: RepeatedStep, inputs: Sequence[TensorId]) -> None:
-        """Whether a recorded step can be done again, as far as is known; where the ranks are far behind, wait for them.
+        """Check that a recorded step can be done again; where the ranks are far behind, wait for them.
 
         It is asked before the step counts: to learn of a failure sets counters back.
-        Raises: the error of a tensor that it needs, or of an earlier step if nobody was told of it.
+        Raises: the error of a tensor that it needs, or of an earlier step if it was not told yet.
         """
         if self._issued:
             self.flush()
@@ -187,9 +187,9 @@ class OpStream(SentOperations):
     def replay(
         self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]], before: Any
     ) -> Sequence[TensorId]:
-        """Have the ranks do a recorded step again, for which `check_step` has found nothing; returns its results.
+        """Have the ranks do a recorded step again, for which `check_step` has found nothing; return its results.
 
-        It waits for nothing: ``numbers`` are right as long as nobody learns of a failure.
+        It waits for nothing: ``numbers`` are right as long as no failure becomes known.
         """
         number, *results = self.new_numbers(1 + len(step.recording.results))
         turn = Turn(step, number, inputs, results, before)
@@ -207,7 +207,7 @@ class OpStream(SentOperations):
     def _send_step(
         self, turn: Turn, numbers: dict[int, Sequence[float]], freed: Sequence[TensorId]
     ) -> Future[ValueMesh[Any]]:
-        """Only what differs each time is sent to ranks that know the step."""
+        """Send a step: to ranks that know it, only the parts that differ each time."""
         step = turn.step
         number, calls = step.recording.number, self._replays.calls
         call = calls.get(number)
@@ -236,7 +236,7 @@ class OpStream(SentOperations):
     def give(self, made: Sequence[TensorId], sent: Sequence[tuple[ProcMesh, Any]], line: CodeLine) -> list[Future[Any]]:
         """Have ranks take tensors of this process; any thread may, it does not wait for ranks.
 
-        sent: which ranks are given what, as `RankTensors.take` says. Returns: done when they have come as far.
+        sent: the message for each group of ranks, as for `RankTensors.take`. Returns: futures, done when it was read.
         """
         with self._lock:
             self._sending = True
@@ -251,20 +251,20 @@ class OpStream(SentOperations):
     def follow(
         self, operation: str, made: Sequence[TensorId], future: Future[ValueMesh[Any]], origin: Handle | None = None
     ) -> None:
-        """Count a call that makes tensors, and tells if it could not, to what is under way. origin: made of which."""
+        """Count a call that makes tensors among the operations under way. origin: the tensor that they are made of."""
         cause = None if origin is None else functools.partial(_why_not_made, origin)
         self._underway.append(Underway(future, [Issued(operation, line_of_caller(), made)], cause=cause))
 
     def fetch(self, method: str, number: TensorId) -> Any:
-        """What a method of `RankTensors` says of a tensor, on the first rank. Raises: the error of what it needs."""
+        """Call a method of `RankTensors` on a tensor; return the first rank's answer. Raises: the tensor's error."""
         return next(iter(self.ask_with(self.ask, [number], method, number).values()))
 
     def ask_with(
         self, ask: Callable[..., Future[ValueMesh[Any]]], needed: Sequence[TensorId], method: str, *args: Any
     ) -> ValueMesh[Any]:
-        """What a method of `RankTensors` answers when tensors are there. Raises: the error of one that it needs.
+        """Call a method of `RankTensors` when tensors are there. Raises: the error of one that it needs.
 
-        ask: `ask` or `send`. It is asked at once, so again where ranks had halted before they had the tensors.
+        ask: `ask` or `send`. It is called at once, so again where ranks had halted before they had the tensors.
         """
         self.check(needed)
         while True:
@@ -290,19 +290,19 @@ class OpStream(SentOperations):
             raise found
 
     def why_not(self, number: TensorId) -> MeshError | None:
-        """Why a tensor could not be made, if it could not; waits until that is known."""
+        """Return why a tensor could not be made, if it could not; wait until that is known."""
         self.settle()
         return self._failures.lost.get(number)
 
     def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
-        """Call a method of `RankTensors` on all ranks. asked_by: the line of what has none of its own on ranks."""
+        """Call a method of `RankTensors` on all ranks. asked_by: the line, for a call without one on ranks."""
         line, place = asked_by or as_named_line(line_of_caller())
         return execute_as(
             self.procs, _name_call(line), known_meshes.ask_at, place, self.name, self.decided, method, *args
         )
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
-        """As `ask`, which is a call that would send what was issued before it."""
+        """Do `ask` without sending the issued operations first, as another call would."""
         with self._lock:
             self._sending = True
             try:
@@ -321,7 +321,7 @@ class OpStream(SentOperations):
             self._free_by_base()
 
     def _free_by_base(self) -> None:
-        """The mesh has grown or shrunk: those who stayed are told what is freed."""
+        """Tell the ranks that stayed which tensors are free, in a mesh that has grown or shrunk."""
         with self._lock:
             freed, self._unfreed, self._sending = self._unfreed, (), True
             try:

@@ -1,8 +1,8 @@
-"""What becomes of mesh tensors when ranks were replaced: a part that another rank holds as well is copied from there.
+"""The recovery of mesh tensors after ranks were replaced: a part that another rank holds as well is copied from there.
 
 Ranks hold equal parts of a tensor where they have the same place along the axes that it is sharded on. The first of
-them that was there before gives its part to all others: also to those that lived on, since what was being written when
-a rank ended may have been written on some of them only.
+them that was there before gives its part to all others: also to ranks that lived on, since a write under way when a
+rank ended may have been done on some of them only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorLost(MeshError):
 
 
 class OwnTensorsLost(TensorLost):
-    """Some ranks have ended with their own tensors of a local view; the others have theirs."""
+    """The loss of the own tensors of ranks that ended, in a local view; the other ranks have theirs."""
 
     def __init__(self, ranks: Sequence[int], living: Sequence[int], number: TensorId) -> None:
         MeshError.__init__(self, tuple(ranks), tuple(living), number)
@@ -54,7 +54,7 @@ class OwnTensorsLost(TensorLost):
 
 
 class TensorTorn(MeshError):
-    """Some parts of a tensor were written by operations that other parts have not seen."""
+    """The state of a tensor some of whose parts were written by operations that other parts have not seen."""
 
     def __str__(self) -> str:
         return (
@@ -64,16 +64,16 @@ class TensorTorn(MeshError):
 
 
 class ViewLost(MeshError):
-    """A view across the parts of a tensor, made before ranks were replaced, which do not know what it is of."""
+    """The loss of a view across the parts of a tensor, since new ranks do not know its base."""
 
     def __str__(self) -> str:
         return "ranks were replaced since this view was made, and it lies across the parts of its base: make it again"
 
 
 def restore(stream: OpStream, axes: Mapping[str, int]) -> tuple[int, set[TensorId]]:
-    """Bring the tensors of a mesh to the ranks that have none; those that cannot be brought are lost.
+    """Bring the tensors of a mesh to the ranks that have none; a tensor that cannot be brought is lost.
 
-    Returns: how many are whole again, and those that are lost or torn.
+    Returns: the number of tensors that are whole again, and the tensors that are lost or torn.
     """
     told = dict(zip(stream.procs.ranks, stream.ask("parts").get().values(), strict=True))
     held: dict[int, dict[TensorId, LocalPart]] = {rank: parts for rank, (parts, _) in told.items()}
@@ -121,13 +121,13 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> tuple[int, set[TensorI
 
 
 class _Writes:
-    """What was written to tensors by operations that not all ranks have done."""
+    """The writes to tensors by operations that not all ranks have done."""
 
     def __init__(self, stream: OpStream) -> None:
         self._writes = stream.doubtful
         self._undone: dict[int, Sequence[Undone]] = {}
         self.undone: set[Write] = set()
-        """Those that are not in the parts that all ranks are given."""
+        """The writes that are missing in the parts that all ranks are given."""
         if self._writes:
             self._families = Families(stream.ask("progress", list(self._writes)).get().values())
             told = stream.ask("undone").get().values()

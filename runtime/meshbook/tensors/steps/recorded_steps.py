@@ -1,9 +1,9 @@
 """`compile`: a step that does the same each time becomes one message to the ranks.
 
-The first calls run the step as it is, and note what it does (`step_recorder`). When two runs in a row have done the
-same, to the same tensors, the next calls are one message each, for as long as nothing that could be looked at differs:
-the arguments, the plain values that the function refers to, its modules and optimizers, and whether what it read and
-left behind is still there. What cannot be repeated is run as it is, always, with a warning that says why.
+The first calls run the step as it is, and note its operations (`step_recorder`). When two runs in a row have done the
+same, to the same tensors, the next calls are one message each, for as long as no known condition has changed: the
+arguments, the plain values that the function refers to, its modules and optimizers, and the tensors that it read and
+left behind. A step that cannot be repeated is run as it is, always, with a warning that says why.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TRIED = 6
-"""So many runs in a row that differ from each other are enough."""
+"""The runs in a row, each different from the last, after which no more are compared."""
 UNUSED = 3
-"""So many recordings that nobody could use are enough, too."""
+"""The recordings in a row without a use after which no more are made."""
 SIGNATURES = 16
-"""So many are known of one step."""
+"""The most signatures of one step."""
 
 
 _number_of: Callable[[MeshTensor], TensorId] = operator.attrgetter("_handle.number")
@@ -59,18 +59,18 @@ class Unrepeatable(UserWarning):
 
 
 def compile(function: Callable[P, R]) -> CompiledStep[P, R]:
-    """A step that the ranks repeat by themselves: after a few calls, each is one message to them.
+    """Make a step that the ranks repeat by themselves: after a few calls, each is one message to them.
 
-    It is to be a function of mesh tensors that works on them and on modules and optimizers: a step of training. Numbers
-    that differ from call to call are given as tensors without dims. Tensors that it returns need no gradient. What else
-    it does to objects of this process happens in the first calls only. A call waits for none before it, so of a step
-    that fails later calls tell, or whoever needs what it returned; steps of that optimizer behind it are not done.
+    The function is to work on mesh tensors, modules and optimizers: a step of training. Numbers that differ from call
+    to call are given as tensors without dims. Tensors that it returns need no gradient. Its other effects on objects of
+    this process happen in the first calls only. A call waits for none before it, so the failure of a step is told by
+    later calls, or where its results are needed; steps of that optimizer behind it are not done.
     """
     return CompiledStep(function)
 
 
 class CompiledStep(Generic[P, R]):
-    """A function, and what is known of its runs."""
+    """A function, and the records of its runs."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         functools.update_wrapper(self, function)
@@ -78,7 +78,7 @@ class CompiledStep(Generic[P, R]):
         self._names = values_referred_to(function)
         self._known: dict[object, _Signature] = {}
         self.why_not = ""
-        """Why it is not repeated; empty as long as no reason is known."""
+        """The reason why it is not repeated; empty as long as none is known."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         inputs: list[MeshTensor] = []
@@ -119,7 +119,7 @@ class CompiledStep(Generic[P, R]):
 
 
 class _Returned(NamedTuple):
-    """What a run has returned: where a number of a tensor stands, a mesh tensor."""
+    """The results of a run, with the number of a tensor for each mesh tensor."""
 
     spec: TreeSpec
     leaves: Sequence[object]
@@ -137,7 +137,7 @@ class _Signature:
         self._runs = self._unused = 0
 
     def drop(self) -> None:
-        """The recording is of no use any more: something has changed."""
+        """Drop the recording, since something has changed."""
         if self.step is not None:
             self._unused = 0 if self.step.times else self._unused + 1
         if self._unused > UNUSED:
@@ -145,7 +145,7 @@ class _Signature:
         self.step = None
 
     def note(self, recorder: _RecordedRun, returned: _Returned) -> None:
-        """A run is over. If it has done the same as the last one, it is the one to repeat."""
+        """Note a run that is over. If it has done the same as the last one, it is the one to repeat."""
         recorded = recorder.steps.finish(returned.numbers)
         self.why_not = recorder.steps.why
         if recorded is None:
@@ -169,7 +169,7 @@ def _difference(one: Recorded, other: Recorded) -> str:
 
 
 class _RecordedRun:
-    """What is looked at while a step runs, and what a repeated one depends on."""
+    """A watch on a step while it runs, and the objects that a repetition depends on."""
 
     def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
         self.steps = StepRecorder(inputs, scalars)
@@ -190,7 +190,7 @@ class _RecordedRun:
 def _record(
     step: Callable[[], Any], inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]
 ) -> tuple[Any, _RecordedRun, _Returned]:
-    """Run a step; returns what it returns, its tensors detached, and what was noted."""
+    """Run a step; return its results, tensors detached, and the notes about it."""
     recording = _RecordedRun(inputs, scalars)
     numbers: list[TensorId] = []
     about: list[object] = []
@@ -210,7 +210,7 @@ def _record(
 
 
 class _RepeatableStep:
-    """A recorded step with all that has to be as it was."""
+    """A recorded step with all objects that must not change."""
 
     def __init__(self, recorded: Recorded, recording: _RecordedRun, returned: _Returned) -> None:
         self.recording, self.issued = recorded.recording, recorded.issued
@@ -222,7 +222,7 @@ class _RepeatableStep:
         self._returns_one = returned.spec.is_leaf()
         self._inputs = recording.inputs
         self._views = self._mesh.stream.find_views(returned.numbers, recording.inputs)
-        """Which results are in the memory of another tensor, and of which."""
+        """The results that are in the memory of another tensor, with that tensor."""
         self._handle = Handle(self.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
         self._is_gone = any(each() is None for each in recorded.held)
         self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
@@ -234,7 +234,7 @@ class _RepeatableStep:
         self._is_gone = True
 
     def is_current(self) -> bool:
-        """Whether nothing that it was recorded with is another one, or gone."""
+        """Whether all objects that it was recorded with are still there."""
         return (
             not self._is_gone
             and self._modules.is_as_it_was()
@@ -242,7 +242,7 @@ class _RepeatableStep:
         )
 
     def repeat(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> Any:
-        """Raises: the error of an input, or of the last time where nobody was told of it."""
+        """Repeat the step. Raises: the error of an input, or of the last time where it was not told yet."""
         stream = self._mesh.stream
         given = list(map(_number_of, inputs))
         stream.check_step(self, given)
@@ -269,7 +269,7 @@ class _RepeatableStep:
         return MeshTensor._of(self._mesh, leaf, next(results)) if isinstance(leaf, NewOutput) else leaf
 
     def _note_views(self, inputs: Sequence[TensorId], results: Sequence[TensorId]) -> None:
-        """What they are of this time: an input, another result, or what is there each time."""
+        """Note the bases of views among the results: an input, another result, or a tensor that stays."""
         stream = self._mesh.stream
         now = dict(zip(self._inputs, inputs, strict=True))
         for at, root in self._views:

@@ -1,7 +1,7 @@
-"""What a recorded step depends on, looked at before each time it is repeated: a few microseconds for each kind.
+"""The conditions of a recorded step, checked before each time it is repeated: a few microseconds for each kind.
 
-Of the arguments, everything; of the function, the plain values that it names (not those that functions called by it
-name); of modules, their parts and modes; of optimizers, their options, and what they step.
+They cover all of the arguments; of the function, the plain values that it names (not those of functions that it
+calls); of modules, their parts and modes; of optimizers, their options and the tensors that they step.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 _mode, _needs_gradient = operator.attrgetter("training"), operator.attrgetter("requires_grad")
 _values: Callable[[Any], Iterable[object]] = dict.values
-"""Asked of all at once by `map`: there are hundreds of them, and it is done before each step."""
+"""The values of a dict, for `map` over hundreds of dicts before each step."""
 
 without_torch_functions: Callable[[], AbstractContextManager[None]] = DisableTorchFunctionSubclass
-"""Within it torch does not look, whenever it is asked about a tensor, for a function of Python that is to answer."""
+"""A block in which torch looks for no function of Python that would answer for a tensor."""
 
 
 def _values_of_all(dicts: Iterable[Mapping[str, object]]) -> Iterator[object]:
@@ -50,7 +50,7 @@ class KnownModules:
         self._needs = list(map(_needs_gradient, self._tensors))
 
     def is_as_it_was(self) -> bool:
-        """Whether they have the same parts, no more, in the same modes; parameters may have other values."""
+        """Whether the modules have the same parts, no more, in the same modes; parameters may have other values."""
         return (
             all(map(operator.is_, map(_mode, self._modules), self._modes))
             and not any(self._empty)
@@ -67,14 +67,11 @@ class KnownOptimizer:
         self._optimizer, self._state, self._groups = optimizer, optimizer.state, optimizer.param_groups
         self._options = [_Options(group) for group in optimizer.param_groups]
         self._states: list[dict[str, Any]] = list(optimizer.state.values())
-        """Of each parameter; without the parameters, which are hashed by functions of Python."""
+        """The states of the parameters, without these, which are hashed by functions of Python."""
         self._held: list[object] = list(_values_of_all(self._states))
 
     def is_as_it_was(self) -> bool:
-        """Whether its options, what it steps, and what it keeps for that are the same objects.
-
-        A tensor may have another value.
-        """
+        """Whether its options, its parameters and its state are the same objects; a tensor may have another value."""
         now = self._optimizer
         return (
             now.state is self._state
@@ -89,7 +86,7 @@ class KnownOptimizer:
 
 
 class _Options:
-    """Those of one group of parameters."""
+    """The options of one group of parameters."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._parameters = list(group["params"])
@@ -110,13 +107,13 @@ def _is_option(value: Any, before: Any) -> bool:
 
 
 class UnknownArgument(Exception):
-    """A value of which a call cannot tell whether it is as it was."""
+    """Raised for a value of which a call cannot tell whether it is unchanged."""
 
 
 def read_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[MeshTensor], scalars: list[torch.Tensor]
 ) -> object:
-    """The part of a signature for all arguments; their tensors are put into the lists. Raises: UnknownArgument."""
+    """Return the part of a signature for all arguments; tensors go into the lists. Raises: UnknownArgument."""
     given: list[object] = []
     for value in args:
         if type(value) is MeshTensor and not value.requires_grad:  # as most are
@@ -128,7 +125,7 @@ def read_arguments(
 
 
 def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tensor]) -> object:
-    """The part of a signature for one argument; its tensors are put into the lists."""
+    """Return the part of a signature for one argument; its tensors go into the lists."""
     kind = type(value)
     if isinstance(value, MeshTensor):
         if value.requires_grad and id(value) not in map(id, inputs):
@@ -158,10 +155,10 @@ def modes_of_torch() -> tuple[object, ...]:
 
 
 def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[object, ...]]:
-    """A function that reads the plain values that another one refers to: global ones, those around it, its object's.
+    """Return a function that reads the plain values that another refers to: globals, closures, and its object's.
 
-    Of other objects those attributes and items that its own code names, ``config.scale`` and ``flags["f"]``, if there
-    are plain values in them when it is read first.
+    Of other objects it reads the attributes and items that the code names, ``config.scale`` and ``flags["f"]``, if they
+    are plain values when they are first read.
     """
     inner = function.__func__ if isinstance(function, MethodType) else function
     code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
@@ -207,11 +204,11 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
 
 _NOTHING = object()
 _Path: TypeAlias = tuple[tuple[bool, Any], ...]
-"""The name of a variable, then of attributes (False), and what is in the brackets behind (True)."""
+"""A path of names: of a variable, then of attributes (False) and of items in brackets (True)."""
 
 
 def _paths_of(code: CodeType) -> list[_Path]:
-    """Those that code reads at variables that are not its own, and code within it."""
+    """Return the paths that code, and code within it, reads at variables of other functions."""
     found: dict[_Path, None] = {}
     path: _Path = ()
     key: tuple[Any, ...] = ()
@@ -238,7 +235,7 @@ def _paths_of(code: CodeType) -> list[_Path]:
 
 
 def _follow(find: Callable[[str], object], path: _Path) -> object:
-    """What is there now."""
+    """Return the present value at a path."""
     (_, root), *steps = path
     found: Any = find(root)
     try:
@@ -252,7 +249,7 @@ def _follow(find: Callable[[str], object], path: _Path) -> object:
 
 
 def _globals_of(code: CodeType) -> dict[str, None]:
-    """The global names that code reads, and code within it."""
+    """Return the global names that code reads, and code within it."""
     found = {each.argval: None for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

@@ -25,7 +25,7 @@ class Seed(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The number of an argument, a tensor without dims; how many of those are before it."""
+    """The number of an argument that is a tensor without dims, by its place among these."""
 
     at: int
 
@@ -37,7 +37,7 @@ class ReadNumbers(NamedTuple):
     """The numbers of a use: constants, tensors of this process that have them, seeds to draw."""
 
     use: int
-    """Its index."""
+    """The index of the use."""
     sources: Sequence[NumberSource]
 
 
@@ -51,7 +51,7 @@ class DoHere(NamedTuple):
 
 
 Here: TypeAlias = ReadNumbers | DoHere
-"""What is done in this process, in order, each time."""
+"""A piece of work of this process, in order, each time."""
 
 
 class Recorded(NamedTuple):
@@ -59,20 +59,20 @@ class Recorded(NamedTuple):
 
     mesh: Mesh
     key: object
-    """Equal for runs that do the same."""
+    """A key that is equal for runs that do the same."""
     lines: Sequence[tuple[str, CodeLine, object]]
-    """Of each use: operator, line, and its part of the key."""
+    """The operator, the line, and the part of the key of each use."""
     recording: Recording
     issued: Sequence[tuple[Any, ...]]
     here: Sequence[Here]
     captured: Sequence[TensorId]
     left: Sequence[TensorId]
     held: Sequence[weakref.ref[Handle]]
-    """Handles without which it is another step: of what is captured and what is left."""
+    """The handles that must stay: of captured tensors and tensors left behind."""
     written: Sequence[weakref.ref[torch.Tensor]]
     """Captured tensors that it writes to."""
     kept: Sequence[object]
-    """Lives as long as the recording does."""
+    """Objects that live as long as the recording does."""
 
 
 aten = torch.ops.aten
@@ -81,11 +81,11 @@ _address = torch.Tensor.data_ptr
 
 
 Counted: TypeAlias = tuple[Sequence[float], Sequence[float]]
-"""What the tensors were that a step writes to in this process: the counters, and the others."""
+"""The former values of tensors that a step writes to in this process: counters, and others."""
 
 
 class StepNumbers:
-    """Of one recorded step."""
+    """The numbers of one recorded step."""
 
     def __init__(self, here: Sequence[Here]) -> None:
         written = {id(tensor): tensor for each in here if isinstance(each, DoHere) for tensor in each.written}
@@ -104,7 +104,7 @@ class StepNumbers:
         return each
 
     def do(self, scalars: Sequence[torch.Tensor]) -> tuple[dict[int, Sequence[float]], Counted]:
-        """What the step does here; returns numbers of uses, and what `undo` is to be told."""
+        """Do the work of the step here; return the numbers of uses, and the former values for `undo`."""
         numbers: dict[int, Sequence[float]] = {}
         counted = self._counters.values() if self._counters is not None else ()
         before = counted, _values(self._others) if self._others else ()
@@ -120,7 +120,7 @@ class StepNumbers:
         return numbers, before
 
     def undo(self, before: Counted) -> None:
-        """Set the counters back to what they were before one time."""
+        """Set the counters back to their former values."""
         counted, others = before
         if self._counters is not None:
             self._counters.set(counted)
@@ -129,7 +129,7 @@ class StepNumbers:
 
 
 class _Count:
-    """Add this to all counters."""
+    """A number to add to all counters."""
 
     def __init__(self, by: float) -> None:
         self.by = by
@@ -148,15 +148,15 @@ class _Counters:
         for tensor, place in zip(self._tensors, memory.unbind(), strict=True):
             tensor.data = place
         self.array = memory.numpy()
-        """That memory: NumPy counts in it in a fraction of the time that an operation of torch takes."""
+        """The common memory: NumPy counts in it in a fraction of the time of an operation of torch."""
         self._addresses = list(map(_address, self._tensors))
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are all of them."""
+        """Whether these are all of the tensors."""
         return len(tensors) == len(self._tensors) and all(id(tensor) in self.index for tensor in tensors)
 
     def values(self) -> list[float]:
-        """As they are now, wherever somebody may have put one since."""
+        """Return the present values, also of tensors that were replaced since."""
         if list(map(_address, self._tensors)) != self._addresses:
             self._join()
         return list(self.array.tolist())
@@ -209,7 +209,7 @@ class _Reading:
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Of tensors without dims; of many of one kind at once."""
+    """Return the numbers of tensors without dims; many of one kind are read at once."""
     if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
         return torch.stack(list(tensors)).tolist()
     return [tensor.item() for tensor in tensors]

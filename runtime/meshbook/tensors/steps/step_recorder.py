@@ -1,12 +1,12 @@
-"""What one run of a step does, noted so that two runs can be compared, and one be repeated.
+"""The record of one run of a step, so that two runs can be compared, and one be repeated.
 
     function ──every operator──> StepRecorder ──> of mesh tensors: uses, by the op stream that sends them
                                               └─> of this process's: counters that it writes, and who reads them
 
-What the step is given, makes and gives back is called by negative numbers. Tensors that were there before (parameters,
-the state of optimizers) and those that it leaves behind (gradients) keep their own. Numbers come of constants, of
-tensors of this process without dims, which are read anew each time, or of torch's generator. What cannot be repeated
-is noted as the reason why; the run itself goes on as if nobody looked.
+Inputs, results and tensors in between are called by negative numbers. Tensors that were there before (parameters, the
+state of optimizers) and those left behind (gradients) keep their own. Numbers come of constants, of tensors of this
+process without dims, which are read each time, or of torch's generator. A step that cannot be repeated has the reason
+noted; the run itself goes on as if nothing watched it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Noted(NamedTuple):
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what one run does."""
+    """A recorder of one run."""
 
     def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,9 +69,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors: dict[TensorId, weakref.ref[torch.Tensor]] = {}
         self._placed: dict[TensorId, tuple[torch.Tensor, Sequence[Placement], Any]] = {}
         self._made: dict[int, tuple[torch.Tensor, bool]] = {}
-        """Plain tensors that the step made, by id, and whether they depend on what was there before."""
+        """The plain tensors that the step made, by id, and whether they depend on tensors from before."""
         self._sources: list[torch.Tensor] | None = None
-        """While an operation of mesh tensors is done: its plain tensors without dims."""
+        """The plain tensors without dims of the operation of mesh tensors that is being done."""
         self._kept: list[object] = [*scalars]
         self._wait = Template(WAIT, WAITS, (), {})
 
@@ -110,11 +110,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._noted.append(_Noted(self._wait, (WAIT, tensors, (), ()), (WAITS, line_of_caller(), (), ())))
 
     def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [t for t in tree_leaves((list(args), list(kwargs.values()))) if isinstance(t, torch.Tensor)]
@@ -139,13 +135,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tensors[tensor._handle.number] = weakref.ref(tensor)
 
     def _note_here(
-        self,
-        func: Operator,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[torch.Tensor],
+        self, func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]
     ) -> Any:
-        """An operation on tensors of this process."""
+        """Note an operation on tensors of this process."""
         depends = func is not aten.lift_fresh.default and any(map(self._depends, tensors))
         if is_random(func):
             self.refuse(f"{func} draws numbers in this process")
@@ -198,7 +190,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- what it comes to -----------------------------------------------------------------------------------------
 
     def finish(self, returned: Sequence[TensorId]) -> Recorded | None:
-        """What has been noted, or None if there is a reason why not; asked when the step's own variables are gone."""
+        """Return the record, or None if there is a reason why not; asked when the step's own variables are gone."""
         made = [number for each in self._noted for number in each.use[3]]
         names: dict[TensorId, TensorId] = {}
         for number in (*self._inputs, *made):
