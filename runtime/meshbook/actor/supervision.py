@@ -72,7 +72,7 @@ class MeshFailure:
     @property
     def procs_name(self) -> str:
         """The name of the mesh of processes in which the actors live."""
-        group = vars(self.mesh).get("_group")
+        group = getattr(self.mesh, "_group", None)
         return self.mesh.name if group is None else str(group.mesh_name)
 
     @property

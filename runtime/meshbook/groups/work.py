@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from threading import get_ident
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.autograd
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from meshbook.groups.records import Operands
 
 _STEP = timedelta(seconds=STEP_S)
+_STEP_TIMED_OUT = "Operation timed out!"
+"""The text of torch's error when a wait ends before the operation."""
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -51,6 +53,8 @@ class AbortableWork(dist.Work):
     torn = ""
     """A text on the tensors that it may have left half done, for good."""
     _given_up = _is_noted = False
+    _error: BaseException | None = None
+    """The error with which it has ended."""
 
     def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work | None = None) -> None:
         """raw: C++'s side of it, where that has begun."""
@@ -159,6 +163,8 @@ class CollectiveWork(AbortableWork):
     """Whether it is one of CUDA's, which the device waits for."""
     _future: torch.futures.Future[object] | None = None
     _gate: torch.futures.Future[None]
+    _opened: threading.Event
+    """Whether the gate is open."""
 
     def is_completed(self) -> bool:
         return self._raw.is_completed()
@@ -167,12 +173,30 @@ class CollectiveWork(AbortableWork):
         return self._raw.is_success()
 
     def _has_failed(self) -> bool:
-        if not self.on_stream:
-            try:
-                self._raw.wait()  # it has ended; `is_success` would warn of its age on the rank's stderr
-            except RuntimeError:
-                return True
+        try:
+            self._take_result()  # `is_success` would warn of its age on the rank's stderr
+        except Exception:
+            return True
         return False
+
+    def _take_result(self) -> None:
+        """Raise the error of an operation that has ended; the same one each time.
+
+        An error that was Python's first, as the store's are, C++ can raise once: the second time ends the process.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self.on_stream:
+            self._keep_error(self._raw.wait)
+
+    def _keep_error(self, ask: Callable[..., Any], *args: object) -> Any:
+        """Return what C++ answers. Raises: its error, which is kept."""
+        try:
+            return ask(*args)
+        except Exception as error:
+            if str(error) != _STEP_TIMED_OUT:
+                self._error = error
+            raise
 
     def exception(self) -> object:
         return self._raw.exception()
@@ -194,13 +218,17 @@ class CollectiveWork(AbortableWork):
             return self._raw.get_future()
         if self._future is None:
             raw, self._gate = self._raw.get_future(), torch.futures.Future()
+            self._opened = threading.Event()
             self._future = self._gate.then(lambda _: self._outcome(raw))
             self.inner.guard.futures[self] = time.monotonic()
             self.inner.guard.on_future()
-            raw.add_done_callback(lambda _: self._open_gate())
+            self._open_gate_after(raw)
             if self.inner.dead:
                 self.fail_future()
         return self._future
+
+    def _open_gate_after(self, raw: torch.futures.Future[object]) -> None:
+        raw.add_done_callback(lambda _: self._open_gate())
 
     def fail_future(self) -> None:
         """The groups were aborted, or the call interrupted: end the future, if the operation has not done it."""
@@ -214,18 +242,21 @@ class CollectiveWork(AbortableWork):
         self._note_end()
         with contextlib.suppress(RuntimeError):  # opened already
             self._gate.set_result(None)
+        self._opened.set()
 
     def _outcome(self, raw: torch.futures.Future[object]) -> object:
         if self._given_up:
             raise GroupAborted(self.inner.dead or "the operation was interrupted")
-        return raw.value()
+        if self._error is not None:
+            raise self._error
+        return self._keep_error(raw.value)
 
     def _ready(self) -> bool:
         return self.on_stream or (self.inner.dead != "" and self.is_completed())  # else `_wait` finds out
 
     def _finish(self) -> None:
         try:
-            self._raw.wait()
+            self._take_result()
         except RuntimeError as error:
             self._raise_failed(error)
         finally:
@@ -235,7 +266,7 @@ class CollectiveWork(AbortableWork):
         raw, inner, deadline = self._raw, self.inner, 0.0
         while not inner.dead:
             try:
-                raw.wait(_STEP)
+                self._wait_a_step()
             except RuntimeError:
                 if raw.is_completed():  # it failed, or ended just after the step
                     self._finish()
@@ -250,6 +281,14 @@ class CollectiveWork(AbortableWork):
                 return
         raise GroupAborted(inner.dead)
 
+    def _wait_a_step(self) -> None:
+        """Raises: the operation's error, and RuntimeError where it has not ended."""
+        if self._future is not None and not self._opened.wait(STEP_S):
+            raise RuntimeError(_STEP_TIMED_OUT)
+        if self._error is not None:  # its future has taken it
+            raise self._error
+        self._keep_error(self._raw.wait, _STEP)
+
 
 class AsideWork(CollectiveWork):
     """A collective of gloo that is awaited on a thread of its own.
@@ -260,7 +299,6 @@ class AsideWork(CollectiveWork):
 
     def __init__(self, inner: BackendGroup, operation: str, number: int, raw: dist.Work, landing: Landing = ()) -> None:
         super().__init__(inner, operation, number, raw)
-        self._error: BaseException | None = None
         self._done = threading.Event()
         self._landing, self._to_land, self._land_one = landing, landing, threading.Lock()
         run_in_background(self._await_raw)
@@ -273,6 +311,12 @@ class AsideWork(CollectiveWork):
             self._error = error
             self._note_failed(error)
         self._done.set()
+        if self._future is not None:
+            self._open_gate()
+
+    def _open_gate_after(self, raw: torch.futures.Future[object]) -> None:
+        if self._done.is_set():  # else `_await_raw` opens it, which alone takes the error
+            self._open_gate()
 
     def _land(self) -> None:
         """Copy back, once; as C++ would, past autograd and its counts of versions."""
@@ -326,7 +370,6 @@ class PeerWork(AbortableWork):
         super().__init__(inner, operation, number)
         self.peer = peer
         self._begin: Callable[[], dist.Work | None] | None = begin
-        self._error: BaseException | None = None
         self._begun: dist.Work | None = None
         self._done = threading.Event()
         self.ended = False
