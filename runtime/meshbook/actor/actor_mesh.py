@@ -57,7 +57,7 @@ TActor_co = TypeVar("TActor_co", covariant=True)
 
 
 class ActorMesh(MeshView, Generic[TActor_co]):
-    """Actors, arranged as the processes in which they live; views cost nothing. Attributes are their endpoints."""
+    """A mesh of actors, arranged as their processes are; views cost nothing. Its attributes are the endpoints."""
 
     def __init__(self, group: ActorIdentity, members: Members) -> None:
         super().__init__(members)
@@ -69,7 +69,7 @@ class ActorMesh(MeshView, Generic[TActor_co]):
 
     @property
     def initialized(self) -> Future[None]:
-        """Completes when all have been made. Raises, when asked: ActorError with what ``__init__`` raised."""
+        """A future that completes when all actors have been made. Raises, when asked: ActorError of ``__init__``."""
         group = self._group
         if group.initialized is None:  # a reference that was sent here
             source = group.call(
@@ -149,7 +149,7 @@ class ActorMesh(MeshView, Generic[TActor_co]):
 
     @property
     def was_called(self) -> bool:
-        """Whether somebody in this process has called them and is told by that call what became of them."""
+        """Whether this process has called the actors, and so learns of their end by that call."""
         return self._group.called
 
     def remember_fault(self, failure: MeshFailure) -> None:
@@ -246,7 +246,7 @@ def _on_made(
     failure: Failure | None,
     waited_s: float,
 ) -> None:
-    """One has been made, or could not be: the owner is told at once. On the thread that serves the sockets."""
+    """Tell the owner at once of an actor that could not be made. Runs on the thread that serves the sockets."""
     if ok or failure is None or failure.ename in _NO_FAULTS:
         return
     named = actors._group.names_of([rank])
@@ -255,11 +255,11 @@ def _on_made(
 
 
 _NO_FAULTS = frozenset(error.__name__ for error in (WorkerLost, KeyboardInterrupt, MailboxClosed))
-"""Of processes that end the owner is told anyway; the others are those of actors that were stopped meanwhile."""
+"""Failures that are no fault of a constructor: the owner hears of ended processes anyway, and a stop is no fault."""
 
 
 def _tell(owner: Port[MeshFailure] | None, failure: MeshFailure) -> None:
-    """Where the owner cannot be told, it is printed."""
+    """Send the failure to the owner, or print it if that fails."""
     if owner is not None:
         with contextlib.suppress(MeshError):  # it has ended
             owner.post(SUPERVISE, failure)
@@ -365,7 +365,7 @@ def find_procs(session: str, mesh: int, name: str, members: Members, generation:
 def ask_controller(
     endpoint: str, args: tuple[object, ...], kwargs: Mapping[str, object], name: str
 ) -> ActorFuture[Any]:
-    """On a rank: ask the process that drives the meshes (`meshbook.mesh.actor_router`) for something."""
+    """Ask the process that drives the meshes (`meshbook.mesh.actor_router`) for something, from a rank."""
     what = f"{name}.{endpoint}"
     pickled = dumps((args, dict(kwargs)), what=what)
     source = current_router().call(CallRequest(endpoint, one_member(0), pickled, what, mailbox=ROOT))

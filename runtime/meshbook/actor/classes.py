@@ -45,7 +45,7 @@ class Endpoint(Protocol[P, R]):
     """An endpoint of a mesh of actors. Messages of one sender arrive in the order in which they were sent."""
 
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
-        """Call it on every actor; the values of all."""
+        """Call it on every actor; the future gives the values of all."""
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call it on the only actor. Raises: LayoutError if there are several."""
@@ -57,14 +57,14 @@ class Endpoint(Protocol[P, R]):
         """Call it on every actor; futures of the values in the order in which they come."""
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call it on every actor without waiting; what fails is told to the owner of the actors."""
+        """Call it on every actor without waiting; failures go to the owner of the actors."""
 
     def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call it on every actor, and leave the tensors that it returns on the ranks, as those of the local view."""
 
 
 class EndpointMethod(Generic[P, R]):
-    """What the decorators make of a method."""
+    """A method that a decorator has made an endpoint."""
 
     def __init__(self, method: Callable[..., object], *, concurrent: bool, explicit_response_port: bool) -> None:
         self.method, self.concurrent, self.explicit_response_port = method, concurrent, explicit_response_port
@@ -133,7 +133,7 @@ else:
         return decorate if method is None else decorate(method)
 
     def concurrent_endpoint(method=None, /, *, propagate=None, explicit_response_port=False, instrument=True):
-        """As `endpoint`, for an ``async def`` that does not keep the actor from taking other messages meanwhile."""
+        """Let an ``async def`` be called while the actor takes other messages; otherwise as `endpoint`."""
 
         def decorate(method):
             _check_concurrent(method)
@@ -182,7 +182,7 @@ class Actor:
 
 
 class Param(NamedTuple):
-    """One parameter. kind: as `inspect.Parameter` numbers them."""
+    """A parameter of an endpoint. kind: as `inspect.Parameter` numbers them."""
 
     name: str
     kind: int
@@ -190,18 +190,18 @@ class Param(NamedTuple):
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, dict=True):
-    """One endpoint, as it travels."""
+    """The description of an endpoint, as it travels."""
 
     name: str
     concurrent: bool = False
     wants_port: bool = False
     params: tuple[Param, ...] | None = None
-    """Without ``self`` and the response port; None where they are not known."""
+    """The parameters without ``self`` and the response port; None if they are not known."""
     doc: str = ""
 
     @cached_property
     def signature(self) -> inspect.Signature | None:
-        """For `inspect.signature` and for checks; values of defaults are not known here."""
+        """The signature, for `inspect.signature` and for checks; values of defaults are not known here."""
         if self.params is None:
             return None
         kinds = list(inspect._ParameterKind)
@@ -214,7 +214,7 @@ class EndpointInfo(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _bare(self) -> tuple[int, float]:
-        """How many arguments it takes at least and at most when none has a name."""
+        """The least and the greatest number of arguments that it takes when none has a name."""
         kinds = inspect._ParameterKind
         params = self.params or ()
         if any(param.kind == kinds.KEYWORD_ONLY and not param.has_default for param in params):
@@ -256,7 +256,7 @@ class ActorClass(NamedTuple):
 
 
 def describe_class(cls: object, reserved: frozenset[str]) -> ActorClass:
-    """What its meshes need to know. reserved: names that endpoints cannot have.
+    """Describe a class to its meshes. reserved: names that endpoints cannot have.
 
     Raises: UsageError for what is no class of actors.
     """
@@ -350,7 +350,7 @@ def has_async_endpoints(cls: type) -> bool:
 
 
 def refusal(error: ActorError, actors: str) -> Exception:
-    """What the caller raises when actors have refused; ``error`` itself where something else was raised."""
+    """Return the error for a caller whose class the actors refused; ``error`` itself if they raised anything else."""
     if any(failure.ename != ReloadError.__name__ for failure in error.failures):
         return error
     causes = [f"{name_ranks(f.rank for f in same)}: {same[0].evalue}" for same in group_failures(error.failures)]

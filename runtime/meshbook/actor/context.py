@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 ROOT_NAME = "root"
-"""What the program itself is called, where an actor's name would stand."""
+"""The name of the program itself, where an actor's name would stand."""
 
 
 class ActorControl(Protocol):
@@ -70,7 +70,7 @@ class ActorInstance:
         """Its place among the processes of its mesh."""
         self.mailbox, self.module = mailbox, module
         self.creator = creator
-        """Who has spawned it; None for the program."""
+        """The actor, or program, that spawned it; None for the program."""
         self._place, self._procs, self._control = place, procs, control
 
     @property
@@ -120,7 +120,7 @@ class ActorInstance:
         self._controlled().fail_itself(f"actor explicitly aborted due to: {reason or 'no reason provided'}", now=False)
 
     def kill(self, reason: str = "") -> None:
-        """As `abort`, but at once: what it handles is interrupted, and no ``__cleanup__`` runs."""
+        """End this actor as `abort` does, but at once: its message is interrupted, and no ``__cleanup__`` runs."""
         self._controlled().fail_itself(f"actor was killed: {reason}", now=True)
 
     def _controlled(self) -> ActorControl:
@@ -149,7 +149,7 @@ class ActorInstance:
 
     @property
     def shared_name(self) -> str:
-        """As its ``repr``, without ranks: the same on all processes, so that equal lines which have it stay equal."""
+        """The ``repr`` without ranks: the same on all processes, so that equal lines which have it stay equal."""
         if not self.mailbox:
             return repr(self)
         creator = (self.creator or root_instance()).shared_name
@@ -174,7 +174,7 @@ def root_instance() -> ActorInstance:
 
 
 WAIT_S = 6.0
-"""How long an actor that ends waits for what it owns; longer than one that does not heed an interrupt is waited for."""
+"""The time that an ending actor gives its own actors to end; longer than one that heeds no interrupt is waited for."""
 
 
 class Owned(Protocol):
@@ -189,20 +189,20 @@ class Owned(Protocol):
 
 
 class Belongings:
-    """What an actor has spawned: actors, and processes of `this_host`. It ends with the actor. On any thread."""
+    """The actors and processes that an actor has spawned, which end with it. Any thread."""
 
     def __init__(self) -> None:
         self._owned: list[Owned] = []
         self._lock = threading.Lock()
 
     def add(self, owned: Owned) -> None:
-        """The actor has spawned it."""
+        """Add a mesh that the actor has spawned."""
         with self._lock:
             self._owned = [one for one in self._owned if not one.is_stopped]
             self._owned.append(owned)
 
     def stop(self) -> None:
-        """End all of it, and wait; what has ended before, or does not end in time, is left alone. Raises nothing."""
+        """End all of them and wait; meshes that do not end in time are left alone. Raises nothing."""
         with self._lock:
             owned, self._owned = self._owned, []
         ends = []
@@ -216,20 +216,20 @@ class Belongings:
 
 
 class Context(msgspec.Struct, eq=False):
-    """What `context` returns: who is asked, for whom, and by which call."""
+    """The answer of `context`: the actor, its place among those that were called, and the call."""
 
     actor_instance: ActorInstance
     find_message_rank: Callable[[], Point]
     supervisor: Port[MeshFailure] | None = None
-    """Where failures of what is spawned now are told; None outside of actors."""
+    """The port for failures of meshes that are spawned now; None outside of actors."""
     belongings: Belongings | None = None
-    """What is spawned now belongs to them; None outside of actors."""
+    """The belongings to which meshes that are spawned now are added; None outside of actors."""
     endpoint: str = ""
     """The endpoint that is being called."""
     chain: tuple[int, ...] = ()
-    """That of the message; see `wire.Call`."""
+    """The chain of the message; see `wire.Call`."""
     on_wait: Callable[[int], None] | None = None
-    """Told of each call that the message waits for; None where the actor takes other messages meanwhile."""
+    """A callback for each call that the message waits for; None if the actor takes other messages meanwhile."""
     waits: set[int] = set()
     """Calls, by their names in chains, that the message waits for without a limit."""
     interrupted: bool = False
@@ -237,7 +237,7 @@ class Context(msgspec.Struct, eq=False):
 
     @contextlib.contextmanager
     def waiting_for(self, name: int) -> Iterator[None]:
-        """Around a wait for a call that has no limit. name: in chains, 0 for a call that is in none."""
+        """Note a wait without limit for a call, inside the block. name: in chains, 0 for a call that is in none."""
         if not name or self.on_wait is None:
             yield
             return

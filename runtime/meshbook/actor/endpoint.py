@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def translate(error: BaseException, actor: ActorIdentity | str, endpoint: str) -> BaseException:
-    """The error of a call to a mailbox as one of actors. actor: which; or what was asked, by its name."""
+    """Return the error of a call to a mailbox as one of actors. actor: the actors, or the name of something else."""
     if isinstance(error, SupervisionError):
         return error
     if isinstance(actor, str):
@@ -85,7 +85,7 @@ def _translated(error: BaseException, actor: str, endpoint: str) -> BaseExceptio
 
 
 def _reason(closed: list[Failure], actor: str) -> str:
-    """Why the actor has ended, where it has said so itself (`meshbook.actor.context`)."""
+    """Return the reason of an actor that has ended itself (`meshbook.actor.context`), else an empty text."""
     plain = why_stopped(actor)
     errors = [error for failure in closed if isinstance(error := failure.load(), MailboxClosed)]
     return next((error.why.removeprefix(f"{plain}: ") for error in errors if error.why not in ("", plain)), "")
@@ -160,7 +160,7 @@ class Stream(Generic[T]):
         source.add_done_callback(self._on_end)
 
     def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None, waited_s: float) -> None:
-        """A rank has answered. On the thread that serves the sockets."""
+        """Complete the next part. Runs on the thread that serves the sockets."""
         with self._lock:
             part = self._parts[self._come]
             self._come += 1
@@ -168,7 +168,7 @@ class Stream(Generic[T]):
         part.set_result(None)  # type: ignore[arg-type]  # a wake-up only
 
     def _on_end(self, source: Future[Values]) -> None:
-        """All have answered; or none will, since the mesh was stopped, say."""
+        """Complete the parts that no rank will answer, since the mesh was stopped, say."""
         with self._lock:
             left, self._come = self._parts[self._come :], len(self._parts)
         for part in left:
@@ -176,7 +176,7 @@ class Stream(Generic[T]):
             part.set_result(None)  # type: ignore[arg-type]
 
     def value_of(self, part: _Part[T]) -> T:
-        """What `_Part.get` returns. Raises: as `ActorFuture.get`."""
+        """Return the value of `_Part.get`. Raises: as `ActorFuture.get`."""
         assert self.source is not None
         if part.error is not None:
             raise translate(part.error, *self._names)
@@ -338,7 +338,7 @@ class ActorEndpoint(Generic[P, R]):
 
 
 class NotAnEndpoint:
-    """A method of the actors that no process but theirs can call, except by `as_endpoint`."""
+    """A method of the actors that other processes can call by `as_endpoint` only."""
 
     def __init__(self, mesh: ActorMesh[object], group: ActorIdentity, name: str) -> None:
         self.mesh, self.group, self.name = mesh, group, name
@@ -353,7 +353,7 @@ class NotAnEndpoint:
 
 
 def _choose(to: Address) -> Address:
-    """One of them, at random."""
+    """Return the address of a random member."""
     return msgspec.structs.replace(to, members=Region.build(random.choice(list(to.members.ranks())), []))
 
 
@@ -411,7 +411,7 @@ class Accumulator(Generic[P, R, A]):
 
 
 def _when_all_have_come(parts: Sequence[Future[R]]) -> Future[None]:
-    """Done when all have an outcome, whichever."""
+    """Return a future that completes when all parts have an outcome."""
 
     def cancel() -> None:
         for part in parts:

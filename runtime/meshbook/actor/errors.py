@@ -83,11 +83,11 @@ _LINKS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-"""What Python writes between exceptions of which one has led to the other."""
+"""The lines that Python writes between an exception and the one that it led to."""
 
 
 def _chain(failure: Failure) -> list[str]:
-    """What has led to an exception on its rank, each with what Python says between the two; empty for one alone."""
+    """Return the exceptions that led to a failure on its rank, with Python's lines between them; none for one alone."""
     chain, last = [], ""
     for line in (without_colours(line).strip() for part in failure.traceback for line in part.splitlines()):
         if line in _LINKS:
@@ -100,7 +100,7 @@ class SupervisionError(MeshError, RuntimeError):
     """Actors that are not there any more: their calls fail, now and later."""
 
     cause = "stopped"
-    """How they ended: ``killed by SIGKILL``."""
+    """The way in which they ended: ``killed by SIGKILL``."""
 
     beside = ""
     """Monarch's sentence of the same, which programs that were written for it look for; below ours in ``str``."""
@@ -235,7 +235,7 @@ class ActorStoppedError(SupervisionError):
 
 
 def why_stopped(actor: str, reason: str = "") -> str:
-    """Why the mailbox of an actor is closed: `meshbook.errors.calls.MailboxClosed.why`."""
+    """Return the reason with which the mailbox of an actor is closed: `meshbook.errors.calls.MailboxClosed.why`."""
     return f'the actors "{actor}" were stopped' + (f": {reason}" if reason else "")
 
 

@@ -1,4 +1,4 @@
-"""One mesh of actors as a process knows it, shared by all views of it there; and a table of the actors of processes."""
+"""The facts of a mesh of actors that all its views in one process share; and a table of the actors of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Ended = TypeVar("Ended", bound=SupervisionError)
 
 @dataclass(eq=False)
 class ActorIdentity:
-    """What all views of a mesh of actors share in one process."""
+    """The facts of a mesh of actors that all its views in one process share."""
 
     session: str
     mesh: int
@@ -46,22 +46,22 @@ class ActorIdentity:
     name: str
     cls: ActorClass
     members: Members
-    """All of them, by their ranks in ``generation``."""
+    """The ranks of all actors, as numbered in ``generation``."""
     generation: int
     owner: Port[MeshFailure] | None = None
-    """Who is told of failures; known where they were spawned."""
+    """The port that failures go to; known in the process that spawned the actors."""
     initialized: Future[None] | None = None
     """Known where they were spawned; elsewhere it is asked for."""
     stopped: str | None = None
-    """Why, once it was stopped from here."""
+    """The reason, once the actors were stopped from here."""
     module: str = ""
-    """Of their class; known where they were spawned."""
+    """The module of the class; known in the process that spawned the actors."""
     creator: str = ""
-    """Who has spawned them, below whom, as an `ActorInstance` shows it; known where they were spawned."""
+    """The path of the spawner, as an `ActorInstance` shows it; known in the process that spawned the actors."""
     called: bool = False
     """Whether anybody has called an endpoint here."""
     faults: deque[MeshFailure] = field(default_factory=deque)
-    """What failed for which nobody waited, to be told at the next use."""
+    """The failures of messages without a caller, which the next use raises."""
 
     def __reduce__(self) -> tuple[object, ...]:
         if self.initialized is not None:  # else they are on their way to their processes
@@ -70,7 +70,7 @@ class ActorIdentity:
         return _find_group, (*own, self.members, self.generation)
 
     def names_of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The actors of some ranks, below whoever has spawned them, where that was here; see `MeshFailure`."""
+        """Return the paths of the actors of some ranks, if they were spawned here; see `MeshFailure`."""
         if not self.creator:
             return {}
         return {
@@ -80,7 +80,7 @@ class ActorIdentity:
         }
 
     def beside(self, error: Ended, endpoint: str) -> Ended:
-        """Have what a call of ``endpoint`` raises tell Monarch's sentence too, of the first actor that has ended."""
+        """Add Monarch's sentence about the first actor that has ended to an error of a call of ``endpoint``."""
         if isinstance(error, ActorLostError):
             first = failures_of(error)[0]
             sentence = sentence_of(self._path(first.rank), first)
@@ -97,7 +97,7 @@ class ActorIdentity:
         return self.names_of([rank]).get(rank, self.name)
 
     def find(self, members: Members, *, partly: bool = False, endpoint: str = INIT) -> Address:
-        """Where the processes of ``members`` are now. partly: of those that have not left the mesh, unless all have.
+        """Return the address of the processes of ``members``. partly: without those that left, unless all did.
 
         endpoint: which is to be called. Raises: ActorsLeftError, ProcsStoppedError.
         """
@@ -120,7 +120,7 @@ class ActorIdentity:
         fail_fast: bool = True,
         on_reply: OnReply | None = None,
     ) -> Answers:
-        """Call an endpoint; without a reply what fails is told to the owner.
+        """Call an endpoint; without a reply a failure goes to the owner.
 
         Raises: ProcsStoppedError, ActorLostError where a process is known to have ended.
         """
@@ -140,7 +140,7 @@ class ActorIdentity:
             raise self.beside(ActorLostError.of_worker(lost, self.name), endpoint) from None
 
     def pack(self, payload: object, *, what: str) -> Pickled:
-        """Pickle what is sent to them; within a process, classes and functions go by reference.
+        """Pickle a message to the actors; within a process, classes and functions go by reference.
 
         Raises: as `dumps`; MessageTooLargeError.
         """
@@ -153,7 +153,7 @@ class ActorIdentity:
         return pickled
 
     def check_usable(self, endpoint: str) -> None:
-        """Before a call of ``endpoint``. Raises: ActorStoppedError; UnhandledFault, once for each."""
+        """Check the actors before a call of ``endpoint``. Raises: ActorStoppedError; UnhandledFault, once for each."""
         if self.stopped is not None:
             raise self.beside(ActorStoppedError(self.name, self.stopped), endpoint)
         if self.faults:
@@ -164,7 +164,7 @@ class ActorIdentity:
 
 
 CalledView: TypeAlias = str | Members
-"""How an actor finds its place among those that are called (`name_view`)."""
+"""The view that was called, from which an actor finds its place in it (`name_view`)."""
 
 _message_limit: int | None = None
 
@@ -176,7 +176,7 @@ def limit_messages(size_bytes: int | None) -> None:
 
 
 _groups: dict[tuple[str, int], ActorIdentity] = {}
-"""Those that were spawned here, so that references which come back know what became of them."""
+"""The groups that were spawned here, so that a reference which comes back has their present state."""
 
 
 def _find_group(
@@ -188,7 +188,7 @@ def _find_group(
 
 
 def groups_on(session: str, mesh: int) -> list[ActorIdentity]:
-    """Those that were spawned here on a mesh of processes, and not stopped."""
+    """Return the groups that were spawned here on a mesh of processes, and not stopped."""
     return [group for group in list(_groups.values()) if (group.session, group.mesh) == (session, mesh)]
 
 
@@ -209,12 +209,12 @@ def forget_group(group: ActorIdentity) -> None:
 
 
 def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """What a person calls each argument, for an error that says which one is at fault."""
+    """Return the arguments by the names that an error gives them."""
     return {**{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
 
 
 def name_view(members: Members) -> CalledView:
-    """How an actor finds its place among those that are called: labels suffice for an affine view of one host, or from
+    """Return the view that is called, as its members need it to find their place: labels suffice on one host and from
     the notebook; what a rank calls is parted by host on its way."""
     if isinstance(members, Region) and (max(members.layout.sizes, default=1) == 1 or not is_rank()):
         return ",".join(members.labels)
@@ -235,7 +235,7 @@ class ActorState(NamedTuple):
     name: str
     class_name: str
     queued: int
-    """How many messages wait for it."""
+    """The number of messages that wait for it."""
     doing: tuple[str, ...]
     """The endpoints that run; several only of an async class."""
     busy_s: float

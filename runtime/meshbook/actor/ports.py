@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class Port(Generic[R]):
-    """Where values can be sent to. Small, and works in every process of the session."""
+    """The sending end of a channel for values. Small, and works in every process of the session."""
 
     def __init__(self, session: str, place: Place, mailbox: int, rank: int | None = None) -> None:
         """rank: of the actor that answers on it, which a `RankedPortReceiver` gets as well."""
@@ -36,7 +36,7 @@ class Port(Generic[R]):
         """False: what can no longer be delivered is dropped in silence."""
 
     def of_rank(self, rank: int) -> Port[R]:
-        """The same, for the answers of one actor of several."""
+        """Return the same port for the answers of one actor of several."""
         port: Port[R] = Port(self._session, self._place, self._mailbox, rank)
         port.return_undeliverable = self.return_undeliverable
         return port
@@ -105,7 +105,7 @@ def one_member(rank: int) -> Members:
 
 
 class PortReceiver(Generic[R]):
-    """Where the values of a port come out, in the order in which each sender has sent them."""
+    """The receiving end of a port: values come in the order in which each sender has sent them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,15 +113,15 @@ class PortReceiver(Generic[R]):
         self._asked: deque[Future[_Load[R]]] = deque()
 
     def recv(self) -> Future[R]:
-        """The next value. Raises, when asked for its result: what was sent as an exception."""
+        """Return a future of the next value. Raises, when asked: an error that was sent as an exception."""
         return MappedFuture(self.next_load(), lambda load: load()[1])
 
     def ranked(self) -> RankedPortReceiver[R]:
-        """The same values, each with the rank of the actor that has sent it."""
+        """Return a receiver of the same values, each with the rank of the actor that has sent it."""
         return RankedPortReceiver(self)
 
     def next_load(self) -> Future[_Load[R]]:
-        """What builds the next value."""
+        """Return a future of the function that builds the next value."""
         asked: Future[_Load[R]] = Future()
         with self._lock:
             load = self._come.popleft() if self._come else None
@@ -132,7 +132,7 @@ class PortReceiver(Generic[R]):
         return asked
 
     def take(self, load: _Load[R]) -> None:
-        """A message has come. load: builds its value, on the thread that asks for it."""
+        """Add a message that has come. load: builds its value, on the thread that asks for it."""
         with self._lock:
             asked = self._asked.popleft() if self._asked else None
             if asked is None:
@@ -141,7 +141,7 @@ class PortReceiver(Generic[R]):
             asked.set_result(load)
 
     def loader(self, endpoint: str, load_args: LoadArgs) -> _Load[R]:
-        """Make what builds the value of a message, once."""
+        """Return a function that builds the value of a message, once."""
         lock = threading.Lock()
         loaded: list[tuple[int | None, R]] = []
 
@@ -162,13 +162,13 @@ _Load: TypeAlias = "Callable[[], tuple[int | None, R]]"
 
 
 class RankedPortReceiver(Generic[R]):
-    """Where the answers of several actors come out with their ranks, as (rank, value)."""
+    """The receiving end for the answers of several actors, as (rank, value)."""
 
     def __init__(self, receiver: PortReceiver[R]) -> None:
         self._receiver = receiver
 
     def recv(self) -> Future[tuple[int, R]]:
-        """The next one. Raises, when asked: what was sent as an exception; UsageError for what no actor has answered.
+        """Return a future of the next answer. Raises, when asked: a sent error; UsageError for a value without a rank.
 
         The rank is that among the actors which were called together (`meshbook.actor.send`).
         """
@@ -200,7 +200,7 @@ class Channel(Generic[R]):
 
     @staticmethod
     def open_ranked(once: bool = False) -> tuple[Port[R], RankedPortReceiver[R]]:
-        """As `open`, for the answers of several actors: each comes with its rank."""
+        """Make a port for the answers of several actors, each of which comes with its rank; see `open`."""
         port, receiver = Channel[R].open(once)
         return port, receiver.ranked()
 

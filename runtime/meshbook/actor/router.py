@@ -1,4 +1,4 @@
-"""How references find their way: the router of this process to mailboxes, its own and those of others.
+"""The router of this process, by which references reach mailboxes, its own and those of others.
 
 A reference (a mesh of actors, a port) that arrives in a process speaks through that process's router: in a worker the
 mail lane of the worker, in the notebook the controller of the session.
@@ -47,7 +47,7 @@ ROOT = ACTORS - 1
 """The mailbox in which the controller's process is asked for processes (`meshbook.mesh.actor_router`)."""
 
 SUPERVISOR = ROOT - 1
-"""The mailbox in which it is told of failures that no actor has handled: the same in each that drives the session."""
+"""The mailbox for failures that no actor has handled: the same in each process that drives the session."""
 
 
 class Place(NamedTuple):
@@ -56,22 +56,22 @@ class Place(NamedTuple):
     mesh: int
     rank: int
     generation: int = AS_NOW
-    """In which the mesh's rank has that number (`meshbook.shape.generations`)."""
+    """The generation in which the mesh's rank has that number (`meshbook.shape.generations`)."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the processes are that a reference means."""
+    """The processes that a reference means, as their mesh is now."""
 
     members: Members
-    """As they are numbered now, arranged as they were."""
+    """The ranks as they are numbered now, arranged as they were."""
     generation: int
     """The generation of the mesh as it is now."""
     then: Members
-    """As the reference has them."""
+    """The ranks as the reference has them."""
 
 
 def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = False) -> Address:
-    """Where ``members`` of a generation are now. partly: leave out those that have left, unless that is all of them.
+    """Return the present ranks of ``members`` of a generation. partly: leave out those that left, unless all did.
 
     Raises: RanksLeft.
     """
@@ -89,11 +89,11 @@ def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = 
 
 Values: TypeAlias = ValueMesh[Any]
 Answers: TypeAlias = RequestFuture[Values]
-"""What members answer: of whatever type the endpoint gives, which its caller knows."""
+"""The answers of members, of the type that the endpoint returns, which its caller knows."""
 
 
 class Router(Protocol):
-    """What references need of their process."""
+    """The part of a process that references need."""
 
     @property
     def mailboxes(self) -> Mailboxes:
@@ -105,39 +105,39 @@ class Router(Protocol):
 
     @property
     def place(self) -> Place:
-        """Where this process is reached."""
+        """The place at which this process is reached."""
 
     @property
     def host(self) -> str:
         """The id of the host of this rank; empty for a program, which may be on none."""
 
     def new_mailbox(self) -> int:
-        """A number for a mailbox that nobody else has."""
+        """Return an unused number for a mailbox."""
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
-        """Where the processes are that are meant (`find_now`). Raises: RanksLeft, MeshStoppedError."""
+        """Return the present address of processes (`find_now`). Raises: RanksLeft, MeshStoppedError."""
 
     def call(self, request: CallRequest) -> Answers:
         """Call a mailbox, with a generation as `find` gave it. Raises: MeshStoppedError, WorkerLost."""
 
     def await_procs(self, mesh: int) -> None:
-        """Wait until the processes of a mesh are there, whom a sent reference is to reach. Raises: MeshError."""
+        """Wait until the processes of a mesh are there, before a reference to them is sent. Raises: MeshError."""
 
     @property
     def supervisor(self) -> Port[MeshFailure] | None:
-        """Where failures of what is spawned here are told."""
+        """The port for failures of actors that are spawned here."""
 
     def get_or_spawn(
         self, name: str, cls: type[TActor], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Future[TActor]:
-        """The one actor of this name in the session."""
+        """Return a future of the one actor of this name in the session."""
 
     def procs(self, session: str, mesh: int, name: str, members: Members, generation: int) -> MeshView:
-        """What a reference to processes is here: a `ProcMesh`, or a `meshbook.actor.actor_mesh.ProcRef`."""
+        """Return the object for a reference to processes: a `ProcMesh`, or a `meshbook.actor.actor_mesh.ProcRef`."""
 
 
 _routers: dict[str, tuple[Router, int]] = {}
-"""By session, with the `meshbook.concurrency.forks.generation` of the process that made it."""
+"""The routers by session, each with the `meshbook.concurrency.forks.generation` of the process that made it."""
 _own: Callable[[], Router] | None = None
 _takes_all = False
 _made_in = 0
@@ -185,7 +185,7 @@ def current_router() -> Router:
 
 
 def router_for(session: str) -> Router:
-    """Where references of ``session`` go through. Raises: UsageError if it is not ours."""
+    """Return the router for references of ``session``. Raises: UsageError if this process does not drive it."""
     if (found := _routers.get(session)) is not None:
         router, made_in = found
         if made_in != forks.generation:

@@ -21,19 +21,19 @@ from meshbook.errors.advice import name_cells
 from meshbook.formatting import name_ranks
 
 SUPERVISE = "__supervise__"
-"""What failures of meshes that an actor has spawned come as."""
+"""The endpoint to which failures of meshes that an actor has spawned are sent."""
 
 ABORTED = "ActorAborted"
-"""What a failure is called that an actor has told of itself (`meshbook.actor.context`)."""
+"""The name of the failure of an actor that ended itself as failed (`meshbook.actor.context`)."""
 
 NOT_STARTED = "ProcsNotStartedError"
-"""What it is called where the processes themselves have not come."""
+"""The name of the failure of processes that did not start."""
 
 INIT = "__init__"
-"""What has failed, where actors could not be made."""
+"""The endpoint that has failed if actors could not be made."""
 
 JOIN_S = 0.1
-"""How long a failure waits for the like of it from other ranks, before people are told."""
+"""The time that a failure waits for equal ones of other ranks, before it is shown."""
 
 
 class FailedMesh(Protocol):
@@ -44,19 +44,19 @@ class FailedMesh(Protocol):
 
     @property
     def was_called(self) -> bool:
-        """Whether somebody is told by a call what became of it."""
+        """Whether a call tells its caller of the mesh's end."""
 
     def remember_fault(self, failure: MeshFailure) -> None:
         """Have the next use of it raise `UnhandledFault`."""
 
 
 class MeshFailure:
-    """What failed on a mesh of actors, where nobody waited for an answer."""
+    """A failure on a mesh of actors that reaches no caller."""
 
     def __init__(
         self, mesh: FailedMesh, what: str, failures: Iterable[Failure], actors: Mapping[int, str] | None = None
     ) -> None:
-        """mesh: whose owner is told. what: failed, as in ``loaders.read``; perhaps of actors that ``mesh`` owns.
+        """mesh: the mesh whose owner is told. what: the endpoint that failed, as in ``loaders.read``.
 
         actors: the actor of each rank that failed, below whoever has spawned it, where that is known.
         """
@@ -90,12 +90,12 @@ class MeshFailure:
         return [MeshFailure(self.mesh, self.what, [failure], self._actors) for failure in self.failures]
 
     def report(self) -> str:
-        """For programs: what a person needs to know, and Monarch's sentence for each actor."""
+        """Return the text for programs: the explanation, and Monarch's sentence for each actor."""
         sentences = (sentence_of(self._actors.get(each.rank, self.mesh.name), each) for each in self.failures)
         return "\n".join([self.explained(), *sentences])
 
     def explained(self) -> str:
-        """What a person needs to know: a line for each cause, and its traceback."""
+        """Return the explanation for people: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
             waited = ", which nobody waited for"
@@ -114,11 +114,11 @@ class MeshFailure:
         return f"MeshFailure(crashed_ranks={list(self.ranks)}, {self.what}: {causes})"
 
     def pass_on(self, mesh: FailedMesh) -> MeshFailure:
-        """The same for the owner of ``mesh``, whose actors did not handle it."""
+        """Return the same failure for the owner of ``mesh``, whose actors did not handle it."""
         return MeshFailure(mesh, self.what, self.failures, self._actors)
 
     def joined(self, other: MeshFailure) -> MeshFailure:
-        """One failure for both, which are of the same actors."""
+        """Return one failure for both, which are of the same actors."""
         return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures), {**self._actors, **other._actors})
 
 
@@ -133,12 +133,12 @@ def _cause(group: list[Failure]) -> str:
 
 
 def sentence_of(actor: str, failure: Failure) -> str:
-    """What Monarch says of an actor that has failed. actor: below whoever has spawned it, where that is known."""
+    """Return Monarch's sentence about an actor that has failed. actor: its path, if that is known."""
     return f"The actor {actor} and all its descendants have failed:\n  {_monarchs_cause(failure)}"
 
 
 def _monarchs_cause(failure: Failure) -> str:
-    """Why an actor failed, in the words that programs for Monarch look for."""
+    """Return the cause of a failure in the words that programs for Monarch look for."""
     if failure.ename != WorkerLost.__name__:
         return failure.evalue if failure.ename in (ABORTED, NOT_STARTED) else f"{failure.ename}: {failure.evalue}"
     killed = next((each for each in signal.Signals if failure.evalue.startswith(f"killed by {each.name}")), None)
@@ -167,7 +167,7 @@ _observer: Callable[[MeshFailure], object] | None = None
 
 
 def observe_unhandled(observer: Callable[[MeshFailure], object] | None) -> None:
-    """Tell ``observer`` too of what the hook is told, before it; None for nobody. It is called on any thread."""
+    """Call ``observer`` with each failure before the hook, on any thread; None: no observer."""
     global _observer
     _observer = observer
 
@@ -193,7 +193,7 @@ def _call_hook(hook: Callable[[MeshFailure], object], failure: MeshFailure) -> N
 
 
 def join_failures(failures: Iterable[MeshFailure]) -> list[MeshFailure]:
-    """One failure for all of the same endpoint."""
+    """Return one failure for each endpoint."""
     joined: dict[str, MeshFailure] = {}
     for failure in failures:
         known = joined.get(failure.what)
@@ -202,7 +202,7 @@ def join_failures(failures: Iterable[MeshFailure]) -> list[MeshFailure]:
 
 
 class FaultJoiner:
-    """Tells the notebook of failures that nobody has handled.
+    """A queue of failures that no owner has handled, which are shown to the notebook.
 
     Programs are told of each rank at once, by their hook; people of all ranks that fail together.
     """
@@ -213,7 +213,7 @@ class FaultJoiner:
         self._joined: dict[tuple[FailedMesh, str], MeshFailure] = {}
 
     def take(self, failure: MeshFailure) -> None:
-        """One has come. On any thread; returns at once."""
+        """Add a failure that has come. Any thread; returns at once."""
         if (hook := _own_hook()) is not None:
             for part in failure.parts():
                 self._hooks.add(functools.partial(_call_hook, hook, part))
@@ -239,7 +239,7 @@ class FaultJoiner:
 
 
 def failures_of(error: BaseException) -> list[Failure]:
-    """What a call's error says of each rank; nothing where the ranks have done no wrong."""
+    """Return the failures of ranks in a call's error; none if the ranks have done no wrong."""
     if isinstance(error, CallFailed):
         return list(error.failures)
     if isinstance(error, WorkerLost):

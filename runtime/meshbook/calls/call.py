@@ -28,7 +28,7 @@ from meshbook.values.pickling import Pickled, loads
 from meshbook.wire import messages as wire
 
 OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
-"""Told as each rank ends: rank, whether all is well, seconds in all, what went wrong, seconds waited in collectives."""
+"""A callback for each rank that ends: rank, whether all is well, seconds in all, failure, seconds in collectives."""
 
 
 class CallRequest(msgspec.Struct, frozen=True):
@@ -41,15 +41,15 @@ class CallRequest(msgspec.Struct, frozen=True):
     mesh: int = 0
     """The mesh of the members, by its number in the session; 0 is the controller's process."""
     mailbox: int = 0
-    """As in `meshbook.wire.messages.calls.Call`."""
+    """The mailbox, as in `meshbook.wire.messages.calls.Call`."""
     generation: int = AS_NOW
-    """In which the members' ranks are meant: if they get other numbers before the call arrives, it fails."""
+    """The generation of the members' ranks: if they get other numbers before the call arrives, it fails."""
     fail_fast: bool = True
     """Whether the call completes at the first failure, rather than when every rank has ended."""
     beside: bool = False
     """Whether other messages to the mailbox may be handled while this one is."""
     reply: bool = True
-    """Without a reply the future is complete at once; a rank that ends before the message has come never gets it."""
+    """Whether ranks answer. If not, the future is complete at once, and a rank that ends early misses the message."""
     on_reply: OnReply | None = None
 
 
@@ -85,7 +85,7 @@ _NO_RANKS: frozenset[int] = frozenset()
 
 
 class OpenCall:
-    """What a call is, and what has come of it so far; only its own methods write here.
+    """A call with the answers that have come so far; only its own methods write here.
 
     Owned by the controller's I/O thread; others read it to tell who is silent. What it goes through is
     `meshbook.lifecycle.CallPhase`; that ranks failed, or that its end was asked for, are facts that stay.
@@ -116,7 +116,7 @@ class OpenCall:
         self.waiting = set(members.rank_set)
         self.phase = CallPhase.OPEN if self.waiting else CallPhase.ENDED
         self.interrupts = 0
-        """How often it was interrupted (`meshbook.calls.interrupt`)."""
+        """The number of interrupts so far (`meshbook.calls.interrupt`)."""
         # What few calls have is a constant at first: thousands may be open, and the collector looks at all there is.
         self.dropped: frozenset[int] = _NO_RANKS
         """Ranks that never began it."""
@@ -127,18 +127,18 @@ class OpenCall:
         self.failures: tuple[Failure, ...] = ()
         self.lost: tuple[WorkerLost, ...] = ()
         self.cancelled = False
-        """Somebody asked for its end."""
+        """Whether the end of the call was asked for."""
         self.aborted = False
         """The process groups were aborted under it."""
         self._places: dict[int, str] = {}
-        """Where ranks waited then."""
+        """The places at which ranks waited when groups were aborted."""
         self.freed: tuple[Failure, ...] = ()
         """The ranks that came back from an operation that was aborted."""
         self._failed_at = self._freed_s = 0.0
         self.hurried = False
         """Failures more like those that have come are not to be waited for."""
         self._torn: dict[str, set[int]] = {}
-        """As in `CallError`."""
+        """The operations that were left half done, with their ranks, as in `CallError`."""
 
     # ---- what comes of it -----------------------------------------------------------------------------------------
 
@@ -173,12 +173,12 @@ class OpenCall:
             self.phase = CALL_NEXT[self.phase, CallEvent.ANSWERED]
 
     def drop(self) -> None:
-        """Its end was asked for while no rank had it: all that have not answered count as never having begun it."""
+        """Count all ranks that have not answered as never having begun the call: its end was asked for before."""
         for rank in tuple(self.waiting):
             self.answer(wire.RankReply(rank, wire.DROPPED, 0, 0.0, None), (), ())
 
     def cancel(self) -> None:
-        """Somebody asked for its end."""
+        """Note that the end of the call was asked for."""
         self.cancelled = True
 
     def interrupt(self, stage: int) -> None:
@@ -287,7 +287,7 @@ class OpenCall:
         self._future.add_done_callback(lambda future: callback(future.exception(0)))
 
     def when_ended(self, callback: Callable[[], object]) -> None:
-        """From any thread: call ``callback`` when it is closed, which may be later than the future's outcome."""
+        """Call ``callback`` when the call is closed, which may be later than the future's outcome. Any thread."""
         if self._on_end is None:
             self._on_end = deque()
         self._on_end.append(callback)
@@ -301,7 +301,7 @@ class OpenCall:
 
 
 def _some(failure: Failure) -> str:
-    """Where a rank was that was not seen waiting."""
+    """Return the place of a rank that was not seen waiting."""
     return f"a collective ({failure.where})" if failure.where else "a collective"
 
 

@@ -45,13 +45,13 @@ class RequestFuture(Future[T], Generic[T]):
     """
 
     name_in_chain = 0
-    """As in `wire.Call.chain`."""
+    """The name of the call in `wire.Call.chain`."""
 
     def __init__(self, cancel: Callable[[int], object] | None, open_call: Callable[[Future[T]], OpenCall]) -> None:
         super().__init__()
         self._cancel_call, self.call = cancel, open_call(self)
         self._timeout_s: float | None = None
-        """What the caller of `get` asked for; a part of it is waited elsewhere."""
+        """The timeout that the caller of `get` gave; a part of the wait is done elsewhere."""
 
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
@@ -75,11 +75,11 @@ class RequestFuture(Future[T], Generic[T]):
             raise
 
     def _serve(self, timeout: float | None) -> float | None:
-        """Do what only a thread that waits can do; returns what is left of the timeout."""
+        """Serve the sockets while waiting, if that is for this thread; return the rest of the timeout."""
         return timeout
 
     def serve(self, done: Callable[[], bool], timeout: float | None) -> None:
-        """Until ``done()``, at most ``timeout`` seconds, do what brings answers, if that is for this thread to do."""
+        """Serve the sockets until ``done()``, at most ``timeout`` seconds, if that is for this thread to do."""
 
     def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
         """Pass an interrupt of a wait on to the ranks; returns what the wait raises."""
@@ -102,12 +102,12 @@ class RequestFuture(Future[T], Generic[T]):
 
 
 SENT: RequestFuture[Any] = RequestFuture(None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
-"""The future of every message that a worker sends and nobody answers: it is complete."""
+"""The complete future of every message that a worker sends without wanting an answer."""
 SENT.set_result(None)
 
 
 class CallControl(Interrupter, Protocol):
-    """What the future of a controller's call needs of it."""
+    """The part of a controller that the future of its call needs."""
 
     def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
         """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
@@ -116,7 +116,7 @@ class CallControl(Interrupter, Protocol):
         """Whether a rank of the call is stopped at a prompt that this thread could open."""
 
     def attend(self, call: OpenCall) -> None:
-        """Open it. Raises: KeyboardInterrupt, LeftStopped."""
+        """Open that prompt. Raises: KeyboardInterrupt, LeftStopped."""
 
 
 class CallFuture(RequestFuture[T], Generic[T]):
@@ -162,7 +162,7 @@ class CallFuture(RequestFuture[T], Generic[T]):
                 continue
 
     def describe_wait(self) -> str:
-        """Whom the call waits behind, ``rank 3 is still in cell 7: ...``; empty when it runs everywhere."""
+        """Return the calls that are ahead of this one, ``rank 3 is still in cell 7: ...``; empty when it runs."""
         return describe_wait(self._control, self.call)
 
     def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
@@ -228,7 +228,7 @@ class CellRun:
         self.durations_s: dict[int, float] = {}
         """Seconds that each rank took, for those that have ended."""
         self.waited_s: dict[int, float] = {}
-        """What of that each spent waiting in collectives."""
+        """Seconds of these that each rank waited in collectives."""
         self.id = id
         """The cell's output id; 0: its prints belong to nobody in particular."""
         self._listener = listener
@@ -268,24 +268,24 @@ class CellRun:
         return frozenset(self.future.call.dropped)
 
     def describe_wait(self) -> str:
-        """Whom the cell waits behind, a line per place; empty when it runs everywhere."""
+        """Return the calls that the cell waits behind, a line per place; empty when it runs everywhere."""
         return self.future.describe_wait()
 
     def on_reply(self, rank: int, ok: bool, duration_s: float, failure: Failure | None, waited_s: float) -> None:
-        """What the controller tells as each rank ends; on its I/O thread."""
+        """Note that a rank has ended, and tell the listener. Runs on the controller's I/O thread."""
         self.durations_s[rank] = duration_s
         self.waited_s[rank] = waited_s
         self._listener(RankDone(rank, ok, duration_s, failure))
 
 
 class BufferedListener:
-    """A listener that keeps what comes until the real one is there."""
+    """A listener that keeps events until the real one is there."""
 
     def __init__(self) -> None:
         self._events: deque[OutputEvent] = deque()
         self._listener: OutputListener = self._events.append
         self._lock = threading.Lock()
-        """While what was kept is handed on, what comes waits."""
+        """Held while kept events are handed on, so that new ones wait."""
 
     def __call__(self, event: OutputEvent) -> None:
         with self._lock:
@@ -307,7 +307,7 @@ class ResumedCall(CellRun):
     ) -> None:
         super().__init__(state.output, events)
         self.what = state.label or "a call"
-        """What a person called it."""
+        """The name that a person gave the call."""
         self.mesh_id = mesh
         self.had_ended = True
         """Whether no rank was at it any more when its hosts reported; then its answers follow at once."""

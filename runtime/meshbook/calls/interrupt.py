@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from meshbook.calls.call import OpenCall
 
 GRACE_S = 0.55
-"""How long a stage waits for ranks to obey before it looks where the others are."""
+"""The time that a stage gives ranks to obey before it looks where the others are."""
 INSIST_GRACE_S = 0.65
-"""The same for whoever insists."""
+"""The same for a second interrupt."""
 LOOK_S = 0.25
-"""How long it looks; together they stay below a second."""
+"""The time of that look; together they stay below a second."""
 
 UNANSWERED = "it was told to stop and has not ended the call yet"
-"""What is known of a call to a mailbox that is stuck."""
+"""The place of a stuck call to a mailbox, of which no more is known."""
 
 
 class Interrupter(Protocol):
-    """What an interruption needs of the controller; all of it may be called on any thread."""
+    """The part of a controller that an interrupt needs; all of it may be called on any thread."""
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them."""
 
     def reactions(self, mesh_id: int, ranks: Iterable[int], timeout_s: float) -> Reactions:
-        """What each rank is doing, and how it takes an interrupt; an answer for every rank."""
+        """Return for every rank its place and how it takes an interrupt."""
 
     def free_groups(self, mesh_id: int, ranks: Iterable[int]) -> None:
         """Abort the process groups that ``ranks`` wait in."""
@@ -186,7 +186,7 @@ def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[i
 
 
 def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = False) -> str:
-    """Whom a call that is waited for waits behind, a line per place; empty when it runs everywhere.
+    """Return the calls that a call waits behind, a line per place; empty when it runs everywhere.
 
     only_stuck: tell of calls that were interrupted and did not stop, not of those that take their time.
     """
@@ -206,7 +206,7 @@ def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = Fa
 
 
 class InterruptCounter:
-    """How often interrupt was pressed since the last look."""
+    """A counter of interrupts since the last look."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -222,7 +222,7 @@ class InterruptCounter:
         self._wake.set_result(None)
 
     def take(self) -> bool:
-        """Whether there was a press; it is answered for now."""
+        """Return whether interrupt was pressed since the last look, and forget it."""
         if not self._count:
             return False
         self._count = 0

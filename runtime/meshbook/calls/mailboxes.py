@@ -37,9 +37,9 @@ class Outcome(NamedTuple):
     pickled: Pickled | None = None
     """The value's pickle, where it is known already."""
     what: str = "the result"
-    """How an error names the value that cannot travel."""
+    """The name of the value in an error that says it cannot travel."""
     position: int = 0
-    """Which of as large values it is that are to be joined."""
+    """The position among values of equal size that are to be joined."""
 
 
 Packed: TypeAlias = tuple[int, list[Buffer], bytes, wire.SegmentRef | None]
@@ -62,7 +62,7 @@ def pack_failure(failure: Failure) -> list[Buffer]:
 
 
 def _pickled_exception(error: object) -> Pickled | None:
-    """None where it cannot travel, or its own code takes too long, which nobody could interrupt here."""
+    """Return the pickle of an exception; None if it cannot travel, or its own code takes too long to pickle it."""
     pickle = functools.partial(dumps_bounded, error, EXCEPTION_MAX_BYTES)
     is_plain = type(error) in ATOMS or (
         isinstance(error, Exception)
@@ -99,7 +99,7 @@ def pack(
 
 
 class Unavailable(tuple[object, ...]):
-    """Stands for buffers that could not be had here; whoever iterates over them gets the reason."""
+    """A stand-in for buffers that could not be read here; iterating over it raises the reason."""
 
     def __new__(cls, error: MeshError) -> Unavailable:
         made = super().__new__(cls, (None,))
@@ -113,7 +113,7 @@ class Unavailable(tuple[object, ...]):
 
 
 CONTROLLER_MESH, CONTROLLER = 0, Region.of({"process": 1})
-"""Under which mesh, and as which member of it, workers call mailboxes of the controller's process."""
+"""The mesh and the member by which workers call mailboxes of the controller's process."""
 
 KEPT_REASONS = 1024
 """Closed mailboxes of which it is remembered why."""
@@ -124,7 +124,7 @@ LoadArgs: TypeAlias = Callable[[], CallArguments]
 """Builds the sender's arguments, once, on the thread that calls it. Raises: LoadError, MeshError."""
 
 ReplyTo: TypeAlias = Callable[[Outcome], None]
-"""Answers the call, on any thread; what is said after the first time is dropped. To be called also where the sender
+"""Answers the call, on any thread; later answers are dropped. To be called also where the sender
 expects no answer (``call.reply``): it lets go of arguments that nobody has loaded."""
 
 
@@ -141,12 +141,12 @@ class Mailbox(NamedTuple):
 
 
 class Mailboxes:
-    """By number; numbers are given out by whoever spawns what belongs to them, and never used twice."""
+    """The mailboxes of a process by number. The spawning process gives the numbers; none is used twice."""
 
     def __init__(self) -> None:
         self._open: dict[int, Mailbox] = {}
         self.numbers = self._open.keys()
-        """Those that are open now."""
+        """The numbers of the open mailboxes."""
         self._closed: OrderedDict[int, str] = OrderedDict()
         self._rest: Mailbox | None = None
 
@@ -183,7 +183,7 @@ class Mailboxes:
 
 
 class IncomingCall:
-    """What a handler gets of a call; each part is used once, on any thread."""
+    """A call with its arguments and its reply, as a handler gets it; each part is used once, on any thread."""
 
     __slots__ = ("_came_at", "_discard", "_left", "call", "on_cancel")
 
@@ -197,9 +197,9 @@ class IncomingCall:
         """load: builds the arguments. discard: lets go of them. send: takes the answer and the time since we began."""
         self.call = call
         self.on_cancel: Callable[[wire.Call, bool], None] | None = None
-        """That of its mailbox, which may have closed since."""
+        """The callback of its mailbox, which may have closed since."""
         self._left: dict[str, Callable[..., Any]] = {"load": load, "send": send}
-        """What was not used yet: the interpreter never splits a `dict.pop`, so each goes to one thread."""
+        """The parts that were not used yet: the interpreter never splits a `dict.pop`, so each goes to one thread."""
         self._discard = discard
         self._came_at = time.monotonic()
 
@@ -226,7 +226,7 @@ class IncomingCalls:
     def __init__(self) -> None:
         self.boxes = Mailboxes()
         self.open: dict[tuple[wire.Origin | None, int], IncomingCall] = {}
-        """Those that wait for their reply; whoever sends one takes its call out."""
+        """The calls that wait for their reply; the sender of the reply takes its call out."""
 
     def deliver(self, incoming: IncomingCall, rank: int, host: str) -> Exception | None:
         """Hand a call to its mailbox; what that raises is the answer, and returned. rank, host: ours."""
@@ -249,19 +249,19 @@ class IncomingCalls:
             incoming.on_cancel(incoming.call, cancel.insist)
 
     def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer the open calls that nobody else will answer any more. From any thread."""
+        """Answer the open calls that have lost their handler. Any thread."""
         for incoming in list(self.open.values()):
             if is_meant(incoming.call):
                 incoming.reply(answer)
 
 
 def refusal(error: Exception, rank: int, host: str) -> Outcome:
-    """The answer when a mailbox could not take a call."""
+    """Return the answer of a mailbox that could not take a call."""
     return Outcome(wire.RAISED, failure=describe(error, rank, host))
 
 
 def describe(error: BaseException, rank: int, host: str) -> Failure:
-    """Make a failure of what our own code has raised; our own errors have no traceback that tells a person anything."""
+    """Make a failure of an error in our own code, with a traceback unless it is a MeshError, which explains itself."""
     text, name = str(error), type(error).__name__
     lines = (f"{name}: {text}",) if isinstance(error, MeshError) else tuple(traceback.format_exception(error))
     return Failure(rank, host, name, text, lines, "", error if isinstance(error, Exception) else None)

@@ -1,4 +1,4 @@
-"""What a running cell tells its listener, in the order in which it happened on each rank."""
+"""The events that a running cell sends to its listener, in the order in which they happened on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankDone(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Something that the controller has to say while the cell runs."""
+    """A text of the controller's while the cell runs."""
 
     text: str
 
@@ -47,14 +47,14 @@ OutputListener: TypeAlias = Callable[[OutputEvent], None]
 
 
 class OutputTarget(NamedTuple):
-    """Where the output of calls goes that have no listener of their own."""
+    """The target of output of calls that have no listener of their own."""
 
     id: int
     listener: OutputListener
 
 
 class ConsoleOutput:
-    """The default listener: what `ProcMesh.execute` prints in a script. A notebook extension sets its own."""
+    """The default listener, for `ProcMesh.execute` in a script. A notebook extension sets its own."""
 
     def __init__(self) -> None:
         self._partial: dict[tuple[int, str], str] = {}

@@ -1,4 +1,4 @@
-"""What a rank answers when it is asked what it does; why one does not answer; and which ranks are stopped at a prompt.
+"""The states of ranks: their answers when they are asked, causes of silence, and stops at a prompt.
 
 Ranks tell of each prompt unasked (`meshbook.wire.messages.ranks.Prompted`); what they told to a former controller is
 asked for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
@@ -18,11 +18,11 @@ from meshbook.system.devices import GpuUse
 from meshbook.wire.messages import AtPrompt
 
 State: TypeAlias = Literal["idle", "busy", "waiting", "pdb", "stopped", "silent", "dead", "starting"]
-"""What a person is told that a rank is; which of them there are depends on how closely it is looked at."""
+"""The state of a rank as people see it; a closer look tells more of them apart."""
 
 
 class SilenceCause(enum.Enum):
-    """Why a rank does not answer, as a sentence about it goes on."""
+    """The cause of a rank's silence, as the end of a sentence about the rank."""
 
     ENDED = "ended"
     MESH_STOPPED = "its mesh was stopped"
@@ -47,7 +47,7 @@ class Unresponsive(NamedTuple):
 
     why: SilenceCause
     detail: str = ""
-    """How it ended, or what its host is."""
+    """The way in which the rank ended, or the state of its host."""
 
     @property
     def state(self) -> State:
@@ -61,7 +61,7 @@ class Unresponsive(NamedTuple):
 
 
 def find_silence(state: str | None, lost: WorkerLost | None = None, suspicion: str = "") -> Unresponsive:
-    """What keeps the control thread of a rank from answering.
+    """Return the cause that keeps the control thread of a rank from answering.
 
     state: see `meshbook.wire.messages.ranks.ProcessState`; None: not known. suspicion: as
     `meshbook.controller.host_state.HostState` has it.
@@ -74,10 +74,10 @@ def find_silence(state: str | None, lost: WorkerLost | None = None, suspicion: s
 
 
 class Reaction(NamedTuple):
-    """How a rank takes an interrupt that was sent to it."""
+    """The reaction of a rank to an interrupt."""
 
     place: str
-    """What it does, and why it goes on with it."""
+    """The rank's place, and why it goes on there."""
     has_stopped: bool
     """It runs nothing, or has left the user's code and is about to answer."""
 
@@ -86,24 +86,24 @@ Reactions: TypeAlias = Mapping[int, Reaction | Unresponsive]
 
 
 def no_reactions(ranks: Iterable[int], why: SilenceCause) -> dict[int, Reaction | Unresponsive]:
-    """Of ranks that cannot be asked."""
+    """Return the same silence for ranks that cannot be asked."""
     return dict.fromkeys(ranks, Unresponsive(why))
 
 
 def place_of(answer: Reaction | Unresponsive) -> str:
-    """What a rank does, or why it does not answer, in words."""
+    """Return the place of a rank, or the cause of its silence, in words."""
     return answer.place if isinstance(answer, Reaction) else str(answer)
 
 
 class StatusAnswer(NamedTuple):
-    """What a rank tells of itself to a person who looks at the mesh."""
+    """The answer of a rank to a person who looks at the mesh."""
 
     busy: str
-    """What its call is called; empty when it runs none."""
+    """The name of its call; empty when it runs none."""
     busy_s: float
     where: str
     paused: str
-    """Where it stopped in a debugger; empty when it did not."""
+    """The place at which it stopped in a debugger; empty when it did not."""
     in_collective: bool
     rss_bytes: int
     moved_bytes: int
@@ -117,7 +117,7 @@ class StatusAnswer(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """What may stand in place of ``code[start:end]``, as far as it can be sent."""
+    """The completions of ``code[start:end]``, as far as they can be sent."""
 
     start: int
     end: int
@@ -132,14 +132,14 @@ class LastError(NamedTuple):
     evalue: str
     ago_s: float
     call: int
-    """In which it was raised."""
+    """The call in which it was raised."""
     freed: bool
     """Whether the rank raised it since it was freed or interrupted, not by itself."""
     has_frames: bool
 
 
 LEFT_MAX_CHARS = 200_000
-"""What ranks have written at prompts and nobody has looked at yet; older text goes first."""
+"""The limit of unread text that a rank has written at prompts; the oldest is dropped first."""
 
 
 class Stop:
@@ -148,7 +148,7 @@ class Stop:
     def __init__(self, rank: int, at: AtPrompt, output: int) -> None:
         self.rank, self.at, self.output = rank, at, output
         self.seen = False
-        """Whether a person was told."""
+        """Whether the stop was shown to a person."""
 
     @property
     def words(self) -> str:
@@ -162,18 +162,18 @@ class StoppedRanks:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.stops: dict[int, Stop] = {}
-        """By rank."""
+        """The present stops by rank."""
         self._numbers: dict[int, int] = {}
         self._texts: dict[int, str] = {}
         self._held_since: float | None = None
         self._held_s = 0.0
         self.stepping: set[int] = set()
-        """Ranks that somebody at their prompt moves from line to line: a new stop of theirs is no news."""
+        """Ranks that a person moves from line to line: their next stop is no news."""
         self.left: set[int] = set()
         """Ranks whose prompts were left by a person (``detach``): they wait until it is opened again."""
 
     def take(self, rank: int, at: AtPrompt, output: int) -> Stop | None:
-        """What a rank told. Returns: the stop, if it is a new one."""
+        """Take in the news of a rank's prompt. Returns: the stop, if it is a new one."""
         with self._changed:
             if at.number <= self._numbers.get(rank, 0):
                 return None
@@ -194,7 +194,7 @@ class StoppedRanks:
             return new
 
     def lose(self, rank: int) -> None:
-        """The rank has ended, or is another's from now on."""
+        """Forget a rank that has ended, or is another process from now on."""
         with self._changed:
             self.stops.pop(rank, None)
             self._numbers.pop(rank, None)
@@ -222,18 +222,18 @@ class StoppedRanks:
         return bool(self.stops)
 
     def of(self, ranks: Collection[int]) -> dict[int, Stop]:
-        """Those of ``ranks`` that are stopped."""
+        """Return the stops of ``ranks``."""
         if not self.stops:
             return {}
         wanted = frozenset(ranks)
         return {rank: stop for rank, stop in sorted(self.stops.items()) if rank in wanted}
 
     def number(self, rank: int) -> int:
-        """Of the last prompt that the rank told of."""
+        """Return the number of the rank's last prompt."""
         return self._numbers.get(rank, 0)
 
     def take_text(self, rank: int) -> str:
-        """What the rank has written at its prompts since the last time."""
+        """Return the text that the rank has written at its prompts since the last call."""
         with self._changed:
             return self._texts.pop(rank, "")
 
@@ -243,11 +243,11 @@ class StoppedRanks:
             return self._changed.wait_for(condition, timeout_s)
 
     def wake(self) -> None:
-        """Have those who wait look again."""
+        """Have waiting threads look again."""
         with self._changed:
             self._changed.notify_all()
 
     def clock(self) -> float:
-        """Seconds for deadlines: monotonic, and still while a rank is stopped."""
+        """Return seconds for deadlines: monotonic, and still while a rank is stopped."""
         now = time.monotonic() if self._held_since is None else self._held_since
         return now - self._held_s

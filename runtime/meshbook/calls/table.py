@@ -30,7 +30,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.replies import split_replies
 
 FAILURE_GRACE_S = 0.02
-"""How long an error waits where nobody can be asked."""
+"""The time that an error waits if no agent can be asked."""
 
 LONGEST_GRACE_S = 0.5
 """The most that it waits, on a machine on which ranks that run get no processor."""
@@ -42,13 +42,13 @@ LOOK_S = 0.001
 """The pause between questions."""
 
 ASK_S = 0.02
-"""So long agents may take to answer."""
+"""The time that agents have to answer."""
 
 OnStates = Callable[[Mapping[int, wire.ProcessState]], object]
 
 
 class StateSource(Protocol):
-    """Who can ask the agents of a mesh."""
+    """An object that can ask the agents of a mesh."""
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
         """Call ``on_done`` with the states of their processes, of those that are known.
@@ -58,7 +58,7 @@ class StateSource(Protocol):
 
 
 class FailingCall:
-    """A call that has failed on some ranks, and is to be told when no more failures can be expected."""
+    """A call that has failed on some ranks, and completes when no more failures can be expected."""
 
     def __init__(self, call: OpenCall, source: StateSource | None) -> None:
         """source: None where nobody can be asked."""
@@ -69,15 +69,15 @@ class FailingCall:
         self._tell_at, self._look_at = now + grace_s, now
         self._asking = False
         self._ran_s: dict[int, float] = {}
-        """How long each rank had run when it was first told of."""
+        """Seconds that each rank had run at the first answer about it."""
 
     @property
     def due(self) -> float:
-        """When to call `is_ripe`."""
+        """The time at which to call `is_ripe`."""
         return self._tell_at if self._asking or self._source is None else min(self._look_at, self._tell_at)
 
     def on_answer(self) -> None:
-        """One more rank has answered, or was lost."""
+        """Note that one more rank has answered, or was lost."""
         if self._call.hurried:
             self._tell_at = 0.0
 
@@ -104,9 +104,9 @@ class FailingCall:
 
 
 KEPT_LISTENERS = 1024
-"""Outputs without an open call whose late text still finds its listener."""
+"""The number of outputs without an open call whose late text still finds its listener."""
 LOOKED_AT_ONCE = 256
-"""So many more are kept before one looks which of them open calls have: that takes a walk over all calls."""
+"""The number of further listeners before unused ones are dropped, which takes a walk over all calls."""
 
 
 NOTHING = wire.encode(None)
@@ -115,7 +115,7 @@ TAnswer = TypeVar("TAnswer")
 
 
 class OpenQuestion(Generic[TAnswer]):
-    """A question to ranks or agents, until all have answered, or will not, or the time is over."""
+    """A question to ranks or agents, until all have answered or are lost, or the time is over."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class OpenQuestion(Generic[TAnswer]):
         timeout_s: float,
         on_done: Callable[[OpenQuestion[TAnswer]], object] = lambda question: None,
     ) -> None:
-        """kind: of the answers; what is of another one counts as no answer. on_done: called once, unless forgotten."""
+        """kind: the type of answers; others count as none. on_done: called once, unless the question is forgotten."""
         self.id, self.mesh, self.on_done = id, mesh, on_done
         self.until = time.monotonic() + timeout_s
         self.ranks: set[int] = set()
         self.hosts: set[str] = set()
-        """Who has to answer still: ranks, or the agents of hosts."""
+        """The hosts whose agents have to answer still, as the ranks of `ranks` have."""
         self.answers: dict[int, TAnswer | None] = {}
-        """By rank."""
+        """The answers by rank."""
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def answer(self, host: str, message: wire.Replies, frames: Sequence[bytes]) -> None:
@@ -157,13 +157,13 @@ class OpenQuestion(Generic[TAnswer]):
 
 
 class CallWatcher(StateSource, Protocol):
-    """Who looks after the calls of a mesh."""
+    """The watcher of the calls of a mesh."""
 
     def watch(self, call: OpenCall) -> bool:
-        """A rank has answered, or was lost; True when a call that has ended everywhere is to wait for `complete`."""
+        """Note that a rank has answered, or was lost; True if a call that has ended everywhere waits for `complete`."""
 
     def on_told(self, call: OpenCall, rank: int, encoded: bytes) -> None:
-        """Take what came with an answer of the rank's process groups, before `watch`."""
+        """Take in the report of the rank's process groups that came with an answer, before `watch`."""
 
 
 class CallTable:
@@ -177,11 +177,11 @@ class CallTable:
         self._calls: dict[int, OpenCall] = {}
         self.find: Callable[[int], OpenCall | None] = self._calls.get
         self.ids, self.open_now = self._calls.keys(), self._calls.values()
-        """Of the open calls, and these, oldest first, as they are now."""
+        """Live views of the ids of the open calls and of the calls, oldest first."""
         self._failing: dict[int, FailingCall] = {}
         self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
-        """Those whose last call was opened longest ago come first."""
+        """The listeners by output; the one whose last call was opened longest ago comes first."""
         self._look_at = KEPT_LISTENERS + LOOKED_AT_ONCE
 
     def open(self, call: OpenCall, output: OutputTarget | None) -> None:
@@ -202,7 +202,7 @@ class CallTable:
         self._look_at = len(self._listeners) + LOOKED_AT_ONCE
 
     def all(self) -> list[OpenCall]:
-        """Those that some rank has not answered, oldest first; from any thread."""
+        """Return the open calls, oldest first. Any thread."""
         return list(self._calls.values())
 
     def busy_on(self, mesh: int) -> set[int]:
@@ -216,7 +216,7 @@ class CallTable:
         self._questions[question.id] = question
 
     def forget(self, question: OpenQuestion[TAnswer]) -> None:
-        """Drop later answers, and tell nobody."""
+        """Drop the question and its later answers."""
         self._questions.pop(question.id, None)
 
     def end(self, question: OpenQuestion[TAnswer]) -> None:
@@ -265,7 +265,7 @@ class CallTable:
             self._failing[call.id].on_answer()
 
     def complete(self, call: OpenCall, groups: str = "") -> None:
-        """All ranks have answered: hand out the outcome, and forget the call. groups: as `OpenCall.settle`."""
+        """Hand out the outcome of a call that all ranks have answered, and forget it. groups: as `OpenCall.settle`."""
         if self._calls.pop(call.id, None) is not None:
             self._failing.pop(call.id, None)
             call.settle(groups)
@@ -276,7 +276,7 @@ class CallTable:
         return [call for call in self._calls.values() if call.mesh == mesh and call.waiting and not call.mailbox]
 
     def next_deadline(self) -> float:
-        """When `expire` wants to be called, on the monotonic clock; infinity if never."""
+        """Return the time on the monotonic clock at which to call `expire`; infinity if never."""
         due = math.inf
         for failing in self._failing.values():
             due = min(due, failing.due)
@@ -294,7 +294,7 @@ class CallTable:
             self._calls[id].settle()
 
     def lose(self, mesh: int, error: WorkerLost, *, alone: bool = False) -> None:
-        """A worker of ``mesh`` ended: the calls that wait for it learn it now."""
+        """Tell the calls that wait for a worker of ``mesh`` that it ended."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             call.lose(error, alone=alone)
             self.settle_if_done(call)
@@ -309,29 +309,29 @@ class CallTable:
             self._listeners.setdefault(call.output, listener)
 
     def listener_of(self, output: int) -> OutputListener | None:
-        """Who listens to an output."""
+        """Return the listener of an output."""
         return self._listeners.get(output)
 
     def disown(self, call: OpenCall) -> None:
-        """A call of a former controller which that one had seen to the end."""
+        """Forget a call of a former controller that had seen its end."""
         self._calls.pop(call.id, None)
         self._failing.pop(call.id, None)
 
     def leave(self, mesh: int, error: MeshError) -> None:
-        """The mesh goes on without us: its calls have no outcome here."""
+        """Fail the calls of a mesh that goes on without this controller."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             self.disown(call)
             call.give_up(error)
 
     def give_up(self, mesh: int, name: str) -> None:
-        """The mesh is being stopped: fail its calls."""
+        """Fail the calls of a mesh that is being stopped."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             del self._calls[call.id]
             self._failing.pop(call.id, None)
             call.give_up(MeshStoppedError(name))
 
     def tell(self, output: int, event: OutputEvent) -> None:
-        """Hand an output event to whom it belongs."""
+        """Hand an output event to its listener."""
         try:
             self._listeners.get(output, self.default_listener)(event)
         except Exception:

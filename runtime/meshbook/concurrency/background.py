@@ -29,7 +29,7 @@ REPEAT_S = 60.0
 """A fault at the same place is told again after so long only: a timer may meet it many times a second."""
 
 WORDS = "meshbook: a fault of its own in"
-"""What each report of a fault begins with."""
+"""The begin of each report of a fault."""
 
 _told: dict[tuple[str, int], float] = {}
 
@@ -58,7 +58,7 @@ _OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec
 
 
 def is_from_outside(error: BaseException) -> bool:
-    """Whether it was raised into this thread, the main one, and is for the user's code that waits: a time limit, say.
+    """Whether an error was raised into the main thread for the user's code that waits: by a time limit, say.
 
     It came out of the handler of a signal, or another thread has sent it (``PyThreadState_SetAsyncExc``), which is told
     by its type alone.
@@ -71,7 +71,7 @@ def is_from_outside(error: BaseException) -> bool:
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """That of a function, a method, a partial, or an object that can be called."""
+    """Return the code of a function, a method, a partial, or an object that can be called."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)
@@ -81,7 +81,7 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception], object] | None = None) -> bool:
-    """Run ``action``; whether it ended well. What it raises goes to ``fail``, who waits for it; else it is told.
+    """Run ``action``; return whether it ended well. Its error goes to ``fail``, or is told if there is no ``fail``.
 
     Raises: as `pass_on`.
     """
@@ -94,7 +94,7 @@ def attempt(action: Callable[[], object], what: str, fail: Callable[[Exception],
 
 
 def pass_on(error: Exception, what: str, fail: Callable[[Exception], object] | None) -> None:
-    """Hand ``error`` to ``fail``, who waits for what has failed; tell it where nobody does.
+    """Hand ``error`` to ``fail``; tell it if there is no ``fail``.
 
     Raises: ``error``, where it is not for us but for the code that waits on this thread, which serves meanwhile.
     """
@@ -108,7 +108,7 @@ def pass_on(error: Exception, what: str, fail: Callable[[Exception], object] | N
 
 
 IDLE_S = 5.0
-"""An unused thread ends after this long."""
+"""The time after which an unused thread ends."""
 
 BackgroundJob: TypeAlias = Callable[[], object]
 
@@ -144,7 +144,7 @@ def _serve(jobs: queue.SimpleQueue[BackgroundJob]) -> None:
 
 
 def _forget_threads() -> None:
-    """In a forked child there are none."""
+    """Forget the threads in a forked child, which has none of them."""
     global _lock
     _lock = threading.Lock()
     _idle.clear()
@@ -167,7 +167,7 @@ def is_hidden(thread: threading.Thread) -> bool:
 
 
 class SerialQueue:
-    """Jobs that run one after the other, in the order in which they came, aside."""
+    """A queue of jobs that run aside, one after the other, in the order in which they came."""
 
     def __init__(self) -> None:
         self._jobs: deque[BackgroundJob] = deque()

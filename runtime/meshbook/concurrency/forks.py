@@ -22,10 +22,10 @@ from collections.abc import Callable
 from meshbook.errors import UsageError
 
 generation = 0
-"""How many forks lie between this process and the one that has imported us."""
+"""The number of forks between this process and the one that imported this package."""
 
 main_thread = threading.main_thread().ident
-"""Names the thread that runs signal handlers: what `threading.get_ident` returns there."""
+"""The thread that runs signal handlers, as `threading.get_ident` names it."""
 
 _pids = [os.getpid()]
 """The processes of those generations; the last is this one."""

@@ -160,7 +160,7 @@ class Future(Generic[T]):
         return False
 
     def as_asyncio(self) -> asyncio.Future[T]:
-        """A future of the running asyncio loop with the same outcome, for `asyncio.gather` and the like."""
+        """Return a future of the running asyncio loop with the same outcome, for `asyncio.gather` and the like."""
         import asyncio
 
         async def wait() -> T:
@@ -309,7 +309,7 @@ class MappedFuture(Future[U], Generic[T, U]):
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """What ``work`` gives, or raises, on another thread, now."""
+    """Run ``work`` on another thread, now; return a future of its result or error."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -325,7 +325,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def join_futures(futures: Sequence[Future[T]]) -> Future[list[T]]:
-    """A future of all results, in order; the first error becomes its error."""
+    """Return a future of all results, in order; the first error becomes its error."""
 
     def cancel_all() -> None:
         for future in futures:

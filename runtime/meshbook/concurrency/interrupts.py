@@ -49,7 +49,7 @@ SigintHandler: TypeAlias = Callable[[int, FrameType | None], object]
 
 
 def _signals() -> ModuleType:
-    """Where `signal` and `getsignal` are: those without enumerations, which take as long as a call's other work here.
+    """Return the module with `signal` and `getsignal`: without enumerations, which would double a call's work.
 
     Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
     """
@@ -57,7 +57,7 @@ def _signals() -> ModuleType:
 
 
 class SigintScope:
-    """While it is open, SIGINT calls ``on_press`` and not the handler before it."""
+    """A scope in which SIGINT calls ``on_press`` and not the handler before it."""
 
     def __init__(self, on_press: SigintHandler) -> None:
         self._on_press = on_press
@@ -94,7 +94,7 @@ class SigintScope:
 
 
 class held_back(SigintScope):  # used as a function is, like `contextlib.suppress`
-    """A press inside of the block is raised after it: what the block makes has an owner by then.
+    """A block that SIGINT interrupts only at its end, when the things that it makes have an owner.
 
     Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
     """
@@ -115,7 +115,7 @@ class held_back(SigintScope):  # used as a function is, like `contextlib.suppres
 
 
 LATELY_S = 2.0
-"""A task that is cancelled so soon after an interrupt was cancelled by it."""
+"""The time after an interrupt within which a cancelled task counts as cancelled by it."""
 
 
 class _Watch:
@@ -128,14 +128,14 @@ class _Watch:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Another await; the first of them puts the handler in place."""
+        """Note the begin of an await; the first one puts the handler in place."""
         if self._scope.is_in_place:
             self.awaited += 1
         elif self._scope.open():
             self.awaited, self._loop = 1, loop
 
     def end(self) -> None:
-        """An await less; after the last the earlier handler is back, unless somebody has set another since."""
+        """Note the end of an await; the last one puts the earlier handler back, unless another was set since."""
         self.awaited -= 1
         if self.awaited <= 0:
             self._scope.close()
@@ -155,7 +155,7 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def interruptible_await() -> Iterator[None]:
-    """Around an await: an interrupt reaches it at once. Does nothing outside of the main thread."""
+    """Let an interrupt reach the await in this block at once. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -190,7 +190,7 @@ def in_a_cell() -> bool:
 T = TypeVar("T")
 
 STEP_S = 0.05
-"""How long a wait may not notice an interrupt."""
+"""The longest time for which a wait does not notice an interrupt."""
 
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
 GATES: dict[int, ThreadGate] = {}
@@ -203,7 +203,7 @@ def gate_of_this_thread() -> ThreadGate | None:
 
 
 def task_of_this_thread() -> int:
-    """What runs between `ThreadGate.open` and `close`; 0 in threads without a gate."""
+    """Return the task between `ThreadGate.open` and `close`; 0 in threads without a gate."""
     gate = GATES.get(threading.get_ident())
     return gate.running if gate is not None else 0
 
@@ -218,7 +218,7 @@ class ThreadGate:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self.running = 0
-        """What was opened; 0 when nothing is."""
+        """The task that was opened; 0 when none is."""
         self._depth = 0
         self._is_due = False
         self._held_back = False
@@ -253,13 +253,13 @@ class ThreadGate:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def open(self, call: int) -> None:
-        """User code of ``call`` runs from here."""
+        """Note that user code of ``call`` runs from here."""
         with self._lock:
             self._held_back = self._is_due = False
             self.running = call
 
     def close(self) -> bool:
-        """No user code runs any more: nothing is raised, once this has returned.
+        """Note that no user code runs any more: no interrupt is raised once this has returned.
 
         Returns whether an interrupt came too late to be raised in it.
         """
@@ -349,7 +349,7 @@ def interruptible(
 
 
 class _Forgotten(BaseException):
-    """In the place of an interrupt that is not to be raised any more."""
+    """A stand-in for an interrupt that is not to be raised any more."""
 
 
 def _nothing() -> None:
@@ -371,7 +371,7 @@ def _sleep_in_steps(seconds: float) -> None:
 
 
 class _SteppedLock:
-    """A lock of which whoever waits is awake now and then."""
+    """A lock whose waiting threads wake now and then."""
 
     __slots__ = ("_at_fork_reinit", "_lock", "locked", "release")
 
@@ -410,7 +410,7 @@ def waiting_lock() -> WaitingLock:
 
 
 def _forget_threads() -> None:
-    """In a forked child: interrupts are signals there, and a gate's lock may be held by a thread that it lacks."""
+    """Forget the gates in a forked child: interrupts are signals there, and a lost thread may hold a lock."""
     for gate in GATES.values():
         gate._lock = threading.Lock()
     GATES.clear()
@@ -420,7 +420,7 @@ at_fork(in_child=_forget_threads)
 
 
 def _make_waits_interruptible() -> None:
-    """From now on, in threads that have a gate."""
+    """Make sleeps and conditions interruptible from now on, in threads that have a gate."""
     if time.sleep is _sleep:
         patch(time, "sleep", _sleep_in_steps)
         if hasattr(threading, "_allocate_lock"):  # what Condition.wait makes its waiter with, on every Python so far

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 
 _originals: dict[tuple[int, str], tuple[object, object]] = {}
-"""By owner and name; with the owner, which must live as long as its number counts."""
+"""The originals by owner and name, with the owner, which must live as long as its id is a key."""
 
 
 def patch(owner: object, name: str, ours: object) -> None:
@@ -22,7 +22,7 @@ def patch(owner: object, name: str, ours: object) -> None:
 
 @contextlib.contextmanager
 def patches_undone() -> Iterator[None]:
-    """What is replaced inside the block for the first time is as it was at its end."""
+    """Undo, at the end of the block, the patches that were first made inside it."""
     before = set(_originals)
     try:
         yield

@@ -28,7 +28,7 @@ _ARGUMENT = "_settings"
 
 @contextlib.contextmanager
 def configured(**overrides: object) -> Iterator[dict[str, object]]:
-    """In the block, what `configure` would set is set; after it, what was set before. Gives `get_global_config`."""
+    """Apply settings, as `configure` does, inside the block only. Gives `get_global_config`."""
     before = get_runtime_config()
     try:
         configure(**overrides)
@@ -46,7 +46,7 @@ def parametrize_config(**options: Collection[object]) -> Callable[[Callable[...,
 
 
 def parametrize_config_pointwise(**options: Sequence[object]) -> Callable[[Callable[..., Any]], Any]:
-    """The same, with the first values of all, then the second ones, and so on. Raises: UsageError if some have more."""
+    """Run a test with the first values of all, then the second, and so on. Raises: UsageError if some have more."""
     counts = {name: len(values) for name, values in options.items()}
     if len(set(counts.values())) > 1:
         raise UsageError(f"give every setting as many values, not {counts}.")

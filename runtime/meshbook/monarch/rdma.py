@@ -14,19 +14,19 @@ __all__ = [
 
 
 class RDMAReadTransferWarning(Warning):
-    """For programs that filter it: nothing here warns so, since reads go a way of their own where there is one."""
+    """A warning for programs that filter it; never raised here."""
 
 
 class RDMAWriteTransferWarning(Warning):
-    """As `RDMAReadTransferWarning`, of writes."""
+    """The same for writes."""
 
 
 class RDMATcpFallbackWarning(Warning):
-    """As `RDMAReadTransferWarning`, of TCP between hosts, which is no fallback here."""
+    """The same for TCP between hosts, which is no fallback here."""
 
 
 def get_rdma_backend() -> str:
-    """How bytes go between hosts: ``tcp``. On one host they are copied from memory to memory."""
+    """Return the transport between hosts: ``tcp``. On one host bytes are copied from memory to memory."""
     return "tcp"
 
 

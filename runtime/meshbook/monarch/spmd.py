@@ -39,11 +39,11 @@ HOSTS = "hosts"
 
 
 class SPMDActor(Actor):
-    """One process of a program as torchrun starts it; its rank is that among the actors that were spawned together."""
+    """A process of a program, as torchrun starts it; its rank is its place among the actors spawned together."""
 
     @endpoint
     def get_host_port(self, use_ipaddr: object = None) -> tuple[str, int]:
-        """An address of this machine, and a port that is free there: for MASTER_ADDR and MASTER_PORT.
+        """Return an address of this machine and a free port there, for MASTER_ADDR and MASTER_PORT.
 
         use_ipaddr: None for the name of the host, else ``"IPv4"`` or ``"IPv6"``, or what has that in its name.
         """
@@ -115,7 +115,7 @@ def _set_variables(master_addr: str, master_port: int) -> None:
 
 
 def _place_among(here: Point) -> int:
-    """The index of a process among those of its place along the axis of hosts."""
+    """Return the index of a process among those of its place along the axis of hosts."""
     index = 0
     for axis, size in here.extent.items():
         if axis != HOSTS:
@@ -140,7 +140,7 @@ def _address(use_ipaddr: object) -> str:
 
 
 def _spawn(procs: ProcMesh) -> tuple[Any, Any]:
-    """The actors, and the first of them."""
+    """Return the actors, and the first of them."""
     actors: Any = procs.spawn("torch_elastic_env", SPMDActor)
     return actors, actors.slice(**dict.fromkeys(procs.sizes, 0))
 
@@ -163,7 +163,7 @@ def setup_torch_elastic_env(
 async def setup_torch_elastic_env_async(
     proc_mesh: ProcMesh, master_addr: str | None = None, master_port: int | None = None, use_ipaddr: object = None
 ) -> None:
-    """The same, for coroutines."""
+    """Set torchrun's variables, for coroutines; see `setup_torch_elastic_env`."""
     _check_master(master_addr, master_port)
     actors, first = _spawn(proc_mesh)
     if master_addr is None:

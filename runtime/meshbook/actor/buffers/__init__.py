@@ -1,1 +1,1 @@
-"""One-sided buffers: memory of one process that others read and write."""
+"""Buffers: memory of one process that others read and write without its part."""

@@ -49,20 +49,20 @@ class NotDirect(Exception):
 
 
 class RemoteAddress(NamedTuple):
-    """Where a buffer lies. Small, and the same in every process."""
+    """The place of a buffer's memory. Small, and the same in every process."""
 
     memory: str
     """Processes that share this share memory."""
     pid: int
     fd: int
-    """That of its `LiveTable`, in the owner."""
+    """The descriptor of the owner's `LiveTable`."""
     token: str
     slot: int
     address: int
 
 
 class LiveTable:
-    """The owner's side: tells which of its buffers are there to be had."""
+    """The owner's side: a table of its buffers that others may use."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
@@ -73,13 +73,13 @@ class LiveTable:
         let_peers_read()
 
     def add(self, address: int) -> RemoteAddress:
-        """Announce memory that is to be had from now on."""
+        """Announce memory that others may use from now on."""
         slot, self._slots = self._slots, self._slots + 1
         os.pwrite(self.fd, _LIVE, slot)
         return RemoteAddress(self._memory, os.getpid(), self.fd, self.token, slot, address)
 
     def drop(self, slot: int, *, wait: bool = False) -> bool:
-        """Let nobody begin any more; whether nobody is at it any more. wait: come back only then."""
+        """Refuse new accesses; return whether none is under way. wait: return only then."""
         os.pwrite(self.fd, _DROPPED, slot)
         own = open_above(lambda: os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
         try:
@@ -93,7 +93,7 @@ class LiveTable:
 
 @contextlib.contextmanager
 def access(spot: RemoteAddress) -> Iterator[None]:
-    """Memory at ``spot`` stays where it is within this block. Raises: NotDirect, also at the end if it was not so."""
+    """Keep the memory at ``spot`` where it is within this block. Raises: NotDirect, also at the end if it has gone."""
     if spot.memory != memory_name() or spot.token in _refused:
         raise NotDirect
     path = f"/proc/{spot.pid}/fd/{spot.fd}"
@@ -115,7 +115,7 @@ def access(spot: RemoteAddress) -> Iterator[None]:
 
 
 def copy(spot: RemoteAddress, address: int, size_bytes: int, *, write: bool, check: Callable[[], None]) -> None:
-    """Within `access`: copy the first bytes at ``spot`` to ``address`` of this process, or, to write, the other way.
+    """Copy the first bytes at ``spot`` to ``address`` of this process, or the other way; call within `access`.
 
     check: as `copy_process_memory` calls it. Raises: NotDirect.
     """
@@ -226,7 +226,7 @@ _changing = threading.Lock()
 
 
 class AtomicChange(NamedTuple):
-    """What becomes of the first 8 bytes of a buffer, read as a number. compare: only if this is there; None: add."""
+    """A change of the number in the first 8 bytes of a buffer. compare: the number to replace; None: add ``value``."""
 
     value: int
     compare: int | None = None

@@ -63,7 +63,7 @@ class RDMABuffer:
 
     @property
     def backend(self) -> str:
-        """How its bytes go between hosts; on one host they are copied from memory to memory."""
+        """The transport between hosts; on one host bytes are copied from memory to memory."""
         return "tcp"
 
     @property
@@ -84,7 +84,7 @@ class RDMABuffer:
         return self.writing_from(src, timeout).begin()
 
     def reading_into(self, dst: object, timeout: float | None) -> Transfer:
-        """What `read_into` begins."""
+        """Return the copy that `read_into` begins."""
         memory = memory_of(dst, "dst")
         if not memory.writable:
             raise BufferKindError("dst is read-only; give memory that can be written, such as a bytearray.")
@@ -93,7 +93,7 @@ class RDMABuffer:
         return Transfer(self._target, memory, self.size(), READ, timeout)
 
     def writing_from(self, src: object, timeout: float | None) -> Transfer:
-        """What `write_from` begins."""
+        """Return the copy that `write_from` begins."""
         memory = memory_of(src, "src")
         if not self._writable:
             raise BufferKindError(f"{self._target.name} is read-only: its owner has made it of read-only memory.")
@@ -102,7 +102,7 @@ class RDMABuffer:
         return Transfer(self._target, memory, memory.size_bytes, WRITE, timeout)
 
     def exchanging(self, dst: object, change: AtomicChange, timeout: float | None) -> Exchange:
-        """What changes the number in the first 8 bytes, and copies to ``dst`` what it was; see `RDMAAction`."""
+        """Return a change of the number in the first 8 bytes; ``dst`` gets the old one. See `RDMAAction`."""
         memory = memory_of(dst, "dst")
         check_word("dst", memory)
         if not self._writable or self.size() < WORD_BYTES:
@@ -154,7 +154,7 @@ def _restore(target: TransferTarget, writable: bool) -> RDMABuffer:
 
 
 class _QueuedCopy(NamedTuple):
-    """A copy to be made. local: the memory of this process; it is written where ``reads``."""
+    """A copy to be made. local: the memory of this process, which is written if ``reads``."""
 
     begin: Callable[[float | None], Transfer | Exchange]
     local: Memory
@@ -168,7 +168,7 @@ class _QueuedCopy(NamedTuple):
 
 
 class RDMAAction:
-    """Copies that are made side by side and are done together.
+    """A group of copies that are made side by side and complete together.
 
     action = RDMAAction().read_remote(mine, weights).write_remote(gradients, update)
     action.submit().get()              # any number of times
@@ -190,7 +190,7 @@ class RDMAAction:
         return self._add(dst.writing_from, src, reads=False)
 
     def fetch_add(self, src: RDMABuffer, dst: object, add: int) -> RDMAAction:
-        """Add ``add`` to the number in the first 8 bytes of ``src``; ``dst`` gets what it was.
+        """Add ``add`` to the number in the first 8 bytes of ``src``; ``dst`` gets the old one.
 
         Numbers are of 64 bits, the lowest byte first, and wrap around. Of several that change one buffer, wherever
         they are, each comes before or after the others; copies of the same bytes are not kept apart from them.
@@ -200,7 +200,7 @@ class RDMAAction:
         return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
 
     def compare_and_swap(self, src: RDMABuffer, dst: object, compare: int, swap: int) -> RDMAAction:
-        """Where the number is ``compare``, have it be ``swap``; ``dst`` gets what it was. As `fetch_add` otherwise."""
+        """Replace the number by ``swap`` if it is ``compare``; ``dst`` gets the old one. Otherwise as `fetch_add`."""
         change = AtomicChange(check_operand("swap", swap), check_operand("compare", compare))
         return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
 
@@ -218,7 +218,7 @@ class RDMAAction:
         return self
 
     def submit(self, *, timeout: float | None = 60) -> TransferFuture:
-        """Make the copies. Done when all have ended, well or not.
+        """Make the copies. The future completes when all have ended, well or not.
 
         timeout: seconds, for each. Raises, when asked: what the first of them raises, with notes of the others.
         """

@@ -29,13 +29,13 @@ from meshbook.system.interfaces import connect_to, family_of, own_address
 
 PIECE_BYTES = 1 << 20
 LOOK_S = 0.01
-"""Who waits for bytes looks so often whether they are still to be expected."""
+"""The pause after which a wait for bytes looks whether they are still to come."""
 
 SILENCE_S = 10.0
-"""After so long without progress the owner gives the copy up."""
+"""The time without progress after which the owner gives the copy up."""
 
 CONNECT_S = 2.0
-"""So long each side has for its proof, all of it: a stranger may send it byte by byte."""
+"""The time that each side has for its whole proof: a stranger may send it byte by byte."""
 PROOF_BYTES = 32
 _OWNER, _CALLER = b"meshbook buffer owner", b"meshbook buffer caller"
 
@@ -45,11 +45,11 @@ class StreamError(MeshError):
 
 
 class UnreachableError(StreamError):
-    """It could not be made, and need not be tried again."""
+    """A connection that could not be made, and need not be tried again."""
 
 
 class Rendezvous(NamedTuple):
-    """Where the caller waits for the owner."""
+    """The address at which the caller waits for the owner."""
 
     address: str
     port: int
@@ -104,7 +104,7 @@ class BufferListener:
 
 
 def connect(door: Rendezvous) -> socket.socket:
-    """The owner's side. Raises: OSError, StreamError."""
+    """Connect to the caller, as the owner. Raises: OSError, StreamError."""
     try:
         connection = connect_to((door.address, door.port), CONNECT_S)
     except OSError as error:

@@ -57,25 +57,25 @@ from meshbook.wire import messages as wire
 READ, WRITE, DROP = "read", "write", "drop"
 ATOMIC = "atomic change"
 STREAM = "stream "
-"""Followed by READ or WRITE: over a connection of its own (`meshbook.actor.buffers.stream`)."""
+"""The prefix of READ or WRITE for a copy over a connection (`meshbook.actor.buffers.stream`)."""
 
 DROPPED = "the buffer was dropped"
-"""Why its mailbox is closed."""
+"""The reason with which a buffer's mailbox is closed."""
 
 
 class KeptBuffer:
-    """One of them; ``spot`` and ``mailbox`` say how others reach it."""
+    """A buffer of this process; others reach it by ``spot`` and ``mailbox``."""
 
     def __init__(self, kept: KeptBuffers, router: Router, memory: Memory, spot: RemoteAddress) -> None:
         self._kept, self._router, self.spot = kept, router, spot
         self.memory: Memory | None = memory
-        """None once it was dropped."""
+        """The memory; None once the buffer was dropped."""
         self._lane = SerialQueue()
         self.mailbox = router.new_mailbox()
         router.mailboxes.open(self.mailbox, self._handle)
 
     def _handle(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
-        """On the thread of the mail: somebody reaches us in no other way."""
+        """Serve a request that came by mail. Runs on the thread of the mail."""
         if call.endpoint.startswith(STREAM):
             run_in_background(lambda: self._serve(call, load_args, reply))  # they wait for each other's networks
         else:
@@ -119,7 +119,7 @@ class KeptBuffer:
             raise StreamError(f"the connection to {door.address} broke: {error}") from error
 
     def drop(self) -> None:
-        """Let go of the memory once nobody is at it any more. Any thread; idempotent."""
+        """Release the memory once no access is under way. Any thread; idempotent."""
         self._router.mailboxes.close(self.mailbox, DROPPED)
         if self._kept.forget(self):
             if self._kept.guard.drop(self.spot.slot):
@@ -137,7 +137,7 @@ class KeptBuffer:
 
 
 class KeptBuffers:
-    """Of one process. The guard lives as long as there are any."""
+    """The buffers of one process. Their guard lives as long as there are any."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -145,7 +145,7 @@ class KeptBuffers:
         self._live: dict[int, KeptBuffer] = {}
         """The buffers that others may use, by their mailboxes."""
         self._unsettled = 0
-        """Those whose memory is not free yet."""
+        """The number of buffers whose memory is not free yet."""
         self._guard: LiveTable | None = None
 
     @property
@@ -168,7 +168,7 @@ class KeptBuffers:
         return self._live.get(mailbox)
 
     def forget(self, buffer: KeptBuffer) -> bool:
-        """It is being dropped; False if it was before."""
+        """Note that the buffer is being dropped; return False if it was before."""
         return self._live.pop(buffer.mailbox, None) is not None
 
     def settle(self, buffer: KeptBuffer) -> None:
@@ -184,7 +184,7 @@ _kept = KeptBuffers()
 
 
 def kept_buffers() -> KeptBuffers:
-    """Those of this process; a fork begins anew."""
+    """Return the buffers of this process; a fork begins with none."""
     global _kept
     if _kept.pid != os.getpid():
         _kept = KeptBuffers()
@@ -193,22 +193,22 @@ def kept_buffers() -> KeptBuffers:
 
 PIECE_BYTES = 4 << 20
 UNDER_WAY = 4
-"""So many pieces are asked for ahead: they fill the connection of two hosts, and delay nobody else for long."""
+"""The number of pieces that are asked for ahead: they fill the link of two hosts, and delay other messages little."""
 
 
 STREAM_MIN_BYTES = 1 << 16
-"""What is not larger goes by mail, in one piece."""
+"""The size up to which a copy goes by mail, in one piece."""
 
 _unreachable: set[str] = set()
-"""Where connections to have failed: whom they share memory with (`RemoteAddress.memory`)."""
+"""The machines (`RemoteAddress.memory`) to which connections have failed."""
 
 
 AT_ONCE_MAX_BYTES = 1 << 20
-"""What is not larger is copied by the thread that asks for it, where the owner's memory is within reach."""
+"""The size up to which the asking thread makes a copy itself, if the owner's memory is within reach."""
 
 
 class TransferTarget(NamedTuple):
-    """What a handle knows of its buffer."""
+    """The facts that a handle has of its buffer."""
 
     session: str
     place: Place
@@ -255,13 +255,13 @@ class Transfer:
         self._cancelled = True
 
     def begin(self) -> TransferFuture:
-        """Do it, on this thread where that is soon done, else aside."""
+        """Make the copy, on this thread if that is quick, else aside."""
         if self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
             run_in_background(self.run)
         return self.future
 
     def run(self, *, at_once: bool = False) -> bool:
-        """Do it, on this thread; `future` tells how it went.
+        """Make the copy on this thread and complete `future`.
 
         at_once: only if that takes no help of the owner; returns whether that was so.
         """
@@ -282,7 +282,7 @@ class Transfer:
         return True
 
     def _copy(self) -> None:
-        """Without the owner. Raises: NotDirect."""
+        """Copy without the owner's help. Raises: NotDirect."""
         if self._target.is_own:
             self._copy_own()
             return
@@ -320,7 +320,7 @@ class Transfer:
         return CallTimeout(f"{self._kind} of {self._target.name}", self._timeout_s or 0.0, [self._target.place.rank])
 
     def _by_stream(self) -> bool:
-        """Over a connection of its own; False where there can be none, or where it is not worth while."""
+        """Copy over a connection; return False if there can be none, or the copy is too small for one."""
         if self.size_bytes <= STREAM_MIN_BYTES or self._target.spot.memory in _unreachable:
             return False
         try:
@@ -360,7 +360,7 @@ class Transfer:
             move(connection, self.memory.view(0, self.size_bytes).data, look)
 
     def _by_mail(self) -> None:
-        """In pieces, several under way at once. An empty one asks whether the buffer is there."""
+        """Copy in pieces by mail, several at once. An empty piece asks whether the buffer is there."""
         pieces = deque(range(0, max(self.size_bytes, 1), PIECE_BYTES))
         asked: deque[tuple[int, int, Answers]] = deque()
         while pieces or asked:
@@ -381,14 +381,14 @@ class Transfer:
 
 
 class Exchange:
-    """A change of the number at the begin of a buffer; ``memory`` gets what was there."""
+    """A change of the number at the begin of a buffer; ``memory`` gets the old number."""
 
     def __init__(self, target: TransferTarget, memory: Memory, change: AtomicChange, timeout_s: float | None) -> None:
         self.memory, self.future = memory, TransferFuture()
         self._target, self._change, self._timeout_s = target, change, timeout_s
 
     def begin(self) -> TransferFuture:
-        """Do it, aside. What was asked for is done, also where nobody waits for it any more."""
+        """Make the change, aside. It is made also if no one waits for it any more."""
         run_in_background(self._run)
         return self.future
 
@@ -415,12 +415,12 @@ class Exchange:
 
 
 def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Bytes | None:
-    """Have the owner do something. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
+    """Send a request and wait. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
     return finish(target, begin(target, endpoint, args), timeout_s)
 
 
 def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> Answers:
-    """Ask the owner for something; `finish` waits for it."""
+    """Send a request to the owner; `finish` waits for the answer."""
     what = f"{endpoint} of {target.name}"
     pickled = dumps((args, {}), what=what)
     try:
@@ -432,7 +432,7 @@ def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> An
 
 
 def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> Bytes | None:
-    """Wait for what was asked for. Raises: as `ask`."""
+    """Wait for the owner's answer. Raises: as `ask`."""
     try:
         answer: Bytes | None = only_value(future.get(timeout_s))
         return answer
