@@ -14,8 +14,7 @@ from meshbook.actor.router import current_router
 from meshbook.calls.call import CallRequest
 from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.mesh.proc_view import arrange_ranks
-from meshbook.shape.members import Members
-from meshbook.shape.view import members_of
+from meshbook.shape.members import Members, members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire.messages import OK, Call
 from meshbook.worker.mail import WorkerMail

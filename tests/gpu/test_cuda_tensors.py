@@ -9,7 +9,7 @@ from torch import nn
 import meshbook
 from meshbook import DeviceMeshError, ProcMesh
 from meshbook.distributed import Mesh, inspect
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 
 
 @pytest.fixture(scope="module", params=["rank", "pair"])

@@ -18,8 +18,7 @@ from meshbook.actor.router import current_router
 from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import RequestFuture
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Outcome, ReplyTo
-from meshbook.shape.members import Members
-from meshbook.shape.view import members_of
+from meshbook.shape.members import Members, members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.worker.process import WorkerRouter

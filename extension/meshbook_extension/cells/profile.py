@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshbook.errors import CallInterrupted, MeshError, UsageError
 from meshbook.formatting import format_bytes, group_ranks, name_ranks
 from meshbook.mesh import states
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook.system.os_errors import explain
 from meshbook_extension.notebook.grammar import Option
 from meshbook_extension.output.labels import format_seconds

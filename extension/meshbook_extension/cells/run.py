@@ -10,7 +10,7 @@ from meshbook.errors import CallError, CallFailed, MeshError, UsageError, Worker
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.profile import TRACE, CellProfile

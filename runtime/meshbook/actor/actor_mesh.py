@@ -48,8 +48,7 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.formatting import format_sizes
-from meshbook.shape.members import Members, Region
-from meshbook.shape.view import MeshView, members_of
+from meshbook.shape.members import Members, MeshView, Region, members_of
 from meshbook.source.location import sources_of
 from meshbook.values.pickling import dumps
 
@@ -303,7 +302,7 @@ class ProcRef(MeshView):
     """A `ProcMesh` that was sent to a rank. Sent back to whoever drives the mesh, it is a ProcMesh again."""
 
     def __init__(self, session: str, mesh: int, name: str, members: Members, generation: int) -> None:
-        """generation: in which ``members`` have their numbers (`meshbook.shape.generations`)."""
+        """generation: in which ``members`` have their numbers (`meshbook.shape.members`)."""
         super().__init__(members)
         self.session, self.id, self.name, self._generation = session, mesh, name, generation
         self._stopped = False

@@ -27,7 +27,7 @@ from meshbook.shape.members import Extent, Members, Point, Region
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
     from meshbook.actor.supervision import MeshFailure
-    from meshbook.shape.view import MeshView
+    from meshbook.shape.members import MeshView
 
 
 ROOT_NAME = "root"

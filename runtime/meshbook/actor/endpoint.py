@@ -44,9 +44,8 @@ from meshbook.errors import (
     WorkerLost,
 )
 from meshbook.formatting import format_sizes
-from meshbook.shape.members import Region
+from meshbook.shape.members import Region, members_of
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook.shape.view import members_of
 from meshbook.values.pickling import Pickled, dumps
 
 if TYPE_CHECKING:

@@ -17,10 +17,8 @@ from meshbook.calls.mailboxes import Mailboxes
 from meshbook.concurrency import forks
 from meshbook.concurrency.future import Future
 from meshbook.errors import RanksLeft, UsageError
-from meshbook.shape.generations import AS_NOW, GONE, Moves, arranged_now, ranks_now
-from meshbook.shape.members import Members
+from meshbook.shape.members import AS_NOW, GONE, Members, MeshView, Moves, arranged_now, ranks_now
 from meshbook.shape.value_mesh import ValueMesh
-from meshbook.shape.view import MeshView
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
@@ -56,7 +54,7 @@ class Place(NamedTuple):
     mesh: int
     rank: int
     generation: int = AS_NOW
-    """The generation in which the mesh's rank has that number (`meshbook.shape.generations`)."""
+    """The generation in which the mesh's rank has that number (`meshbook.shape.members`)."""
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from meshbook.formatting import format_bytes
-from meshbook.shape.generations import Moves
+from meshbook.shape.members import Moves
 from meshbook.system.processes import is_same_process
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import Sent

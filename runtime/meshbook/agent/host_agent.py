@@ -35,7 +35,7 @@ from meshbook.errors import MeshError, PeerProtocolError, SpawnError
 from meshbook.errors.advice import set_advice
 from meshbook.launchers.templates import StartedTemplate
 from meshbook.sessions.listing import remove_if_last
-from meshbook.shape.generations import Moves
+from meshbook.shape.members import Moves
 from meshbook.system.devices import count_cores, count_cuda_devices
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.os_errors import raise_file_limit

@@ -35,8 +35,7 @@ from meshbook.agent.peers import AgentPeers, ForwardedCalls
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.lifecycle import WorkerPhase
-from meshbook.shape.generations import AS_NOW
-from meshbook.shape.slices import group
+from meshbook.shape.members import AS_NOW, group
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import dropped_replies, lost_replies

@@ -18,7 +18,7 @@ from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.errors.advice import advice
-from meshbook.shape.slices import group
+from meshbook.shape.members import group
 from meshbook.system.interfaces import WANTED, family_of, in_endpoint, own_address, wanted_interfaces
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import is_same_process, start_time

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from meshbook.agent.output_pump import OfflineQuota
 from meshbook.agent.worker import AgentWorker
-from meshbook.shape.generations import Moves
+from meshbook.shape.members import Moves
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import OomWatch
 from meshbook.values.segments import SegmentPool, map_segment

@@ -21,8 +21,7 @@ from meshbook.errors import (
     disagreeing,
 )
 from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase
-from meshbook.shape.generations import AS_NOW
-from meshbook.shape.members import Members
+from meshbook.shape.members import AS_NOW, Members
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import Pickled, loads
 from meshbook.wire import messages as wire

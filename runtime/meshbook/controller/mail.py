@@ -26,7 +26,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.payloads import Payloads
 from meshbook.errors import Failure, MailboxClosed
-from meshbook.shape.slices import group
+from meshbook.shape.members import group
 from meshbook.values.pickling import loads
 from meshbook.wire import messages as wire
 

@@ -35,8 +35,7 @@ from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.lifecycle import MESH_NEXT, MeshEvent, MeshPhase
 from meshbook.sessions.folder import SavedMesh
-from meshbook.shape.generations import Moves, step_of
-from meshbook.shape.members import Extent
+from meshbook.shape.members import Extent, Moves, step_of
 from meshbook.wire import messages as wire
 
 

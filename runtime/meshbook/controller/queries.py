@@ -23,7 +23,7 @@ from meshbook.controller.host_state import HostState
 from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState
 from meshbook.lifecycle import MeshPhase
-from meshbook.shape.slices import group
+from meshbook.shape.members import group
 from meshbook.wire import messages as wire
 from meshbook.wire.link import check_message
 

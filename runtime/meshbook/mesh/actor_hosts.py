@@ -22,8 +22,7 @@ from meshbook.mesh.spawn_options import (
     checked_python,
     checked_sizes,
 )
-from meshbook.shape.members import Members, Point, Region
-from meshbook.shape.view import MeshView, members_of
+from meshbook.shape.members import Members, MeshView, Point, Region, members_of
 
 
 class SentHosts(NamedTuple):

@@ -30,9 +30,7 @@ from meshbook.errors import Failure, MeshError, MeshStoppedError, RanksLeft, Wor
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import output_target
 from meshbook.mesh.settings import get_runtime_config
-from meshbook.shape.generations import AS_NOW, ranks_now
-from meshbook.shape.members import Members
-from meshbook.shape.view import MeshView
+from meshbook.shape.members import AS_NOW, Members, MeshView, ranks_now
 from meshbook.wire import messages as wire
 from meshbook.workspace.modules import find_module
 

@@ -35,9 +35,8 @@ from meshbook.mesh.spawn_options import (
     commands_of,
 )
 from meshbook.mesh.start_progress import StartProgress
-from meshbook.shape.members import Extent, Members, Point, Region
+from meshbook.shape.members import Extent, Members, MeshView, Point, Region, members_of
 from meshbook.shape.ndslice import NamedRegion
-from meshbook.shape.view import MeshView, members_of
 from meshbook.wire import messages as wire
 
 

@@ -17,8 +17,7 @@ from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.controller.queries import ask_rank
 from meshbook.lifecycle import MeshPhase
-from meshbook.shape.members import Extent, Members, Region, arrange
-from meshbook.shape.view import MeshView
+from meshbook.shape.members import Extent, Members, MeshView, Region, arrange
 from meshbook.values.main_names import Sending
 from meshbook.values.pickling import dumps
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from meshbook.shape.extent import Extent, Point
-from meshbook.shape.indexing import Choice, Index
-from meshbook.shape.members import Members, Picked, Region, arrange
-from meshbook.shape.slices import Piece
+from meshbook.shape.extent import Choice, Extent, Index, Point
+from meshbook.shape.members import Members, Picked, Piece, Region, arrange
 
 __all__ = ["Choice", "Extent", "Index", "Members", "Picked", "Piece", "Point", "Region", "arrange"]

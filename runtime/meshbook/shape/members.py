@@ -1,7 +1,7 @@
-"""How the members of a mesh are arranged: extents, points, and views over base ranks.
+"""The members of a mesh and their arrangement: slices of base ranks, views over them, and ranks that get other numbers.
 
 An extent names axes and gives them sizes; the last axis varies fastest (C order, as NumPy). A view chooses
-members of a mesh and arranges them anew, but each keeps its base rank. hosts=2, gpus=4, and two views of it:
+members of a mesh and arranges them again, but each keeps its base rank. hosts=2, gpus=4, and two views of it:
 
                               slice(gpus=slice(0, None, 2))   slice(hosts=1).split(gpus=("dp", "tp"), tp=2)
 
@@ -12,9 +12,19 @@ members of a mesh and arranges them anew, but each keeps its base rank. hosts=2,
     Piece   (0, (2, 4), (4, 1))           (0, (2, 2), (4, 2))                (4, (2, 2), (2, 1))
             offset, sizes, strides: member (i, j) has base rank  offset + i * strides[0] + j * strides[1]
 
+No axis of a mesh ever moves past another, and one step along an axis is longer than all that lies inside it. Hence
+strides fall from the first axis to the last, and one division per axis tells whether a rank belongs.
+
 A `Region` is such an affine view: a few short tuples, however many ranks. A `Picked` is any other choice
 (gpus 0, 1 and 3): an extent with a list of base ranks. Both are `Members` and answer the same questions. The
 algebra is written once, on places: of a region these are its base ranks, of a `Picked` positions in its list.
+A `MeshView` is a mesh, or a part of one, that has members.
+
+Ranks get other numbers when a mesh grows or shrinks; a process that was known by its rank is found by the moves since:
+
+    generation 0   rank 0  1  2  3
+    shrinks             |  x  |  |      moves[0] = (0, GONE, 1, 2)
+    generation 1   rank 0     1  2
 """
 
 from __future__ import annotations
@@ -26,18 +36,163 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from meshbook.errors import LayoutError, RankError
 from meshbook.formatting import format_sizes, format_some_ranks
-from meshbook.shape.extent import Extent, Point, check_names
-from meshbook.shape.indexing import Choice, Index, infer_sizes, parse_size, refuse_twice, resolve, resolve_list
-from meshbook.shape.slices import Piece, dense, fit, group
+from meshbook.shape.extent import (
+    Choice,
+    Extent,
+    Index,
+    Point,
+    check_names,
+    infer_sizes,
+    parse_size,
+    refuse_twice,
+    resolve,
+    resolve_list,
+)
 
-__all__ = ["Choice", "Extent", "Index", "Members", "Picked", "Piece", "Point", "Region", "arrange"]
+__all__ = [
+    "AS_NOW",
+    "GONE",
+    "Choice",
+    "Extent",
+    "Index",
+    "Members",
+    "MeshView",
+    "Moves",
+    "Picked",
+    "Piece",
+    "Point",
+    "Region",
+    "arrange",
+    "arranged_now",
+    "dense",
+    "group",
+    "members_of",
+    "ranks_now",
+    "step_of",
+]  # fmt: skip
+
+Self = TypeVar("Self", bound="MeshView")
 
 _SHOWN_CHARS = 60
-"""How much of a list of ranks a message shows."""
+"""The length of a list of ranks in a message."""
+
+
+class Piece(NamedTuple):
+    """Base ranks ``offset + sum(i * stride)``, ``0 <= i < size`` along each axis: a piece of a target."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """How many ranks it has."""
+        return math.prod(self.sizes)
+
+    @property
+    def span(self) -> int:
+        """The distance from the lowest member to the highest."""
+        return sum((size - 1) * abs(stride) for size, stride in zip(self.sizes, self.strides, strict=True))
+
+    def find(self, rank: int) -> int | None:
+        """The position of ``rank`` in C order, or None if it is no member; O(axes)."""
+        rest = rank - self.offset
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            if stride < 0:  # count from the lowest member
+                rest -= (size - 1) * stride
+        position = 0
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            if size == 1:
+                continue
+            index, rest = divmod(rest, abs(stride))
+            if not 0 <= index < size:
+                return None
+            position = position * size + (index if stride > 0 else size - 1 - index)
+        return None if rest else position
+
+    def has(self, rank: int) -> bool:
+        """Whether ``rank`` is a member; O(axes)."""
+        return self.find(rank) is not None
+
+    def ranks(self) -> Iterator[int]:
+        """Every member's base rank, in C order."""
+        if math.prod(self.sizes) == 1:  # each call to one rank asks
+            return iter((self.offset,))
+        if len(self.sizes) == 1 and (step := self.strides[0]):
+            return iter(range(self.offset, self.offset + self.sizes[0] * step, step))
+        return self._ranks()
+
+    def _ranks(self) -> Iterator[int]:
+        *outer, inner = (
+            [i * stride for i in range(size)] for size, stride in zip(self.sizes, self.strides, strict=True)
+        )
+        for moves in product(*outer):
+            start = self.offset + sum(moves)
+            for step in inner:
+                yield start + step
+
+    def is_nested(self) -> bool:
+        """Whether a step along each axis is longer than all that lies inside it, and no rank is negative."""
+        reach = low = 0
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
+            if size > 1:
+                if abs(stride) <= reach:
+                    return False
+                reach += (size - 1) * abs(stride)
+                low += min(0, (size - 1) * stride)
+        return self.offset + low >= 0
+
+
+def dense(shape: Sequence[int]) -> Piece:
+    """The slice of all ranks of an extent with sizes ``shape``: 0, 1, 2, ..."""
+    return Piece(0, tuple(shape), tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+
+
+def fit(shape: Sequence[int], ranks: Sequence[int]) -> Piece | None:
+    """The slice of sizes ``shape`` whose ranks in C order are ``ranks``, or None if there is none."""
+    steps = dense(shape).strides
+    strides = tuple(ranks[step] - ranks[0] if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
+    candidate = Piece(ranks[0], tuple(shape), strides)
+    return candidate if candidate.is_nested() and list(candidate.ranks()) == list(ranks) else None
+
+
+def group(ranks: Iterable[int]) -> tuple[Piece, ...]:
+    """Few slices whose ranks, one after the other, are ``ranks``; each rank occurs once.
+
+    Evenly spaced neighbours become a run, evenly spaced equal runs become a slice of two axes, and so on.
+    """
+    parts = [Piece(rank, (), ()) for rank in ranks]
+    while True:
+        grouped = _group_once(parts)
+        if len(grouped) == len(parts):
+            return tuple(parts)
+        parts = grouped
+
+
+def _group_once(parts: Sequence[Piece]) -> list[Piece]:
+    grouped: list[Piece] = []
+    start = 0
+    while start < len(parts):
+        first = parts[start]
+        end = start + 1
+        if end < len(parts):
+            step = parts[end].offset - first.offset
+            while (
+                end < len(parts)
+                and abs(step) > first.span
+                and parts[end].offset - parts[end - 1].offset == step
+                and parts[end][1:] == first[1:]
+            ):
+                end += 1
+        if end > start + 1:
+            first = Piece(first.offset, (end - start, *first.sizes), (step, *first.strides))
+        grouped.append(first)
+        start = end
+    return grouped
 
 
 class Members(ABC):
@@ -298,3 +453,96 @@ def arrange(extent: Extent, ranks: Sequence[int]) -> Members:
     """The members ``ranks`` (distinct, in C order) laid out as ``extent``; a `Region` if one fits."""
     layout = fit(extent.shape, ranks)
     return Picked(extent, tuple(ranks)) if layout is None else Region(extent.names, layout)
+
+
+Moves: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of each generation but the last: what its ranks are in the next one. The number of the last is their length."""
+
+GONE = -1
+
+AS_NOW = -1
+"""In the place of a generation: ranks are meant as they are."""
+
+
+def step_of(moved: Mapping[int, int], size: int) -> tuple[int, ...]:
+    """The moves of a mesh of ``size`` ranks. moved: rank before to rank after, of those that stay."""
+    return tuple(moved.get(rank, GONE) for rank in range(size))
+
+
+def ranks_now(moves: Moves, generation: int, ranks: Iterable[int]) -> list[int]:
+    """What ``ranks`` of a generation are now; GONE for those that have left."""
+    found = list(ranks)
+    for step in moves[generation:] if generation != AS_NOW else ():
+        found = [step[rank] if 0 <= rank < len(step) else GONE for rank in found]
+    return found
+
+
+def arranged_now(members: Members, now: Sequence[int]) -> Members:
+    """The same processes in the same arrangement, under the ranks that they have ``now``."""
+    return members if list(members.ranks()) == list(now) else arrange(Extent.of(members.sizes), now)
+
+
+class MeshView:
+    """Base of ProcMesh and ValueMesh. A subclass says how a view of it is made (`_part`)."""
+
+    __slots__ = ("_members",)
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def _part(self: Self, members: Members) -> Self:
+        raise NotImplementedError
+
+    @property
+    def extent(self) -> Extent:
+        return self._members.extent
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        """The axis names; programs for Monarch ask for them so."""
+        return self._members.labels
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in axis order."""
+        return self._members.sizes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The base ranks in C order of the axes."""
+        return tuple(self._members.ranks())
+
+    def size(self, axes: str | Iterable[str] | None = None) -> int:
+        """Members along ``axes``; all of them by default. Raises: UnknownAxisError."""
+        return self._members.size(axes)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def slice(self: Self, **axes: Choice) -> Self:
+        """Return a part as NumPy would cut it: an int drops its axis, a slice or a list of indices keeps it.
+
+        Raises: UnknownAxisError, RankError, LayoutError if a list names an index twice.
+        """
+        return self._part(self._members.slice(**axes))
+
+    def select(self: Self, ranks: Iterable[int]) -> Self:
+        """A view of chosen base ranks along one axis ``rank``. Raises: RankError."""
+        return self._part(self._members.select(ranks))
+
+    def split(self: Self, **axes: Sequence[str] | int) -> Self:
+        """Make several axes of one: ``split(gpus=("dp", "tp"), tp=2)``. Raises: LayoutError."""
+        return self._part(self._members.split(**axes))
+
+    def flatten(self: Self, name: str) -> Self:
+        """Make one axis of all. Raises: LayoutError where no stride can describe it."""
+        return self._part(self._members.flatten(name))
+
+    def rename(self: Self, **names: str) -> Self:
+        """Give axes other names, all at once: ``rename(hosts="dp")``. Raises: UnknownAxisError, LayoutError."""
+        return self._part(self._members.rename(**names))
+
+
+def members_of(view: MeshView) -> Members:
+    """Return the base ranks of a mesh or a view, arranged by its axes."""
+    return view._members

@@ -17,9 +17,7 @@ from typing import Any, TypeVar, overload
 
 from meshbook.errors import LayoutError, NegativeIndexError, RankError
 from meshbook.shape.extent import Extent, Point
-from meshbook.shape.members import Index, Members, Region
-from meshbook.shape.slices import Piece, dense, group
-from meshbook.shape.view import MeshView
+from meshbook.shape.members import Index, Members, MeshView, Piece, Region, dense, group
 
 Self = TypeVar("Self", bound="MeshTrait")
 AnyShape = TypeVar("AnyShape", bound="Shape")

@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from meshbook.errors import LayoutError, RankError
 from meshbook.formatting import format_sizes, format_some_ranks
-from meshbook.shape.members import Members, Point
+from meshbook.shape.members import Members, MeshView, Point
 from meshbook.shape.ndslice import Shape
-from meshbook.shape.view import MeshView
 
 T = TypeVar("T")
 U = TypeVar("U")

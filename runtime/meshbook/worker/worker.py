@@ -28,8 +28,7 @@ from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MeshError
 from meshbook.errors.advice import set_advice
 from meshbook.groups.collectives_off import NO_DISTRIBUTED, NoGroups, leave_to_parent
-from meshbook.shape.generations import Moves
-from meshbook.shape.members import Extent
+from meshbook.shape.members import Extent, Moves
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps

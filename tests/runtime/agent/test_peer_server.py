@@ -16,8 +16,7 @@ import zmq
 from mail_ranks import There
 
 from meshbook import ProcMesh
-from meshbook.shape.members import Region
-from meshbook.shape.view import members_of
+from meshbook.shape.members import Region, members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer

@@ -15,7 +15,7 @@ from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LayoutError, LocalProtocolError, MeshError, SpawnError, UsageError
 from meshbook.mesh.driven import this_host
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook.system.event_loop import EventLoop
 from meshbook.values.pickling import Pickled
 from meshbook.wire.host_link import HostLink

@@ -18,8 +18,7 @@ from meshbook.actor.router import router_for
 from meshbook.calls.call import CallRequest
 from meshbook.errors import LayoutError, RanksLeft
 from meshbook.monarch import get_or_spawn_controller
-from meshbook.shape.generations import GONE, ranks_now, step_of
-from meshbook.shape.members import Members, Region
+from meshbook.shape.members import GONE, Members, Region, ranks_now, step_of
 from meshbook.values.pickling import dumps
 
 

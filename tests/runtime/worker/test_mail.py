@@ -16,7 +16,7 @@ from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import CallFuture
 from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
 from meshbook.mesh import states
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook.values.pickling import dumps
 
 _numbers = itertools.count(100)

@@ -12,7 +12,7 @@ from controllers import Zygote, alone
 SPAWN = """
 import mail_ranks
 from mail_ranks import There
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook import LocalLauncher, start_hosts
 from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH
 mesh = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True)).spawn_procs({"gpus": 2}, name="kept", device="cpu")

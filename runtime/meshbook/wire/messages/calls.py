@@ -85,7 +85,7 @@ class Call(Header, frozen=True, tag="call"):
     origin: Origin | None = None  # the caller, where that is not the controller; ids are each origin's own
     # names, oldest first, of the calls between actors that have led to this one, its own last
     chain: tuple[int, ...] = ()
-    generation: int = -1  # generation of the target's ranks (`meshbook.shape.generations`); -1: the present one
+    generation: int = -1  # generation of the target's ranks (`meshbook.shape.members`); -1: the present one
     # number of a call of the controller to ranks that have no other to answer, so that it may come past the agent, and
     # by the agent as well (`meshbook.wire.shortcuts`); such numbers go up; others have 0
     shortcut: int = 0

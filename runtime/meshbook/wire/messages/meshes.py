@@ -135,7 +135,7 @@ class Renumber(Header, frozen=True, tag="renumber"):
     mesh: int
     seats: tuple[Seat, ...]
     arrangement: Arrangement
-    # moves of ranks to other numbers, this one too (`meshbook.shape.generations`)
+    # moves of ranks to other numbers, this one too (`meshbook.shape.members`)
     moves: tuple[tuple[int, ...], ...] = ()
 
 

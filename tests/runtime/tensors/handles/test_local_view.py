@@ -15,7 +15,7 @@ from meshbook import ProcMesh, errors, heal_mesh, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.distributed import Mesh, TensorError, TensorLost, fetch_shard, inspect, remote
 from meshbook.errors import WorkerLost
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 from meshbook.tensors.handles.local_view import local_mesh_of
 
 
