@@ -114,6 +114,17 @@ def kernel_type(installed_kernelspec: Path) -> type[Kernel]:
     return Kernel
 
 
+@pytest.fixture(scope="module")
+def shared_kernel(installed_kernelspec: Path) -> Iterator[Kernel]:
+    """The kernel of a file's tests that leave it as it was."""
+    kernel = Kernel("meshbook")
+    kernel.wait_for_ready()
+    yield kernel
+    family = kernel.process.children(recursive=True)
+    kernel.close()
+    psutil.wait_procs(family, timeout=15)
+
+
 @pytest.fixture
 def start_kernel(
     installed_kernelspec: Path, watch: Callable[[list[psutil.Process]], None]

@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 
 from tests.kernel.conftest import Kernel
@@ -29,14 +27,9 @@ x"""
 
 
 @pytest.fixture(scope="module")
-def kernel(installed_kernelspec: object) -> Iterator[Kernel]:
-    kernel = Kernel("meshbook")
-    kernel.wait_for_ready()
-    assert kernel.run("%mesh spawn gpus=4 --device cpu").ok
-    yield kernel
-    family = kernel.process.children(recursive=True)
-    kernel.close()
-    psutil.wait_procs(family, timeout=15)
+def kernel(shared_kernel: Kernel) -> Kernel:
+    assert shared_kernel.run("%mesh spawn gpus=4 --device cpu").ok
+    return shared_kernel
 
 
 def test_a_breakpoint_opens_the_prompt_in_the_running_cell(kernel: Kernel) -> None:

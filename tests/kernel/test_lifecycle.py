@@ -31,8 +31,8 @@ def without_prewarm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHBOOK_PREWARM", "0")
 
 
-def test_kernel_introduces_itself(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_kernel_introduces_itself(shared_kernel: Any) -> None:
+    kernel = shared_kernel
     kernel.client.kernel_info()
     info = kernel.client.get_shell_msg(timeout=10)["content"]
     assert (info["implementation"], info["implementation_version"]) == ("meshbook", __version__)
@@ -49,14 +49,13 @@ def test_connections_can_be_encrypted(start_kernel: StartKernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_prewarm")
-def test_busy_cells_hand_over_quickly_to_the_threads_that_serve_the_mesh(start_kernel: StartKernel) -> None:
-    assert float(start_kernel().value("__import__('sys').getswitchinterval()")) <= 1e-3
+def test_busy_cells_hand_over_quickly_to_the_threads_that_serve_the_mesh(shared_kernel: Any) -> None:
+    assert float(shared_kernel.value("__import__('sys').getswitchinterval()")) <= 1e-3
 
 
 @pytest.mark.slow
-def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_interrupt_ends_the_cell_and_keeps_the_namespace(shared_kernel: Any) -> None:
+    kernel = shared_kernel
     kernel.run("kept = 41")
     request = kernel.start(SLEEP)
     kernel.wait_for_text("started")
@@ -66,6 +65,27 @@ def test_interrupt_ends_the_cell_and_keeps_the_namespace(start_kernel: StartKern
     assert reply["ename"] == "KeyboardInterrupt"
     assert time.monotonic() - asked_at < 2
     assert kernel.value("kept + 1") == "42"
+
+
+def test_an_await_of_anything_ends_at_once(shared_kernel: Any) -> None:
+    kernel = shared_kernel
+    request = kernel.start("import asyncio; print('begun', flush=True); await asyncio.sleep(60)")
+    kernel.wait_for_text("begun")
+    time.sleep(0.3)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    assert kernel.reply_to(request)["status"] == "error"
+    assert time.monotonic() - pressed < 2
+    assert kernel.run("%mesh spawn gpus=2 --device cpu --out procs").ok
+    request = kernel.start("print('begun', flush=True); await procs.run('import time; time.sleep(60)')")
+    kernel.wait_for_text("begun")
+    time.sleep(1)
+    pressed = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.reply_to(request)
+    assert time.monotonic() - pressed < 2
+    assert reply["ename"] == "CallInterrupted" and "ranks 0,1 stopped, all variables kept" in reply["evalue"]
+    assert kernel.run("%mesh stop").ok
 
 
 @pytest.mark.some()
@@ -129,9 +149,8 @@ def test_kernel_works_and_says_so_when_the_extension_is_broken(start_kernel: Sta
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_prewarm")
-def test_debugger_attaches_as_the_kernelspec_claims(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
+def test_debugger_attaches_as_the_kernelspec_claims(shared_kernel: Any) -> None:
+    kernel = shared_kernel
     initialize = {"clientID": "test", "adapterID": "python", "linesStartAt1": True}
     for command, arguments in [("initialize", initialize), ("attach", {})]:
         request = {"type": "request", "seq": 1, "command": command, "arguments": arguments}

@@ -137,11 +137,13 @@ def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKer
     assert not all_gone(family, timeout_s=5)
 
 
-def test_magics_are_there_without_loading_anything(start_kernel: StartKernel) -> None:
+def test_magics_are_there_without_loading_anything_and_loading_changes_nothing(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
     spawned = kernel.run("%mesh spawn gpus=2 --device cpu")
     assert spawned.ok, spawned.reply
     assert "gpus=2" in spawned.text()
+    assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
+    assert kernel.run("%load_ext meshbook").ok
     assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
 
 
@@ -154,13 +156,6 @@ def test_load_ext_brings_the_magics_to_a_stock_kernel(start_kernel: StartKernel,
     assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
     kernel.manager.shutdown_kernel()
     assert not all_gone(family, timeout_s=5)
-
-
-def test_load_ext_in_the_meshbook_kernel_changes_nothing(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
-    kernel.run("%mesh spawn gpus=2 --device cpu")
-    assert kernel.run("%load_ext meshbook").ok
-    assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
 
 
 @pytest.mark.some("python3")

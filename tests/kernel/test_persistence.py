@@ -234,14 +234,6 @@ def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, wat
     end(three, family)
 
 
-def test_durations_are_checked(start_kernel: StartKernel, watch: Watch) -> None:
-    kernel = start_kernel()
-    for text, hint in (("2", "2 what? For example 2s"), ("soon", "Write it as 90s"), ("0s", "no time at all")):
-        ran = kernel.run(f"%mesh detach --lease {text}")
-        assert not ran.ok
-        assert hint in str(ran.reply["traceback"])
-
-
 def test_a_mesh_that_ended_meanwhile_is_told_with_the_reason(
     start_kernel: StartKernel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

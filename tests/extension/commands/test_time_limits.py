@@ -123,3 +123,10 @@ def test_another_limit_takes_the_place_of_the_first(notebook: Any) -> None:
 )
 def test_times_that_make_no_sense(notebook: Any, options: str, said: str) -> None:
     assert f"UsageError: {said}" in notebook.fail(f"%mesh spawn gpus=1 --no-torch {options}")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("2", "2 what? For example 2s"), ("soon", "Write it as 90s"), ("0s", "no time at all")]
+)
+def test_durations_are_checked(empty_notebook: Any, text: str, hint: str) -> None:
+    assert hint in empty_notebook.fail(f"%mesh detach --lease {text}")
