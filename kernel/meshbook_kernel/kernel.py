@@ -2,6 +2,10 @@
 
 Two threads matter here. Cells run on the main thread. ``do_shutdown`` runs on ipykernel's Control thread,
 also while a cell blocks the main one, so that a shutdown or a restart never waits for a cell.
+
+A kernel is told to shut down in the same words when a person ends it and when the Jupyter server itself ends. In the
+second case the person closed the lab, not the work: the meshes should live on. By then the server has stopped to listen
+and has removed the file that tells others of it, ``jpserver-PID.json``.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import contextlib
 import gc
 import importlib
 import inspect
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +33,44 @@ from IPython.core import release
 
 from meshbook import __version__
 from meshbook.mesh import driven, states
-from meshbook_kernel.jupyter_server import JupyterServer
+
+CONNECT_TIMEOUT_S = 0.3
+
+
+class JupyterServer:
+    """The Jupyter server that started this process."""
+
+    def __init__(self, info_file: Path, info: dict[str, Any]) -> None:
+        self._info_file = info_file
+        self._pid = info.get("pid")
+        self._host, self._port = str(info.get("hostname") or "localhost"), int(info.get("port") or 0)
+
+    @classmethod
+    def find(cls) -> JupyterServer | None:
+        """Return the server; None where another program has started this process."""
+        from jupyter_core.paths import jupyter_runtime_dir
+
+        pid = os.environ.get("JPY_PARENT_PID") or str(os.getppid())
+        file = Path(jupyter_runtime_dir()) / f"jpserver-{pid}.json"
+        try:
+            return cls(file, json.loads(file.read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def is_going_down(self) -> bool:
+        """Whether the server has stopped to serve."""
+        if not self._info_file.exists():
+            return True
+        if not self._port or self._host in ("0.0.0.0", "::", "*", ""):
+            return False
+        try:
+            socket.create_connection((self._host, self._port), CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
 
 EXTENSION = "meshbook_extension"
 SHUTDOWN_TIMEOUT_S = 1.5

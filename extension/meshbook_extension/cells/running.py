@@ -105,7 +105,9 @@ class RunningCell:
             clock = states.stopped_ranks(self.procs).clock
             if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):
                 return self.outcome()
-            error = self._stop_late(timeout_s or 0.0)
+            silent = self.waiting
+            stopped = self.interrupt()
+            error = CellTimeout(self.what, timeout_s or 0.0, silent, stopped, partial=stopped.partial)
         except KeyboardInterrupt:
             error = self.interrupt()
         except Exception as raised:
@@ -149,11 +151,6 @@ class RunningCell:
         if isinstance(self.run.future.exception(0), CallFailed):
             after = format_seconds(time.monotonic() - since)
             self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again")
-
-    def _stop_late(self, timeout_s: float) -> CellTimeout:
-        silent = self.waiting
-        interrupted = self.interrupt()
-        return CellTimeout(self.what, timeout_s, silent, interrupted, partial=interrupted.partial)
 
     def _is_wanted(self) -> bool:
         """Whether `_look_after` has something to do."""
@@ -226,12 +223,9 @@ def verdict(error: CallError, *, again: bool = True) -> list[str]:
         return lines
     first = ""
     if error.torn:
-        first = "zero_grad(), then " if all(map(_is_gradients, error.torn)) else "set what is named right, then "
+        gradients_only = all(torn.startswith(GRADIENTS) for torn in error.torn)
+        first = "zero_grad(), then " if gradients_only else "set what is named right, then "
     return [*lines, f"  again: {first}run the cell again"]
-
-
-def _is_gradients(torn: str) -> bool:
-    return torn.startswith(GRADIENTS)
 
 
 def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
@@ -240,13 +234,9 @@ def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
     steps = next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])
     if not is_current:
         steps.append(f"  it is not the current mesh; first: %mesh use {procs.name}")
-    show_as(error, [*_brief_deaths(error), *verdict(error, again=False), *steps, *_others(error)])
-
-
-def _brief_deaths(error: WorkerLost) -> list[str]:
-    """Write the ranks that ended and the causes; their last lines stand above."""
-    first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)
-    return [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
+    first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)  # which stands above
+    told = [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
+    show_as(error, [*told, *verdict(error, again=False), *steps, *_others(error)])
 
 
 def _others(error: CallError) -> list[str]:

@@ -198,21 +198,18 @@ Other ranks go on meanwhile, until they need the one that has stopped. An interr
 )
 def debug(session: Session, arguments: Arguments) -> None:
     if arguments.flag("--off"):
-        print(_stop(session))
+        if (target := session.part(Debugged).end()) is None:
+            print("no rank is under the debugger")
+        else:
+            (rank,) = target.rank.ranks
+            print(f"rank {rank} is no longer under the debugger; the panel debugs the notebook's own process")
         return
     if not arguments.words:
         raise arguments.grammar.refuse("say which rank, by its number.")
     mesh = session.mesh().base()
-    rank = mesh.select([one_rank(mesh, arguments.words[0])])
-    prepare(rank)
-    print(_describe(session.part(Debugged).begin(rank)))
-
-
-def _stop(session: Session) -> str:
-    target = session.part(Debugged).end()
-    if target is None:
-        return "no rank is under the debugger"
-    return f"rank {target.rank.ranks[0]} is no longer under the debugger; the panel debugs the notebook's own process"
+    procs = mesh.select([one_rank(mesh, arguments.words[0])])
+    prepare(procs)
+    print(_describe(session.part(Debugged).begin(procs)))
 
 
 def _describe(target: DebugTarget) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError
 from meshbook.formatting import name_ranks
@@ -19,11 +19,8 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
 
 if TYPE_CHECKING:
-    from meshbook.controller.mesh_state import Repaired
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.resize import Change
-
-T = TypeVar("T")
 
 FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
 REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")
@@ -44,12 +41,9 @@ A host that is silent but not known to have ended keeps its ranks; --force gives
 def heal(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
-    within_s = read_within(arguments)
-
-    def act() -> Repaired:
-        return procs.base().heal(force=arguments.flag("--force"), note=_note, launcher=launcher, within_s=within_s)
-
-    repaired = _repair(act)
+    force, within_s = arguments.flag("--force"), read_within(arguments)
+    with _interrupts_told():
+        repaired = procs.base().heal(force=force, note=_note, launcher=launcher, within_s=within_s)
     print(repaired)
     send_again(session, procs, repaired.ranks)
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
@@ -68,17 +62,15 @@ def respawn(session: Session, arguments: Arguments) -> None:
         raise arguments.grammar.refuse("say which ranks.")
     procs = session.mesh()
     ranks, within_s = session.target(arguments.words, arguments.pairs).ranks, read_within(arguments)
-
-    def act() -> Repaired:
-        return procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note, within_s=within_s)
-
-    repaired = _repair(act)
+    with _interrupts_told():
+        repaired = procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note, within_s=within_s)
     print(repaired)
     send_again(session, procs, repaired.ranks)
     if arguments.flag("--replay"):
         _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
     else:
-        print(_describe_loss(session, procs, repaired.ranks, f"{arguments.grammar.name} {_write(arguments)} --replay"))
+        target = [*arguments.words, *(f"{axis}={text}" for axis, text in arguments.pairs.items())]
+        print(_describe_loss(session, procs, repaired.ranks, f"%mesh respawn {' '.join(target)} --replay"))
 
 
 @Command(
@@ -104,7 +96,8 @@ def grow(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs)
     within_s = read_within(arguments)
-    change = _repair(lambda: resize(procs, grow=more, note=_note, launcher=launcher, within_s=within_s))
+    with _interrupts_told():
+        change = resize(procs, grow=more, note=_note, launcher=launcher, within_s=within_s)
     _take_over(session, procs, change)
     send_again(session, change.procs, change.new)
     if arguments.flag("--replay"):
@@ -124,13 +117,15 @@ Without an axis: go on without the ranks that ended, with as few of the others a
 def shrink(session: Session, arguments: Arguments) -> None:
     fewer = _read(arguments)
     procs = session.mesh()
-    change = _repair(lambda: resize(procs, shrink=fewer, note=_note))
+    with _interrupts_told():
+        change = resize(procs, shrink=fewer, note=_note)
     _take_over(session, procs, change)
 
 
-def _repair(act: Callable[[], T]) -> T:
+@contextlib.contextmanager
+def _interrupts_told() -> Iterator[None]:
     try:
-        return act()
+        yield
     except KeyboardInterrupt:
         raise interrupted("stopped halfway; look: %mesh    bring back what is dead: %mesh heal") from None
 
@@ -144,10 +139,6 @@ def _read(arguments: Arguments) -> dict[str, int]:
         if not text.isdigit() or int(text) < 1:
             raise arguments.grammar.refuse(f"{axis}={text}: say by how many, a whole number of at least 1.")
     return {axis: int(text) for axis, text in arguments.pairs.items()}
-
-
-def _write(arguments: Arguments) -> str:
-    return " ".join([*arguments.words, *(f"{axis}={text}" for axis, text in arguments.pairs.items())])
 
 
 # ---- after it ------------------------------------------------------------------------------------------------------

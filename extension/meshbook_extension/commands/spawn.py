@@ -40,7 +40,6 @@ from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
     from meshbook.launchers.base import Launcher
-    from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.sessions.folder import SavedLauncher
 
@@ -243,17 +242,26 @@ Hosts of manual are where you run the command that is shown, with a ticket that 
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> None:
+    from meshbook.mesh.driven import start_hosts, this_host
+
     arguments = with_profile(arguments)
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
     check_identifier(name, "--name")
     if out is not None:
         check_identifier(out, "--out")
-    launcher = read_engine(arguments, arguments.text("--device"), lambda: _count_ranks(arguments))
+
+    def count_ranks() -> int:
+        return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
+
+    launcher = read_engine(arguments, arguments.text("--device"), count_ranks)
     sizes = _read_sizes(arguments)
     hosts = _count_hosts(arguments, launcher, sizes.pop(HOSTS, None))
     env = _read_variables(arguments)
-    _check_interface(arguments.text("--interface"), launcher)
+    interface = arguments.text("--interface")
+    if interface is not None and launcher.shares_environment and not wanted_interfaces(interface):
+        there = ", ".join(map(str, own_interfaces())) or "none"
+        raise UsageError(f"--interface: this machine has no {interface}; it has {there}.")
     limit, within_s = _read_limit(arguments), read_within(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
@@ -266,7 +274,8 @@ def spawn(session: Session, arguments: Arguments) -> None:
     grouped = torch and not arguments.flag("--no-group")
     try:
         with warnings.catch_warnings(record=True) as told:
-            procs = _hosts(launcher, hosts).spawn_procs(
+            place = this_host() if hosts is None else start_hosts({HOSTS: hosts}, launcher)
+            procs = place.spawn_procs(
                 sizes,
                 name=name,
                 device=arguments.text("--device"),
@@ -286,7 +295,9 @@ def spawn(session: Session, arguments: Arguments) -> None:
         session.bind(out, procs)
     print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
     if grouped and not launcher.shares_environment and (ways := states.addresses(procs)):
-        print(f"  hosts reach each other at {_shortened([f'{host} {way}' for host, way in ways])}")
+        named = [f"{host} {way}" for host, way in ways]
+        more = [f"and {len(named) - SHOWN_HOSTS} more"] if len(named) > SHOWN_HOSTS else []
+        print(f"  hosts reach each other at {', '.join([*named[:SHOWN_HOSTS], *more])}")
     for warning in told:
         print(f"  {warning.message}")
 
@@ -334,11 +345,6 @@ def _read_sizes(arguments: Arguments) -> dict[str, int]:
     return sizes
 
 
-def _count_ranks(arguments: Arguments) -> int:
-    """Count the ranks of each host."""
-    return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
-
-
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
     """Count the hosts of the mesh's own; None where it is on this one. Raises: UsageError."""
     named = len(launcher.named_hosts)
@@ -365,13 +371,6 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
     return variables
 
 
-def _check_interface(wanted: str | None, launcher: Launcher) -> None:
-    """Raise UsageError for an interface that this machine does not have; other hosts check their own."""
-    if wanted is not None and launcher.shares_environment and not wanted_interfaces(wanted):
-        there = ", ".join(map(str, own_interfaces())) or "none"
-        raise UsageError(f"--interface: this machine has no {wanted}; it has {there}.")
-
-
 def _read_limit(arguments: Arguments) -> Limit:
     """Return the limit of ``--idle-stop`` and ``--max-hours``. Raises: UsageError."""
     idle, hours = arguments.text("--idle-stop"), arguments.number("--max-hours")
@@ -379,18 +378,6 @@ def _read_limit(arguments: Arguments) -> Limit:
         raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
     idle_s = 0.0 if idle is None else parse_duration(idle, "--idle-stop")
     return Limit(idle_s, (hours or 0.0) * 3600, time.time())
-
-
-def _shortened(parts: list[str]) -> str:
-    return ", ".join(
-        parts if len(parts) <= SHOWN_HOSTS else [*parts[:SHOWN_HOSTS], f"and {len(parts) - SHOWN_HOSTS} more"]
-    )
-
-
-def _hosts(launcher: Launcher, count: int | None) -> HostMesh:
-    from meshbook.mesh.driven import start_hosts, this_host
-
-    return this_host() if count is None else start_hosts({HOSTS: count}, launcher)
 
 
 def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:

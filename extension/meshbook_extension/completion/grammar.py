@@ -179,15 +179,11 @@ def _pairs(grammar: Grammar, before: Sequence[str], known: Known) -> list[Word]:
             axes += [] if left.isupper() else [left]  # NEW is the person's to name
             continue
         new = [axis for example in grammar.examples for axis in _EXAMPLE_AXIS.findall(example)]
-        axes += new if _makes_axes(grammar) else known.sizes()
+        makes_axes = "--on" in {option.name for option in grammar.options}
+        axes += new if makes_axes else known.sizes()  # the person names them, and examples are as good as any
         axes += [RANK] if right == ".." else []
     used = {word.partition("=")[0] for word in before}
     return [Word(f"{axis}=", "param") for axis in dict.fromkeys(axes) if axis not in used]
-
-
-def _makes_axes(grammar: Grammar) -> bool:
-    """Whether the person names the axes; those of the examples are as good as any."""
-    return "--on" in {option.name for option in grammar.options}
 
 
 def _pair_values(grammar: Grammar, axis: str, typed: str, known: Known) -> Follow:

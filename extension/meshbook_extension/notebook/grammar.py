@@ -22,6 +22,9 @@ from meshbook.formatting import did_you_mean
 PAIR = re.compile(r"([^\W\d]\w*)=(?!=)(.*)", re.DOTALL)
 """A pair ``axis=value``; ``rank==0`` is an expression, not a pair."""
 
+_OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
+_NUMBER = re.compile(r"-\d+(\.\d*)?")
+
 OptionValue: TypeAlias = bool | str | int | float
 
 
@@ -50,7 +53,8 @@ class Option:
         Raises: ValueError, saying what would be one.
         """
         if self.choices and text not in self.choices:
-            raise ValueError(f'takes {_either(self.choices)}, not "{text}".{did_you_mean(text, self.choices)}')
+            either = " or ".join(filter(None, [", ".join(self.choices[:-1]), self.choices[-1]]))
+            raise ValueError(f'takes {either}, not "{text}".{did_you_mean(text, self.choices)}')
         if self.value is str:
             return text
         try:
@@ -211,7 +215,7 @@ def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
         if part == "--":
             rest = after.lstrip()
             break
-        if not (part in takes_value or part in ("--help", "-h") or _looks_like_option(part) or PAIR.fullmatch(part)):
+        if not (part in takes_value or part in ("--help", "-h") or _OPTION.fullmatch(part) or PAIR.fullmatch(part)):
             break
         head.append(part)
         rest = after.lstrip()
@@ -220,10 +224,6 @@ def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
             head.append(value)
             rest = after.lstrip()
     return head, rest
-
-
-def _looks_like_option(part: str) -> bool:
-    return re.fullmatch(r"--[a-z][a-z-]*(=.*)?", part) is not None
 
 
 class _Reader:
@@ -250,7 +250,7 @@ class _Reader:
                 rest = list(parts)
                 if not self._grammar.rest:
                     raise self._grammar.refuse(f'{self._grammar.name} takes nothing after "--".')
-            elif part.startswith("-") and not _is_number(part):
+            elif part.startswith("-") and not _NUMBER.fullmatch(part):
                 option, value = self._option(part, parts)
                 options[option.name] = value
             elif pair:
@@ -316,11 +316,3 @@ class _Reader:
                 names = f'"{extra}" has no size; write it as {extra}=4.'
                 raise self._grammar.refuse(numbers if extra.isdigit() else names)
             raise self._grammar.refuse(f'"{extra}" is one word too many for {self._grammar.name}.{hint}')
-
-
-def _is_number(part: str) -> bool:
-    return re.fullmatch(r"-\d+(\.\d*)?", part) is not None
-
-
-def _either(choices: tuple[str, ...]) -> str:
-    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))

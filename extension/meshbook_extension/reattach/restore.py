@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
@@ -54,7 +53,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     notebook_state = decode(attachment.recall(KEY)) or _NOTHING
     session.part(Jobs).count_from(notebook_state.next_job)
     for mesh in attachment.meshes:
-        session.add(_arranged(mesh, notebook_state))
+        view = notebook_state.meshes.get(mesh.name)
+        session.add((view and view.restore(mesh)) or mesh)
         if (limit := notebook_state.limits.get(mesh.name)) is not None:
             session.part(TimeLimits).add(mesh, limit, sink_for(session.shell), session.publisher)
         if again:
@@ -70,13 +70,19 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     for call in (call for mesh in attachment.meshes for call in attachment.calls_of(mesh) if call.had_ended):
         wait_until_done(call.future, max(0.0, deadline - time.monotonic()))
     for mesh in attachment.meshes:
-        running = [call for call in attachment.calls_of(mesh) if not call.future.done()]
         ended += [(call, mesh) for call in attachment.calls_of(mesh) if call.future.done()]
-        jobs = {call: _make_job(session, call, mesh, notebook_state) for call in running}
-        told = [_describe_job(call, job) for call, job in jobs.items()]
-        print("; ".join([_headline(session.meshes[mesh.name], again=again), *told]))
-        for line in [*_describe_lost(mesh), *_describe_stopped(mesh)]:
-            print(f"  {line}")
+        jobs: dict[ResumedCall, Job] = {}
+        procs = session.meshes[mesh.name]
+        mark, sizes = " again" if again else "", format_sizes(procs.sizes)
+        parts = [f'attached to mesh "{procs.name}"{mark}: {sizes}, {states.device_of(procs)}']
+        for call in attachment.calls_of(mesh):
+            if not call.future.done():
+                cell, number = _cell_of(session, call, mesh), notebook_state.jobs.get(call.id)
+                jobs[call] = session.part(Jobs).add(cell, mesh.name, number)
+                ranks = name_ranks(call.waiting or call.ranks)
+                parts.append(f"{call.what} still runs on {ranks} (job {jobs[call].number})")
+        print("; ".join(parts))
+        _print_lost_and_stopped(mesh)
         sys.stdout.flush()  # what the calls have printed, which another thread shows, stands below what they are
         for call, job in jobs.items():
             call.listen(job.cell.output.receive)
@@ -86,16 +92,6 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         sys.stdout.flush()
     for call, mesh in sorted(ended, key=lambda each: each[0].future.call.id):
         _show_ended(session, call, mesh, notebook_state)
-
-
-def _headline(procs: ProcMesh, *, again: bool) -> str:
-    device = states.device_of(procs)
-    return f'attached to mesh "{procs.name}"{" again" if again else ""}: {format_sizes(procs.sizes)}, {device}'
-
-
-def _arranged(mesh: ProcMesh, notebook_state: NotebookState) -> ProcMesh:
-    view = notebook_state.meshes.get(mesh.name)
-    return (view and view.restore(mesh)) or mesh
 
 
 def _restore_slices(session: Session, attachment: Attachment, notebook_state: NotebookState) -> list[str]:
@@ -111,34 +107,20 @@ def _restore_slices(session: Session, attachment: Attachment, notebook_state: No
     return gone
 
 
-def _describe_lost(mesh: ProcMesh) -> list[str]:
-    lost = mesh.lost
-    if not lost:
-        return []
-    whose = "its" if len(lost) == 1 else "their"
-    return [f"{name_ranks(lost)} ended; why: %mesh status, {whose} last lines: %mesh logs rank={format_ranks(lost)}"]
-
-
-def _describe_stopped(mesh: ProcMesh) -> list[str]:
+def _print_lost_and_stopped(mesh: ProcMesh) -> None:
+    if lost := mesh.lost:
+        whose = "its" if len(lost) == 1 else "their"
+        logs = f"%mesh logs rank={format_ranks(lost)}"
+        print(f"  {name_ranks(lost)} ended; why: %mesh status, {whose} last lines: {logs}")
     stopped = states.stopped_ranks(mesh).of(states.stopped(mesh))
-    places = group_ranks((rank, stop.words) for rank, stop in stopped.items())
-    return [f"{name_ranks(ranks)} {words}; look: %mesh pdb" for words, ranks in places.items()]
+    for words, ranks in group_ranks((rank, stop.words) for rank, stop in stopped.items()).items():
+        print(f"  {name_ranks(ranks)} {words}; look: %mesh pdb")
 
 
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
     """Return a cell for the call that does not listen to its output yet."""
     procs = arrange_ranks(mesh, {"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
     return RunningCell(procs, call, open_output(session, procs), call.what)
-
-
-def _make_job(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> Job:
-    """Make a job of a call that runs on."""
-    number = notebook_state.jobs.get(call.id)
-    return session.part(Jobs).add(_cell_of(session, call, mesh), mesh.name, number)
-
-
-def _describe_job(call: ResumedCall, job: Job) -> str:
-    return f"{call.what} still runs on {name_ranks(call.waiting or call.ranks)} (job {job.number})"
 
 
 def _show_ended(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> None:
@@ -229,8 +211,6 @@ class AutoAttach:
 
     def _tell(self, *_info: object) -> None:
         """Restore the attached meshes before the first cell, and report those that are gone."""
-        from meshbook_extension.reattach.restore import restore
-
         started = time.monotonic()
         if not self.wait():
             waited = format_duration(time.monotonic() - started)
@@ -252,10 +232,7 @@ def _explain_end(trace: Trace, names: str) -> str:
     from meshbook.system.user_folders import log_base
 
     logs = log_base() / trace.session
-    said = [line for path in sorted(logs.glob("agent-*.log")) for line in _last_lines(path)]
+    texts = [path.read_text(errors="replace").strip() for path in sorted(logs.glob("agent-*.log"))]
+    said = [text.splitlines()[-1] for text in texts if text]
     why = said[-1] if said else "its host was restarted, its host agent was killed, or another kernel has stopped it"
     return f"mesh {names} of the last kernel has ended: {why}\n  its logs: {logs}    start another: %mesh spawn gpus=4"
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").strip().splitlines()[-1:]

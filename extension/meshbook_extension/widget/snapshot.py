@@ -147,18 +147,19 @@ class Snapshot:
             "gpu_own_mb": self._of_gpus(lambda gpu: round(gpu.own_bytes / MB) if gpu is not None else 0),
             "texts": texts,
             "text_of": text_of,
-            "cells": [asdict(cell) | {"progress": _fields(cell.progress)} for cell in self.cells],
-            "errors": [_travelling(error) for error in self.errors[-ERRORS:]],
+            "cells": [asdict(cell) | {"progress": cell.progress and cell.progress._asdict()} for cell in self.cells],
+            "errors": [
+                {
+                    "mesh": error.mesh,
+                    "what": error.what,
+                    "where": error.where,
+                    "at": error.at,
+                    "ranks": format_ranks(error.ranks),
+                    "text": error.headline[:LONGEST],
+                }
+                for error in self.errors[-ERRORS:]
+            ],
         }
-
-
-def _fields(progress: BarProgress | None) -> dict[str, object] | None:
-    return progress._asdict() if progress is not None else None
-
-
-def _travelling(error: LoggedError) -> dict[str, object]:
-    fields = {"mesh": error.mesh, "what": error.what, "where": error.where, "at": error.at}
-    return fields | {"ranks": format_ranks(error.ranks), "text": error.headline[:LONGEST]}
 
 
 def _table(values: Iterable[str]) -> tuple[list[str], list[int]]:
