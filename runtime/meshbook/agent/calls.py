@@ -238,11 +238,8 @@ class AgentCalls:
                 self._flush_call(key)
 
     def rename(self, now: Mapping[int, int], death_of: Callable[[int], wire.DeathCause]) -> None:
-        """Follow ranks to other numbers: calls of workers go on; of the controller's none is open.
-
-        now: the new numbers of the ranks here, by their old ones. death_of: why a rank that is not among them does not
-        answer.
-        """
+        """Follow ranks to other numbers: calls of workers go on; of the controller's none is open. now: the new numbers
+        of the ranks here, by their old ones. death_of: why a rank that is not among them does not answer."""
         self._open = {key: call for key, call in self._open.items() if call.answer is not None}
         for rank in set().union(*(call.waiting for call in self._open.values())) - now.keys():
             self.forget_rank(rank, death_of(rank))
@@ -273,10 +270,8 @@ class EarlyCancels:
 def find_held(
     held: Iterable[NamesPayload], cancel: wire.Cancel, ranks: Iterable[int]
 ) -> tuple[wire.Call, set[int]] | None:
-    """Find a call that waits for its payload, if ``cancel`` names it for all of its members here.
-
-    ranks: the ranks that live here. Returns: the call, and its members among them.
-    """
+    """Find a call that waits for its payload, if ``cancel`` names it for all of its members here. ranks: the ranks that
+    live here. Returns: the call, and its members among them."""
     for call in held:
         if isinstance(call, wire.Call) and call.id == cancel.call:
             members = {rank for rank in ranks if wire.target_has(call.target, rank)}

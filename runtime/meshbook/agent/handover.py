@@ -94,11 +94,8 @@ class Report(NamedTuple):
 
 
 def hear_out(meshes: Iterable[AgentMesh]) -> None:
-    """Take in the workers' messages until each has told which calls came past us: the next controller is to
-    know them.
-
-    A worker that is stopped, or whose native code keeps the interpreter, is waited for `HEAR_S` and no longer.
-    """
+    """Take in the workers' messages until each has told which calls came past us: the next controller is to know them.
+    A worker that is stopped, or whose native code keeps the interpreter, is waited for `HEAR_S` and no longer."""
     asked = [worker for mesh in meshes for worker in mesh.workers.values()]
     end = time.monotonic() + HEAR_S
     while (silent := [worker for worker in asked if worker.may_tell]) and (left_s := end - time.monotonic()) > 0:
@@ -311,10 +308,8 @@ class CallJournal:
         return tuple(states)
 
     def _is_over(self, call: RememberedCall) -> bool:
-        """Whether the controller that ended had all answers to a call that went past us.
-
-        A rank that has told us nothing of it got a later one past us, which happens only then.
-        """
+        """Whether the controller that ended had all answers to a call that went past us. A rank that has told us
+        nothing of it got a later one past us, which happens only then."""
         return call.is_over or (
             call.shortcut != 0
             and any(
@@ -326,10 +321,8 @@ class CallJournal:
     def acknowledged_replies(
         self, unacknowledged: Collection[tuple[int, int]], lent: Collection[tuple[int, int]]
     ) -> Iterator[tuple[wire.Replies, Sequence[bytes]]]:
-        """Yield answers to send once more, since the controller that acknowledged them has ended.
-
-        lent: (pid, segment) of payloads in shared memory that are still unchanged.
-        """
+        """Yield answers to send once more, since the controller that acknowledged them has ended. lent: (pid, segment)
+        of payloads in shared memory that are still unchanged."""
         told = {call.id for call in self.calls(unacknowledged)}
         for call in (*self._ended.values(), *self._open.values()):
             for rank, (reply, frames) in call.replies.items() if call.id in told else ():

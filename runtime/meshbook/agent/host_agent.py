@@ -58,21 +58,15 @@ from meshbook.wire.transport import Dialer
 from meshbook.wire.uplink import Uplink
 
 EXIT_LOST, EXIT_REFUSED = 75, 77
-
 MAX_UNSENT_BYTES = 64 << 20  # we stop reading calls when so much waits for slow workers, and the controller feels it
 MAX_UNSENT_MAIL_BYTES = 256 << 20  # the same for mail; that of workers is held back long before (`meshbook.agent.mail`)
-
 # we stop reading calls of other hosts' workers when so much mail waits here, and their agents feel it
 PEERS_UNSENT_BYTES = 16 << 20
-
 GOODBYE_GRACE_S = 1.0
 LOGS_GRACE_S = 1.0
-
 FAULT_REST_S = 0.01
-
 # torch that a controller expects to need is imported so long after: at once it would slow a kernel's first cell
 EXPECT_TORCH_S = 0.5
-
 _LEFT = wire.DeathCause("", "the process that controls the mesh has ended, or has detached from it", "")
 
 
@@ -424,11 +418,8 @@ class HostAgent:
 
 
 def main(template: StartedTemplate | None = None) -> None:
-    """Run an agent: the entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on
-    stdin.
-
-    template: the one from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it.
-    """
+    """Run an agent: the entry point of ``python -m meshbook.agent.host_agent``; the ticket is one line on stdin.
+    template: the one from which we were forked ourselves (`meshbook.worker.host_template`), or a copy of it."""
     begin_as_host()
     raise_file_limit()
     faulthandler.enable(all_threads=False)

@@ -45,10 +45,8 @@ def default_lease_s() -> float:
 
 
 class Lease:
-    """The lease of one agent, used by its loop. silence: the controller's silence. arrive_s: see `Ticket`.
-
-    on_gone: called when the controller has ended on our machine, or has left.
-    """
+    """The lease of one agent, used by its loop. silence: the controller's silence. arrive_s: see `Ticket`. on_gone:
+    called when the controller has ended on our machine, or has left."""
 
     def __init__(
         self,
@@ -92,11 +90,8 @@ class Lease:
         self._on_gone()
 
     def beat(self, *, is_connected: bool, has_arrived: bool = True) -> None:
-        """Take in the state of the connection, once a second.
-
-        is_connected: a connection to a controller elsewhere stands, on which its machine answers. has_arrived: one has
-        stood at any time, or none is needed.
-        """
+        """Take in the state of the connection, once a second. is_connected: a connection to a controller elsewhere
+        stands, on which its machine answers. has_arrived: one has stood at any time, or none is needed."""
         self._is_connected = is_connected
         self.has_arrived = self.has_arrived or has_arrived
 

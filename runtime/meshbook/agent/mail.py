@@ -216,11 +216,8 @@ class AgentMail:
 
 _MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers just now; call again", "")
 _STOPPED = wire.DeathCause("", "its mesh was stopped, or was never on this host", "")
-
-
 # a socket whose other end was closed is most often that of a process that ends: its cause is waited for so long
 CUT_S = 1.0
-
 SEND_BYTES = 1 << 20  # room in a socket, as far as the system allows; a message counts for more than its bytes
 _CUT = wire.DeathCause("", "its connection was closed; call again", "")
 

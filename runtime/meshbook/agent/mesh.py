@@ -83,11 +83,8 @@ class AgentMesh:
         answer: MailAnswer | None = None,
         had_by: AgentWorker | None = None,
     ) -> Sequence[AgentWorker]:
-        """Pass a call on to its members here, and return them. answer: takes the answers to a worker's
-        call.
-
-        had_by: the worker that has told us of it, as it came there past us; the others get it here, once.
-        """
+        """Pass a call on to its members here, and return them. answer: takes the answers to a worker's call. had_by:
+        the worker that has told us of it, as it came there past us; the others get it here, once."""
         found = members = self.worker_pool.members(call.target)
         if call.shortcut and self.memory.knows(call.id):
             return found

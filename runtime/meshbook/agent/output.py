@@ -34,8 +34,6 @@ from meshbook.wire.messages import OWN_RANK, PLACE, SHOWN_HERE, StreamText
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
 TAIL_BYTES = 64 << 10
-
-
 _PLACES = (PLACE, SHOWN_HERE)
 _MARK = b"\x1e"
 _LONGEST_ID = 24
@@ -176,10 +174,8 @@ class RankOutput:
         return bool(self._pending or self.log.has_note)
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[StreamText | ShownDisplay], dict[int, int]]:
-        """Return the parts that may be sent now, and the total cut so far of each output whose total grew.
-
-        final: send all parts, whatever the rate, since an output ended; parts before rich output are sent in any case.
-        """
+        """Return the parts that may be sent now, and the total cut so far of each output whose total grew. final: send
+        all parts, whatever the rate, since an output ended; parts before rich output are sent in any case."""
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
         if final:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 10.0  # calls wait so long for the controller to say where their ranks live
 KEPT_PLANS = 256
-
 # a peer that was not heard of for so long is lost, unless its machine answers, or it is seen to live on ours
 MAX_SILENCE_S = 10.0
 
@@ -51,10 +50,7 @@ class Part(NamedTuple):
 
 class PeerClient:
     """The connection to another agent, for which we are a host that dials in: calls of our workers go there, answers
-    come back.
-
-    The connection is lost once `lost` says why.
-    """
+    come back. The connection is lost once `lost` says why."""
 
     def __init__(
         self,
@@ -125,10 +121,8 @@ class PeerClient:
 
 
 class AgentPeers:
-    """The peers of one agent, and its calls that wait for them.
-
-    is_there: whether there is a controller, silent or not.
-    """
+    """The peers of one agent, and its calls that wait for them. is_there: whether there is a controller, silent or
+    not."""
 
     def __init__(self, mail: AgentMail, host: HostResources, is_there: Callable[[], bool]) -> None:
         self._mail, self._host, self._is_there = mail, host, is_there
@@ -318,10 +312,8 @@ class _Away(NamedTuple):
 
 
 class ForwardedCalls:
-    """The calls sent by one uplink: to the controller's process, or to the agent of another host.
-
-    answer: hands answers to the worker that has called. discard: lets go of a payload that is not wanted.
-    """
+    """The calls sent by one uplink: to the controller's process, or to the agent of another host. answer: hands answers
+    to the worker that has called. discard: lets go of a payload that is not wanted."""
 
     def __init__(
         self,

@@ -35,10 +35,8 @@ _Jobs = queue.SimpleQueue["Callable[[], None] | None"]
 
 
 class _Writer:
-    """The thread that writes, while there are logs. Between jobs it rests, so that much is written at once.
-
-    Else it and the loop would hand the interpreter to each other at every line: that costs ten times the work.
-    """
+    """The thread that writes, while there are logs. Between jobs it rests, so that much is written at once. Else it and
+    the loop would hand the interpreter to each other at every line: that costs ten times the work."""
 
     def __init__(self) -> None:
         self.hurry = threading.Event()  # set when a reader waits for the text
@@ -99,11 +97,8 @@ def settle_logs(timeout_s: float) -> None:
 
 
 class RankLog:
-    """The log of all text that a rank wrote, up to the quota; a full disk loses the log, not the rank.
-
-    Text that cannot be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it
-    lacks.
-    """
+    """The log of all text that a rank wrote, up to the quota; a full disk loses the log, not the rank. Text that cannot
+    be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks."""
 
     def __init__(self, path: Path) -> None:
         """Raises: OSError if the file cannot be opened."""

@@ -78,11 +78,8 @@ class SegmentRefCounts:
     def export(
         self, segment: wire.SegmentRef, link: Uplink | HostLink
     ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
-        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied
-        before.
-
-        Raises: MeshError.
-        """
+        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied before.
+        Raises: MeshError."""
         if link.shares_memory:
             return segment, None
         return None, link.send_bulk(self._map(segment))

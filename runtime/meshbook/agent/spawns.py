@@ -42,11 +42,8 @@ class _Starting(NamedTuple):
 
 
 class Spawns:
-    """The requests for workers of one agent, and their templates.
-
-    mesh_of: the mesh of a request, made where there is none. report: sends to the controller. inherited: the first
-    template.
-    """
+    """The requests for workers of one agent, and their templates. mesh_of: the mesh of a request, made where there is
+    none. report: sends to the controller. inherited: the first template."""
 
     def __init__(
         self,
@@ -74,10 +71,8 @@ class Spawns:
         return {template.pid for template in self._templates}
 
     def start(self, spawn: wire.Spawn, again: bool = False) -> None:
-        """Start workers, once their template is ready.
-
-        again: the template that was asked first has ended; another one is made, once.
-        """
+        """Start workers, once their template is ready. again: the template that was asked first has ended; another one
+        is made, once."""
         self._was_asked = True
         if spawn.must_enter and spawn.cwd is not None:
             spawn = _at_home(spawn, spawn.cwd)
@@ -102,10 +97,8 @@ class Spawns:
         template.when_ready(lambda: self._fork(spawn, mesh, template, again))
 
     def _template_for(self, spawn: wire.Spawn) -> TemplateProcess:
-        """Return the template of a request: the plain one if that with its modules must not be forked.
-
-        A template that has ended is replaced. Raises: OSError if the system has no process or no descriptors for it.
-        """
+        """Return the template of a request: the plain one if that with its modules must not be forked. A template that
+        has ended is replaced. Raises: OSError if the system has no process or no descriptors for it."""
         command, python = spawn.command, _OURS
         if command.python not in ("", sys.executable):
             python = _Interpreter(command.python, spawn.mesh if command.anew else 0)

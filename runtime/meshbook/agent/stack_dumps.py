@@ -34,7 +34,6 @@ POLL_S = 0.01
 SIGNAL_S = 0.15  # a process that runs has written its dump by then
 AT_ONCE = 4  # the most py-spy that run at the same time
 MAX_BYTES = 8 << 20
-
 ADVICE = "py-spy reads it from outside; on that host: pip install 'meshbook[stacks]'"
 
 

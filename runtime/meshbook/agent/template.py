@@ -21,11 +21,9 @@ from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
 
 REAP_S = 0.5  # the agent waits so long for a template that was killed; in uninterruptible sleep it does not end
-
 # how many workers are asked for at a time: their descriptors and the answers fit into the socket, so neither side waits
 # to write messages that the other one does not read
 _BATCH = 64
-
 _KEPT_LINES = 200
 _LAST_LINES = 5
 
@@ -109,10 +107,8 @@ class TemplateProcess:
         return template
 
     def fork_template(self, preload: tuple[str, ...], sys_path: tuple[bytes, ...]) -> TemplateProcess:
-        """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready.
-
-        Raises: OSError if the system has no descriptors for it.
-        """
+        """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready. Raises:
+        OSError if the system has no descriptors for it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forked = TemplateProcess(self._loop, ours, self._voice)
 
@@ -146,10 +142,8 @@ class TemplateProcess:
         on_forked: Callable[[list[int]], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        """Fork one worker per entry, each with its call, urgent and mail sockets, stdout and stderr.
-
-        The descriptors are the caller's to close, once either callback has run. Call when ready only.
-        """
+        """Fork one worker per entry, each with its call, urgent and mail sockets, stdout and stderr. The descriptors
+        are the caller's to close, once either callback has run. Call when ready only."""
         if self.failure:
             on_failed(self.failure)
             return

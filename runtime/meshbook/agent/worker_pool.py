@@ -80,10 +80,8 @@ class WorkerPool:
         import_in_workers: bool,
         on_template_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Fork the workers of ``spawn`` from a ready template and tell each who it is.
-
-        on_template_lost: called in place of the report when the template ends meanwhile; it has left no worker then.
-        """
+        """Fork the workers of ``spawn`` from a ready template and tell each who it is. on_template_lost: called in
+        place of the report when the template ends meanwhile; it has left no worker then."""
         slots = free_slots(spawn.seats, {worker.slot for worker in (*self.workers.values(), *self.leaving)})
         try:
             plan = plan_devices(max(slots) + 1, spawn.device, self.host)
@@ -274,10 +272,8 @@ class WorkerPool:
 
 
 def free_slots(seats: Sequence[wire.Seat], taken: Collection[int]) -> list[int]:
-    """Return free device slots for the seats: the slot of the local rank, if it is free, else the lowest.
-
-    Workers of one mesh that begin differently may come in any order.
-    """
+    """Return free device slots for the seats: the slot of the local rank, if it is free, else the lowest. Workers of
+    one mesh that begin differently may come in any order."""
     used, slots = set(taken), []
     for seat in seats:
         slot = seat.local_rank if seat.local_rank not in used else min(set(range(len(used) + 1)) - used)

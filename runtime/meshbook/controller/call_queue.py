@@ -110,9 +110,8 @@ class CallQueue:
 
 
 class OutgoingCall(msgspec.Struct, eq=False):
-    """A call that is being sent: `send` does so under the turn, and `fail` gives its caller the reason why
-    it cannot.
-    """
+    """A call that is being sent: `send` does so under the turn, and `fail` gives its caller the reason why it
+    cannot."""
 
     dispatcher: Dispatcher
     mesh: MeshState

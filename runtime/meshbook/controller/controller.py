@@ -48,7 +48,6 @@ from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
 
 T = TypeVar("T")
-
 WHAT_MAX_CHARS = 200  # of the text that a person calls a call, which may be an expression of any length
 
 # takes the ProcMesh that is called, on the thread of the caller
@@ -105,10 +104,8 @@ class Controller:
     def expect_host(
         self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool, name: str = ""
     ) -> HostState:
-        """Register a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in.
-
-        name: the name of the host for people; empty where only its machine knows it.
-        """
+        """Register a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in. name:
+        the name of the host for people; empty where only its machine knows it."""
         host = HostState(
             ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole,
             shares_environment=shares_environment,
@@ -177,10 +174,8 @@ class Controller:
         return self.ask(lambda: self._dispatcher.adopt(hosts, self.folder.state.meshes, self))
 
     def leave(self, lease_s: float, timeout_s: float) -> None:
-        """Detach: let everything live on; agents wait ``lease_s`` for the next controller.
-
-        timeout_s: time for the hosts to acknowledge their messages. Open calls end with MeshDetachedError.
-        """
+        """Detach: let everything live on; agents wait ``lease_s`` for the next controller. timeout_s: time for the
+        hosts to acknowledge their messages. Open calls end with MeshDetachedError."""
         if self._inbox.is_closed:
             return
         deadline = time.monotonic() + timeout_s
@@ -260,11 +255,8 @@ class Controller:
         return pending_workers
 
     def call(self, mesh: MeshState, request: CallRequest, output: OutputTarget | None = None) -> CallFuture[Any]:
-        """Start a call on members of ``mesh``; the future's value is a ValueMesh over them.
-
-        output: the target of the call's prints; our own stdout by default.
-        Raises: MeshStoppedError, WorkerLost if a member has ended.
-        """
+        """Start a call on members of ``mesh``; the future's value is a ValueMesh over them. output: the target of the
+        call's prints; our own stdout by default. Raises: MeshStoppedError, WorkerLost if a member has ended."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         mesh.check_usable()
@@ -315,9 +307,7 @@ class Controller:
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.
-
-        insist: see `meshbook.calls.interrupt`.
-        """
+        insist: see `meshbook.calls.interrupt`."""
 
         def send() -> None:
             call = self._dispatcher.calls.find(id)

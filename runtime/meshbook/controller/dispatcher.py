@@ -51,8 +51,6 @@ from meshbook.wire.frames import BATCH_MARK, only_frame, unbatch
 from meshbook.wire.lanes import LaneName
 
 MAX_BACKLOG = 50_000  # messages that may wait for slow hosts before new calls wait too
-
-
 MAX_EARLY = 10_000  # messages kept of a host of a former controller that has not said hello to us
 FAULT_REST_S = 0.1
 

@@ -202,10 +202,8 @@ class GroupFormer:
     # ---- forming --------------------------------------------------------------------------------------------------
 
     def form_if_free(self, look: ProgressSnapshot | None = None) -> None:
-        """Form the groups again, once no rank runs anything that was begun before.
-
-        look: taken now. If only some groups were aborted there must be one: more of them may be of no use by now.
-        """
+        """Form the groups again, once no rank runs anything that was begun before. look: taken now. If only some groups
+        were aborted there must be one: more of them may be of no use by now."""
         if self.phase is not GroupPhase.ABORTED or self._forming is not None or self._mesh.lost or self.running():
             return
         if self._only:
@@ -216,10 +214,8 @@ class GroupFormer:
         self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self._only)
 
     def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
-        """Form the groups under a new epoch, in place where there are some; the caller waits for ``call``.
-
-        groups: only these, if any are given.
-        """
+        """Form the groups under a new epoch, in place where there are some; the caller waits for ``call``. groups: only
+        these, if any are given."""
         mesh = self._mesh
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))

@@ -121,10 +121,8 @@ class GroupRecovery:
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str, ranks: Collection[int] | None = None) -> None:
-        """Abort the groups of all ranks; they are formed again when the calls that run have ended.
-
-        ranks: if given, other ranks that run calls keep their groups until then.
-        """
+        """Abort the groups of all ranks; they are formed again when the calls that run have ended. ranks: if given,
+        other ranks that run calls keep their groups until then."""
         self._former.reset(reason, spare=() if ranks is None else self._former.current().keys() - set(ranks))
 
     def form(self, call: OpenCall) -> None:

@@ -129,11 +129,8 @@ class _Late(NamedTuple):
 
 
 class LateHosts:
-    """The hosts of one controller that were given up and may come back. Under its turn.
-
-    lease_s: how long an agent waits for a controller. on_settled: told of each host that has got its goodbye, or whose
-    lease is over.
-    """
+    """The hosts of one controller that were given up and may come back. Under its turn. lease_s: how long an agent
+    waits for a controller. on_settled: told of each host that has got its goodbye, or whose lease is over."""
 
     def __init__(self, lease_s: float, on_settled: Callable[[str], object] = lambda id: None) -> None:
         self._lease_s, self._on_settled = lease_s, on_settled

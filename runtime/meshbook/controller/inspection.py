@@ -55,9 +55,7 @@ class LogFollower:
 
     def look(self) -> list[LogText]:
         """Return the new text, by rank. Waits for the answers of the agents; a silent one is asked again next time.
-
-        Raises: LayoutError if ranks have got other numbers meanwhile, MeshStoppedError.
-        """
+        Raises: LayoutError if ranks have got other numbers meanwhile, MeshStoppedError."""
         mesh = self._mesh
         mesh.check_usable()
         if mesh.generation != self._generation:
@@ -99,9 +97,8 @@ class StackQuestion(NamedTuple):
 
 
 def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
-    """Return the stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of
-    the verdict.
-    """
+    """Return the stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the
+    verdict."""
     everyone = Region.of(mesh.extent)
     wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
     answers = questions.gather(mesh, everyone.ranks(), ask_rank("stacks", ask.all_threads), RankTold, ANSWER_S)
@@ -122,9 +119,8 @@ def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask:
 
 
 def _told(rank: int, told: RankTold, read: Sequence[ThreadStack] | None, dump: wire.RankDump | None) -> RankStack:
-    """Return the stack of a rank that answers. read: its stack as its agent read it with native frames, if
-    asked for.
-    """
+    """Return the stack of a rank that answers. read: its stack as its agent read it with native frames, if asked
+    for."""
     waiting = told.collectives.waiting
     state: State = "idle"
     doing, since_s = "idle", 0.0

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from meshbook.controller.dispatcher import Dispatcher
 
 T = TypeVar("T")
-
 REST_S = 0.003  # the I/O thread takes over again when the main thread has not come back for so long
 _LOOK_S = 0.005  # how often the resting I/O thread looks
 ASK_TIMEOUT_S = 10.0  # how long `TurnQueue.ask` waits for a result

@@ -27,10 +27,8 @@ from meshbook.shape.members import Members
 FIRST_LOOK_S = 0.025  # the ranks are asked so long after one failed; most failures have ended everywhere by then
 SELDOM_LOOK_S = 0.25  # they are asked again less and less often, in the end once in so many seconds
 ANSWER_S = 0.25  # time for ranks to answer; native code may hold the GIL
-
 # operations of each group that ranks tell of; all that they remember, where they are known to disagree
 RECENT, ALL = 16, 1024
-
 PATIENCE_S = 2.0  # the same on a machine that is slow to answer: the time doubles while answers are missing
 
 
@@ -55,10 +53,8 @@ class ProgressSnapshot(NamedTuple):
 
 
 class ProgressPoll:
-    """The question that is under way, and the time of the next one.
-
-    ``on_complete(look)`` is called when all living ranks have answered, or had `ANSWER_S` to.
-    """
+    """The question that is under way, and the time of the next one. ``on_complete(look)`` is called when all living
+    ranks have answered, or had `ANSWER_S` to."""
 
     def __init__(
         self,
@@ -107,9 +103,8 @@ class ProgressPoll:
     # ---- the question -----------------------------------------------------------------------------------------------
 
     def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
-        """Ask all living ranks. calls: the calls that are open, or have just ended. recent: operations of
-        each group.
-        """
+        """Ask all living ranks. calls: the calls that are open, or have just ended. recent: operations of each
+        group."""
         self.rest()
         mesh = self._mesh
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()
@@ -201,10 +196,8 @@ class LongCalls:
 
 
 def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int]) -> str:
-    """Return a message about a call that takes long; empty where no rank waits in vain.
-
-    ``ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended the cell``
-    """
+    """Return a message about a call that takes long; empty where no rank waits in vain. ``ranks 1-3 wait in barrier
+    (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
     ended = look.ended.get(call.id)
     if ended is None:
         return ""

@@ -28,7 +28,6 @@ from meshbook.wire import messages as wire
 from meshbook.wire.link import check_message
 
 T = TypeVar("T")
-
 STATES_TIMEOUT_S = 0.15  # agents answer at once
 
 
@@ -49,9 +48,7 @@ def put(
     in_order: bool = False,
 ) -> None:
     """Ask the ranks of each host, or its agent about them, under the turn. asked: may be made for the ranks of a host.
-
-    in_order: behind the calls that were sent, not before them.
-    """
+    in_order: behind the calls that were sent, not before them."""
     for host, ranks in by_host.items():
         if host.lost or mesh.phase is MeshPhase.STOPPED:
             continue
@@ -104,9 +101,7 @@ class Questions:
         timeout_s: float,
     ) -> tuple[int, T | None] | None:
         """Ask the first of ``ranks``, after ``patience_s`` of silence the next too, and so on; return the first answer.
-
-        Returns: the rank and its answer; None if no rank has answered within ``timeout_s``.
-        """
+        Returns: the rank and its answer; None if no rank has answered within ``timeout_s``."""
         answered: Future[tuple[int, T | None]] = Future()
         deadline = time.monotonic() + timeout_s
 
@@ -131,10 +126,8 @@ class Questions:
     def await_printed(
         self, mesh: MeshState, ranks: Iterable[int], on_come: Callable[[], object], timeout_s: float
     ) -> None:
-        """Call ``on_come``, under the turn, when all text has come that ``ranks`` have printed by now.
-
-        Hosts that are silent are not waited for, the others at most ``timeout_s``.
-        """
+        """Call ``on_come``, under the turn, when all text has come that ``ranks`` have printed by now. Hosts that are
+        silent are not waited for, the others at most ``timeout_s``."""
         question = OpenQuestion(self._next_id(), mesh.id, object, timeout_s, lambda _: on_come())
 
         def ask() -> None:

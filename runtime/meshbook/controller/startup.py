@@ -112,9 +112,8 @@ class WorkerSpec(NamedTuple):
 
 
 def _search_path() -> tuple[bytes, ...]:
-    """Return ``sys.path`` as the system has it, which need not be UTF-8; drop entries that are no path, as
-    imports do.
-    """
+    """Return ``sys.path`` as the system has it, which need not be UTF-8; drop entries that are no path, as imports
+    do."""
     entries: tuple[object, ...] = tuple(sys.path)
     return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
 
@@ -149,8 +148,7 @@ class PendingWorkers:
 
     def __init__(self, id: int, seats: Mapping[HostState, Sequence[wire.Seat]], *, apart: bool = False) -> None:
         """id: the number of the request. apart: the workers have no rank yet, and join the mesh when it is
-        renumbered.
-        """
+        renumbered."""
         self.id = id
         self.seats = {host: tuple(here) for host, here in seats.items() if here}
         self.apart = apart

@@ -163,9 +163,8 @@ class StuckWatch:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def ended_on(self, call: OpenCall) -> list[OpenCall]:
-        """Return the calls that the report with an answer to ``call`` concerns: forming reports what others
-        have torn.
-        """
+        """Return the calls that the report with an answer to ``call`` concerns: forming reports what others have
+        torn."""
         return [ended.call for ended in self._ended.values()] if self.former.is_forming(call) else [call]
 
     def has_ended_well(self, call: OpenCall) -> bool:
@@ -180,10 +179,8 @@ class StuckWatch:
         return True
 
     def watch(self, call: OpenCall) -> bool:
-        """Take in that a rank has answered a call or was lost, or that the call was cancelled.
-
-        Returns: whether a call that has ended everywhere completes later.
-        """
+        """Take in that a rank has answered a call or was lost, or that the call was cancelled. Returns: whether a call
+        that has ended everywhere completes later."""
         if call.waiting:
             if call.failed or call.cancelled:
                 self._watch_failing(call)
@@ -309,9 +306,8 @@ class StuckWatch:
         return self.former.is_sound or self.former.phase is GroupPhase.DRAINING
 
     def _on_look(self, look: ProgressSnapshot) -> None:
-        """Free ranks that are stuck, then those that disagree; compare the sound groups; form those that
-        were aborted.
-        """
+        """Free ranks that are stuck, then those that disagree; compare the sound groups; form those that were
+        aborted."""
         former = self.former
         former.on_look(look)
         asked, self._asked = [call for call in self._asked if call.waiting], []

@@ -25,17 +25,14 @@ Sent: TypeAlias = tuple[bytes, Sequence[Buffer]]  # (header, payload) of a messa
 NamesPayload: TypeAlias = wire.Replies | wire.Call | wire.Cancel
 
 MAX_PAYLOAD_BYTES = 1 << 36
-
 # of all payloads that this process sends, together; as far as `LEAST_BYTES` for each peer allows
 UNDER_WAY_BYTES = 64 << 20
 MOST_BYTES, LEAST_BYTES = 8 << 20, 2 * ACK_AFTER_BYTES  # to one peer
 
 
 class BulkSender:
-    """The payloads sent to one peer, in their order, as `wire.Bulk` messages; ids are unique per sender.
-
-    Its owner calls `pump` after `send`, and when the peer has acknowledged messages.
-    """
+    """The payloads sent to one peer, in their order, as `wire.Bulk` messages; ids are unique per sender. Its owner
+    calls `pump` after `send`, and when the peer has acknowledged messages."""
 
     # the senders of this process, which share `UNDER_WAY_BYTES`
     _at_work: ClassVar[weakref.WeakSet[BulkSender]] = weakref.WeakSet()
@@ -48,10 +45,8 @@ class BulkSender:
         self.waiting_bytes = 0  # the size of the pieces that were not sent yet
 
     def send(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
-        """Send a payload, soon; return its id and spans for its call or reply.
-
-        The buffers must not change until the last view of them has died: the peer has them then, or never will.
-        """
+        """Send a payload, soon; return its id and spans for its call or reply. The buffers must not change until the
+        last view of them has died: the peer has them then, or never will."""
         payload = next(self._ids)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         spans, offset = [], 0
@@ -128,10 +123,8 @@ class BulkReceiver:
         self._unwanted: set[int] = set()
 
     def receive(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Add a piece; when its payload is complete, pass on the messages that waited for it.
-
-        Raises: PeerProtocolError for a size or an offset that cannot be.
-        """
+        """Add a piece; when its payload is complete, pass on the messages that waited for it. Raises: PeerProtocolError
+        for a size or an offset that cannot be."""
         if piece.payload in self._unwanted:
             if piece.last:
                 self._unwanted.discard(piece.payload)

@@ -49,9 +49,7 @@ _ESTABLISHED = 1
 
 def last_answer(connection: socket.socket, before: float) -> float:
     """Return when the machine at the other end was last known to be there, on the monotonic clock; at least ``before``.
-
-    Ask about once a second, with the answer before: while bytes are under way only earlier knowledge counts.
-    """
+    Ask about once a second, with the answer before: while bytes are under way only earlier knowledge counts."""
     if not sys.platform.startswith("linux"):
         return before
     try:
@@ -89,12 +87,9 @@ def borrow(fd: int) -> socket.socket | None:
 
 MAX_STRANGERS = 64
 MAX_PER_ADDRESS = 16
-
 # a lane that was silent for so long may have lost its connection without our noticing: the port opens for it
 SILENT_S = 2.5
-
 BACKLOG = 128
-
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
 

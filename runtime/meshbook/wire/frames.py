@@ -26,24 +26,19 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # of one frame, on socketpairs as on links, whose sockets take a little more: a worker's frame fits its agent's link
 MAX_FRAME_BYTES = (64 << 20) - (1 << 10)
-
 # read first: for more, malloc(3) maps memory, whose pages are new, and unmaps it, at each message
 FIRST_READ_BYTES = 1 << 16
-
 READ_BYTES = 1 << 18  # read at a time: all that a Unix socket of Linux holds, unless it was given more room
 MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
-
 _U32 = struct.Struct("<I")
 # room for a descriptor that comes with a message; the system brings those of one message at a time
 _CARRIED_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
-    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory).
-
-    Raises: MessageTooLarge.
-    """
+    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory). Raises:
+    MessageTooLarge."""
     sizes = list(map(len, frames))
     data = b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
     if len(data) > MAX_FRAME_BYTES:  # together they may
@@ -64,10 +59,8 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: Buffer) -> Iterable[list[bytes]]:
-        """Return each message that ``data`` completes, in order.
-
-        Raises: PeerProtocolError if the stream claims an impossible size, here or where that message would come.
-        """
+        """Return each message that ``data`` completes, in order. Raises: PeerProtocolError if the stream claims an
+        impossible size, here or where that message would come."""
         if not self._buffer and (found := _cut(data)) is not None and found[1] == len(data):
             return (found[0],)  # most often it is one message
         self._buffer += data
@@ -193,10 +186,8 @@ class MessageSocket:
         self.has_more = False  # whether the last `receive` may have left data
 
     def send(self, data: bytes, given: socket.socket | None = None) -> bool:
-        """Send a message as `pack` makes it; return whether no data waits for the other end to read.
-
-        If some does, call `flush` when there is room. given: a socket that travels with it, and is closed here.
-        """
+        """Send a message as `pack` makes it; return whether no data waits for the other end to read. If some does, call
+        `flush` when there is room. given: a socket that travels with it, and is closed here."""
         if self._unsent:
             sent = 0
         else:
@@ -233,10 +224,8 @@ class MessageSocket:
             poll.poll(left * 1000)
 
     def receive(self, size: int = READ_BYTES) -> Iterable[list[bytes]]:
-        """Read at most ``size`` bytes; return each message that they complete.
-
-        Raises: EOFError at the end of the stream; PeerProtocolError, see `FrameReader.feed`.
-        """
+        """Read at most ``size`` bytes; return each message that they complete. Raises: EOFError at the end of the
+        stream; PeerProtocolError, see `FrameReader.feed`."""
         size = size if self.has_more else min(size, FIRST_READ_BYTES)
         try:
             data = self._sock.recv(size)
@@ -256,7 +245,6 @@ class MessageSocket:
 
 
 MAX_BATCH_BYTES = 1 << 15
-
 BATCH_MARK = b"\xc1"  # the first byte of a batch's header
 
 
@@ -269,10 +257,8 @@ class Batch:
         self._size_bytes = 0
 
     def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message, soon; send one with a payload, or a large one, at once, after those that wait.
-
-        Raises: the errors of ``send`` for this very message.
-        """
+        """Send a message, soon; send one with a payload, or a large one, at once, after those that wait. Raises: the
+        errors of ``send`` for this very message."""
         if payload or len(header) > MAX_BATCH_BYTES:
             self.flush()
             self._send(header, payload)
@@ -292,10 +278,8 @@ class Batch:
 
 
 def unbatch(header: bytes) -> Sequence[bytes]:
-    """Return the headers of the messages that came as one.
-
-    Raises: PeerProtocolError if a batch claims an impossible size.
-    """
+    """Return the headers of the messages that came as one. Raises: PeerProtocolError if a batch claims an impossible
+    size."""
     if not header.startswith(BATCH_MARK):
         return (header,)
     batches = list(FrameReader().feed(header[1:]))

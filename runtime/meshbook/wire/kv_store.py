@@ -91,10 +91,8 @@ class KeyValueStore(Generic[Client]):
         return len(self._waiters)
 
     def request(self, client: Client, request_id: int, op: StoreOp) -> list[DueAnswer[Client]]:
-        """Carry out ``op``; return the answers that are due now, this request's own first.
-
-        A request that makes no sense gets an answer with an error; no error of a client is raised here.
-        """
+        """Carry out ``op``; return the answers that are due now, this request's own first. A request that makes no
+        sense gets an answer with an error; no error of a client is raised here."""
         if error := _mistake(op):
             return [(client, request_id, StoreResult(error=error))]
         if op.op in ("get", "multi_get", "wait"):

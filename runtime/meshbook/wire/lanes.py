@@ -37,9 +37,7 @@ def host_with(keys: Mapping[str, str], key: str) -> str:
 
 class Lane(ABC):
     """The dialling end of one lane, which dials again whenever the connection breaks. Used by the agent's loop only.
-
-    on_newer: called with the epoch of a controller that is newer than ours, before its first message is read.
-    """
+    on_newer: called with the epoch of a controller that is newer than ours, before its first message is read."""
 
     def __init__(self, epoch: int, on_newer: Callable[[int], None]) -> None:
         self.link = Link(epoch)

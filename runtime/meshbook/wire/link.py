@@ -40,7 +40,6 @@ ACK_AFTER_MESSAGES = 64
 ACK_AFTER_BYTES = 1 << 20
 MESSAGE_COST_BYTES = 256  # cost of keeping a message besides its frames
 MESSAGE, ACK, BEAT, REPLAY = range(1, 5)
-
 _HEAD = struct.Struct("<BxxxIQQ")
 _SIZE = _HEAD.size
 _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
@@ -106,11 +105,8 @@ class Link:
         return frames
 
     def receive(self, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Take a message of the peer; return (header, payload) if it is the next one, else None.
-
-        Afterwards something may be `due`.
-        Raises: PeerProtocolError for frames that no `Link` makes.
-        """
+        """Take a message of the peer; return (header, payload) if it is the next one, else None. Afterwards something
+        may be `due`. Raises: PeerProtocolError for frames that no `Link` makes."""
         if not frames or len(frames[0]) < _SIZE:
             raise PeerProtocolError(f"a message without a link header of {_SIZE} bytes")
         kind, epoch, seq, ack = _unpack(frames[0])

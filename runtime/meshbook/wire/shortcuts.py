@@ -186,10 +186,8 @@ class RankShortcut:
     # ---- any thread ------------------------------------------------------------------------------------------------
 
     def answer(self, call: wire.Call, reply: wire.Reply, rank: int, *, may_pass: bool) -> bool:
-        """Answer a call past the agent; return False if the agent is to have the answer, and knows the call.
-
-        may_pass: the answer is a small value, and no message that the agent has of ours goes before it.
-        """
+        """Answer a call past the agent; return False if the agent is to have the answer, and knows the call. may_pass:
+        the answer is a small value, and no message that the agent has of ours goes before it."""
         with self._lock:
             if self._call is not call:
                 return False

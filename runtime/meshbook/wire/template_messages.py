@@ -51,10 +51,8 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
 
 
 class ForkHost(msgspec.Struct, tag="host", frozen=True):
-    """A request to fork a host agent; its stdin and its log follow in one packet.
-
-    environment: comes on top of the template's, and with a ``folder`` to begin in stands in its place.
-    """
+    """A request to fork a host agent; its stdin and its log follow in one packet. environment: comes on top of the
+    template's, and with a ``folder`` to begin in stands in its place."""
 
     environment: dict[bytes, bytes]
     folder: bytes = b""
@@ -77,24 +75,10 @@ class HostReaped(msgspec.Struct, tag="reaped", frozen=True):
 
 
 Request = ForkWorkers | ForkTemplate
-
-
 TemplateAnswer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
-
-
 decode_request = msgspec.msgpack.Decoder(Request).decode
-
-
 decode_answer = msgspec.msgpack.Decoder(TemplateAnswer).decode
-
-
 HostRequest = ForkHost | ReapHost
-
-
 HostAnswer = TemplateReady | HostForked | HostReaped | ForkFailed
-
-
 decode_host_request = msgspec.msgpack.Decoder(HostRequest).decode
-
-
 decode_host_answer = msgspec.msgpack.Decoder(HostAnswer).decode

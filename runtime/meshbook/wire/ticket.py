@@ -8,7 +8,6 @@ import msgspec
 
 # path at which launchers have sshd put the ends of tunnels; 24 hexadecimal digits follow
 TUNNEL_ENDS = "/tmp/meshbook-"
-
 # the controller listens before agents are started: without a connection after so long it cannot be reached
 ARRIVE_S = 20.0
 

@@ -54,9 +54,7 @@ class ControllerSocket:
 
     def bind(self, address: str) -> str:
         """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return the endpoint to dial.
-
-        Raises: OSError if the system has no sockets for it, and for other addresses.
-        """
+        Raises: OSError if the system has no sockets for it, and for other addresses."""
         if address.startswith(SCHEME):
             shortcuts = ShortcutServer(shortcut_path(address))
             try:
@@ -135,9 +133,7 @@ class ControllerSocket:
 
     def poll(self, wake_fd: int, timeout_s: float | None) -> bool:
         """Wait until a message, a wake-up by the eventfd ``wake_fd`` or the timeout is there; let hosts in meanwhile.
-
-        Returns: whether a process of `watch_end` has ended since the last time.
-        """
+        Returns: whether a process of `watch_end` has ended since the last time."""
         ended = False
         if wake_fd != self._wake_fd:
             self._wake_fd = wake_fd
@@ -242,10 +238,8 @@ class Dialer:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def dial(self, ticket: Ticket, on_newer: Callable[[int], None]) -> dict[LaneName, Lane]:
-        """Open the lanes of ``ticket``; on_newer: see `Lane`.
-
-        Raises: OSError where an address cannot be used, or no descriptor is left.
-        """
+        """Open the lanes of ``ticket``; on_newer: see `Lane`. Raises: OSError where an address cannot be used, or no
+        descriptor is left."""
         lanes: dict[LaneName, Lane] = {}
         try:
             for lane in LANES:

@@ -27,7 +27,6 @@ from meshbook.wire.ticket import Ticket
 
 SCHEME = "unix:"
 BACKLOG = 1024
-
 _RETRY_S, _MAX_RETRY_S = 0.1, 0.5
 _BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group; unix(7)
@@ -36,10 +35,8 @@ HostLane: TypeAlias = "tuple[str, LaneName]"  # a host's id, and a lane of it
 
 
 class UnixServer:
-    """The controller's end of all lanes of the hosts of this machine. Its owner polls ``epoll`` for us.
-
-    identify: takes the first message of a connection; returns its lane, or None for a stranger's. Raises: OSError.
-    """
+    """The controller's end of all lanes of the hosts of this machine. Its owner polls ``epoll`` for us. identify: takes
+    the first message of a connection; returns its lane, or None for a stranger's. Raises: OSError."""
 
     def __init__(self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None]) -> None:
         self._epoll, self._identify = epoll, identify

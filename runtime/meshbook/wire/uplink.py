@@ -18,11 +18,9 @@ from meshbook.wire.transport import Dialer
 
 FULL_BYTES = 8 << 20  # senders wait with so much on its way in messages
 FULL_BULK_BYTES = 256 << 20  # the same in payloads, which lie in the senders' shared memory until their turn comes
-
 # a machine that has not answered for so long has given us up, or will: another connection finds out sooner than the
 # system's repetitions on the old one, which come ever more rarely
 DIAL_AGAIN_S = 15.0
-
 STALLED_S = 5.0  # a process that did nothing for so long was stopped itself
 
 
@@ -190,9 +188,7 @@ class Uplink:
 
     def restart(self, epoch: int) -> tuple[list[Sent], list[Sent]]:
         """Speak with the peer of ``epoch`` from now on; return messages that the former peer has not acknowledged.
-
-        Returns: messages of the lane of calls, and pieces of payloads.
-        """
+        Returns: messages of the lane of calls, and pieces of payloads."""
         self._outbox.flush()
         kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
         self.bulk_in.clear()

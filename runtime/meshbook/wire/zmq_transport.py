@@ -37,7 +37,6 @@ from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id
 from meshbook.wire.ticket import Ticket
 
 ANSWER_S = 10.0  # a machine that has acknowledged nothing for so long is out of reach, or gone
-
 # plain numbers: on the path of every message, and flags of an enumeration take ten times as long
 _READABLE, _NOBLOCK, _NOBLOCK_MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -64,18 +63,13 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
 
 class ZmqServer:
     """The end of all lanes of the hosts of other machines, at one TCP port. Its owner polls `descriptors` for us.
-
-    Raises: OSError if the system has no sockets for it.
-    """
+    Raises: OSError if the system has no sockets for it."""
 
     def __init__(
         self, address: str, own_keys: tuple[str, str], keys: Mapping[str, str], expected: Callable[[], Iterable[str]]
     ) -> None:
-        """address: ``tcp://IP:PORT``, ``*`` for any port. own_keys: the public and the secret CURVE key.
-
-        keys: the public keys of the hosts that are let in, by host id. expected: the hosts that should be connected
-        here.
-        """
+        """address: ``tcp://IP:PORT``, ``*`` for any port. own_keys: the public and the secret CURVE key. keys: the
+        public keys of the hosts that are let in, by host id. expected: the hosts that should be connected here."""
         check_descriptors(_NEEDED_FILES)
         self._keys, self._expected = keys, expected
         self.rejected = 0  # messages and keys that were not let in
@@ -204,9 +198,7 @@ def _receive(sock: zmq.Socket[bytes]) -> list[bytes]:
 
 def listen(sock: zmq.Socket[bytes], address: str) -> tuple[ConnectionFilter, zmq.Socket[bytes], str]:
     """Listen at a socket of our own, so that a filter of connections can stand before it. address: ``tcp://IP:PORT``.
-
-    Returns: the filter, the monitor of connections, and the endpoint. Raises: OSError.
-    """
+    Returns: the filter, the monitor of connections, and the endpoint. Raises: OSError."""
     ip, _, port = address.removeprefix("tcp://").rpartition(":")
     bare = ip.strip("[]")
     listener = socket.create_server((bare, int(port.replace("*", "0"))), family=family_of(bare), backlog=BACKLOG)
@@ -342,7 +334,6 @@ class ZmqLane(Lane):
 MAX_BYTES = 1 << 16
 CONNECT_S = 10.0
 HANDSHAKE_MS = 5000
-
 _REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -399,10 +390,8 @@ class Gate:
 
 
 def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> bytes:
-    """Return the answer of the gate that has this key.
-
-    Raises: OSError where no machine can be reached; ProtocolError where another process listens, or does not answer.
-    """
+    """Return the answer of the gate that has this key. Raises: OSError where no machine can be reached; ProtocolError
+    where another process listens, or does not answer."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     connect_to((host.strip("[]"), int(port)), CONNECT_S).close()  # the system's own words where nobody listens
     public, secret = zmq.curve_keypair()

@@ -29,10 +29,7 @@ _Item: TypeAlias = "InboxMessage | None"
 
 class Inbox:
     """The inbox of one actor: the reader of the mail fills it, the actor's thread empties it, in Python or in an event
-    loop.
-
-    A thread that waits in Python reads the mail itself, if it may.
-    """
+    loop. A thread that waits in Python reads the mail itself, if it may."""
 
     def __init__(
         self, lead: Callable[[Callable[[], bool]], object] = lambda waits: None, wake: Callable[[], None] = lambda: None
@@ -111,10 +108,8 @@ class Inbox:
                 return message
 
     def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:
-        """Have `get` awaited in ``loop`` from now on.
-
-        aside: asked in the loop about each message as it comes; True: it does not wait for those before it.
-        """
+        """Have `get` awaited in ``loop`` from now on. aside: asked in the loop about each message as it comes; True: it
+        does not wait for those before it."""
         with self._lock:
             self._loop, self._loop_queue, self._aside = loop, asyncio.Queue(), aside
             self._loop_thread = threading.get_ident()

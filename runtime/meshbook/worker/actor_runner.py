@@ -105,10 +105,8 @@ class ActorRunner:
         self._inbox.end()
 
     def end_now(self, why: str = "") -> None:
-        """Have the actor clean up and end without more messages, and interrupt those that it handles. Any thread.
-
-        why: for callers who get no other answer, see `meshbook.errors.MailboxClosed`.
-        """
+        """Have the actor clean up and end without more messages, and interrupt those that it handles. Any thread. why:
+        for callers who get no other answer, see `meshbook.errors.MailboxClosed`."""
         self._why_ended = why
         self._inbox.refuse(lambda call: True, lambda call: self._closed() if why else Outcome(wire.DROPPED))
         self._inbox.end()
@@ -297,10 +295,8 @@ class ActorRunner:
         return declared
 
     async def _answer(self, message: InboxMessage, handle: Coroutine[object, object, Outcome | None]) -> bool:
-        """Run ``handle``, in which an interrupt may be raised, and reply. Return False if it was dropped before.
-
-        The message is among those that are handled before it ceases to wait, so a cancel finds it.
-        """
+        """Run ``handle``, in which an interrupt may be raised, and reply. Return False if it was dropped before. The
+        message is among those that are handled before it ceases to wait, so a cancel finds it."""
         gate, serial, call = self.gate, message.serial, message.call
         assert gate is not None
         self.current[serial] = _Handling(call, asyncio.current_task() if self._loop is not None else None)

@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 
 
 class ActorProcess(Protocol):
-    """The process in which actors live: that of a rank, or the one that drives meshes.
-
-    The threads of actors use it, and the readers of their mail.
-    """
+    """The process in which actors live: that of a rank, or the one that drives meshes. The threads of actors use it,
+    and the readers of their mail."""
 
     @property
     def identity(self) -> wire.Identity:
@@ -94,12 +92,9 @@ class RankProcess:
 EARLY_S = 2.0  # a message waits so long for the spawn of its actor
 DESCRIBE_S = 0.5  # the failure of an actor waits so long for that of another one, whose text may never come
 END_S = 0.8  # time for actors to clean up when their process is to end; after 1 s it is killed
-
-
 STOP_GRACE_S = 3.0  # a stopped actor may go on so long with earlier messages; then it is interrupted
 STOP_INSIST_S = 2.0  # it is interrupted again and again for so long, until it is said not to end
 STOP_AGAIN_S = 0.5
-
 _ENDED = Outcome(wire.OK, None, has_value=True)
 
 

@@ -158,3 +158,7 @@ def _in_short(value: object) -> str:
     is_array = type(value).__module__.partition(".")[0] in ("torch", "numpy")
     shape, dtype = (getattr(value, name, None) if is_array else None for name in ("shape", "dtype"))
     return f"{type(value).__name__} {tuple(shape)}, {dtype}" if shape is not None else f"<{type(value).__qualname__}>"
+
+
+QUICK = (pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error)
+SLOW = (meet_controller, debug_prepare, debug_open, debug_read, debug_write, debug_close, debug_names)

@@ -45,10 +45,8 @@ def run_cell(
     debug_name: str = "",
     profile: str = "",
 ) -> Outcome:
-    """Run a cell in the rank's shell; the value is that of its last expression.
-
-    profile: record it under this name (`meshbook.profiling.recorder`); empty: do not.
-    """
+    """Run a cell in the rank's shell; the value is that of its last expression. profile: record it under this name
+    (`meshbook.profiling.recorder`); empty: do not."""
     if worker.debug_session is not None:
         worker.debug_session.trace_again()
     worker.groups.keep_environment()
@@ -109,10 +107,8 @@ def push(worker: Worker, call: wire.Call, values: Mapping[str, object], sources:
 
 
 def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[int] = ()) -> Outcome:
-    """Return the values of expressions, most often names; one value for one name.
-
-    joins: the ranks whose values will be joined, in this order, so that they can be without a copy.
-    """
+    """Return the values of expressions, most often names; one value for one name. joins: the ranks whose values will be
+    joined, in this order, so that they can be without a copy."""
     values = [_evaluate(worker, name) for name in names]
     rank = worker.identity.rank
     position = joins.index(rank) if rank in joins else 0

@@ -28,15 +28,7 @@ from meshbook.system.exits import has_pidfds
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import begin_as_host, set_title
 from meshbook.wire import messages as wire
-from meshbook.wire.template_messages import (
-    ForkFailed,
-    ForkHost,
-    HostForked,
-    HostReaped,
-    ReapHost,
-    TemplateReady,
-    decode_host_request,
-)
+from meshbook.wire import template_messages as protocol
 from meshbook.worker import template
 
 _REQUEST_BYTES = 1 << 18  # the most that an environment takes
@@ -53,7 +45,7 @@ def main(agent: str, torch: bool, fd: int) -> NoReturn:
     shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *with_torch, agent))
     gc.freeze()
     took_s = time.perf_counter() - started
-    ready = wire.encode(TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
+    ready = wire.encode(protocol.TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
     serving = _Launchers(sock, starter, ready)
     while (request := serving.next_fork()) is not None:
         launcher, stdin, log, asked = request
@@ -81,12 +73,9 @@ class _Launchers:
         if self._listener is None:
             self._add(sock)
 
-    def next_fork(self) -> tuple[int, int, int, ForkHost] | None:
+    def next_fork(self) -> tuple[int, int, int, protocol.ForkHost] | None:
         """Wait for a request for a host; return it with its launcher, stdin and log, or None when there is no launcher
-        left.
-
-        The starter is watched too, since copies of its end of a socket may live on in its forks.
-        """
+        left. The starter is watched too, since copies of its end of a socket may live on in its forks."""
         while True:
             poll = select.poll()
             own = [] if self._listener is None else [self._listener.fileno()]
@@ -110,18 +99,18 @@ class _Launchers:
         self._launchers[sock.fileno()], self._hosts[sock.fileno()] = sock, set()
         self._say(sock.fileno(), self._ready)
 
-    def _hear(self, fd: int) -> tuple[int, int, int, ForkHost] | None:
+    def _hear(self, fd: int) -> tuple[int, int, int, protocol.ForkHost] | None:
         sock = self._launchers[fd]
         try:
             data = sock.recv(_REQUEST_BYTES)
             if not data:
                 self._part_with(fd)
                 return None
-            request = decode_host_request(data)
-            if isinstance(request, ReapHost):
+            request = protocol.decode_host_request(data)
+            if isinstance(request, protocol.ReapHost):
                 self._hosts[fd].discard(request.pid)
                 status = os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1])
-                self._say(fd, wire.encode(HostReaped(status)))
+                self._say(fd, wire.encode(protocol.HostReaped(status)))
                 return None
             return fd, *template.receive_descriptors(sock), request
         except OSError as error:
@@ -131,11 +120,11 @@ class _Launchers:
     def say_forked(self, launcher: int, pid: int) -> None:
         """Tell a launcher of its new host."""
         self._hosts[launcher].add(pid)
-        self._say(launcher, wire.encode(HostForked(pid)))
+        self._say(launcher, wire.encode(protocol.HostForked(pid)))
 
     def say_failed(self, launcher: int, error: OSError) -> None:
         """Tell a launcher that there is no host."""
-        self._say(launcher, wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
+        self._say(launcher, wire.encode(protocol.ForkFailed(f"a process could not be forked: {explain(error)}")))
 
     def _say(self, fd: int, answer: bytes) -> None:
         with contextlib.suppress(OSError):  # it has gone, as the next poll says
@@ -155,7 +144,9 @@ class _Launchers:
             os.close(fd)
 
 
-def _be_host(agent: str, shell: RankShell, others: _Launchers, stdin: int, log: int, asked: ForkHost) -> NoReturn:
+def _be_host(
+    agent: str, shell: RankShell, others: _Launchers, stdin: int, log: int, asked: protocol.ForkHost
+) -> NoReturn:
     """Fork the template of workers and become the agent, in a fresh fork."""
     try:
         others.close_in_child()

@@ -219,10 +219,8 @@ class InterruptGate:
 
 
 class _Shield:
-    """The sections of the main thread that must not be torn, counted by depth; on the path of every message.
-
-    Threads with a `meshbook.concurrency.interrupts.ThreadGate` count for themselves.
-    """
+    """The sections of the main thread that must not be torn, counted by depth; on the path of every message. Threads
+    with a `meshbook.concurrency.interrupts.ThreadGate` count for themselves."""
 
     __slots__ = ("_gate", "_main", "depth")
 
@@ -248,9 +246,7 @@ class _Shield:
 
 def interrupt_children(since: float) -> None:
     """Send SIGINT to children that were started after ``since`` (monotonic clock) and did not leave our process group.
-
-    Older ones, a server from an earlier cell say, run on; `!commands` are told by their own code.
-    """
+    Older ones, a server from an earlier cell say, run on; `!commands` are told by their own code."""
     since_ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - since)) * _TICKS_PER_S - 1
     group = os.getpgrp()
     spared: set[int] = set()

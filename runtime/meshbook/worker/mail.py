@@ -36,7 +36,6 @@ from meshbook.worker.direct_lanes import RankLane, RankLanes
 from meshbook.worker.mail_turn import MailTurn
 
 T = TypeVar("T")
-
 LOOK_S = 0.1  # a caller that waits for room looks so often for interrupts
 
 

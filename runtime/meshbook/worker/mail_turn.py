@@ -97,10 +97,8 @@ class MailTurn:
     # ---- an actor's thread ----------------------------------------------------------------------------------------
 
     def lead(self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None) -> bool:
-        """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``.
-
-        Returns False, at once, where the mail's thread is to read. arrivals: see `arrivals_or`.
-        """
+        """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``. Returns
+        False, at once, where the mail's thread is to read. arrivals: see `arrivals_or`."""
         if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
             self.hand_back()
             return False

@@ -39,21 +39,8 @@ from meshbook.source.thread_frames import cell_frames, exception_of, frame_of, f
 from meshbook.stacks.mesh_stacks import RankTold
 from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
-from meshbook.worker.debug_queries import (
-    debug_close,
-    debug_names,
-    debug_open,
-    debug_prepare,
-    debug_read,
-    debug_write,
-    debugged_place,
-    hold_deadlines,
-    last_error,
-    meet_controller,
-    pdb_break_in,
-    pdb_command,
-    pdb_prompt,
-)
+from meshbook.worker import debug_queries
+from meshbook.worker.debug_queries import debugged_place
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
@@ -182,7 +169,6 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
 
 
 T = TypeVar("T")
-
 AT_ONCE_MAX = 8  # side threads that may hang in an object at the same time
 
 _open: set[tuple[object, ...]] = set()
@@ -309,14 +295,8 @@ def _describe(frame: FrameType) -> Frame:
     return make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
 
 
-_QUICK = (
-    *(where, reaction, status, collectives, clock, actors, versions, way),
-    *(pdb_prompt, pdb_command, pdb_break_in, hold_deadlines, last_error),
-)
-_SLOW = (
-    *(complete, inspect, user_names, progress, stacks, source_lines, meet_controller),
-    *(debug_prepare, debug_open, debug_read, debug_write, debug_close, debug_names),
-)
+_QUICK = (where, reaction, status, collectives, clock, actors, versions, way, *debug_queries.QUICK)
+_SLOW = (complete, inspect, user_names, progress, stacks, source_lines, *debug_queries.SLOW)
 
 QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}
 

@@ -44,17 +44,7 @@ from meshbook.system.processes import (
     versions,
 )
 from meshbook.wire import messages as wire
-from meshbook.wire.template_messages import (
-    FDS_PER_WORKER,
-    ForkFailed,
-    ForkTemplate,
-    ForkWorkers,
-    Request,
-    TemplateForked,
-    TemplateReady,
-    WorkerForked,
-    decode_request,
-)
+from meshbook.wire import template_messages as protocol
 
 if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
@@ -62,10 +52,8 @@ if TYPE_CHECKING:
 # modules of the first template, from which that with torch is forked
 # (`meshbook.launchers.templates.WITH_TORCH`)
 STANDARD_PRELOAD = ("meshbook.worker.process",)
-
 # more modules of the first template, for which ranks without torch do not wait
 LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma")
-
 IDLE_S = 1.0  # ranks have come up when a template was asked for nothing for so long
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
@@ -108,7 +96,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
             groups.warm()
         gc.freeze()  # keeps the collector of the children away from our objects, else it would copy their pages
         took_s = time.perf_counter() - started
-        sock.send(wire.encode(TemplateReady(os.getpid(), took_s, why_not_to_fork(), version=versions())))
+        sock.send(wire.encode(protocol.TemplateReady(os.getpid(), took_s, why_not_to_fork(), version=versions())))
         flock = SpawnedWorkers()
         child = _serve(sock, flock, SpareWork(later or []))
         if child is None:
@@ -122,7 +110,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
         sock.close()
         sock = socket.socket(fileno=child.descriptors[0])
         started = time.perf_counter()
-        sock.send(wire.encode(TemplateForked(os.getpid())))
+        sock.send(wire.encode(protocol.TemplateForked(os.getpid())))
         _preload_or_explain(sock, child.kind)
         outlive_parent()  # what our workers have left is ended when the agent closes the socket
 
@@ -132,7 +120,7 @@ def _preload_or_explain(sock: socket.socket, modules: str) -> None:
     try:
         _import(filter(None, modules.split(",")))
     except BaseException:
-        sock.send(wire.encode(TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
+        sock.send(wire.encode(protocol.TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
         os._exit(1)
 
 
@@ -248,8 +236,8 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _For
         spare.do_until_asked(sock)
         if not (data := sock.recv(_PACKET_BYTES)):
             return None
-        request = decode_request(data)
-        if isinstance(request, ForkTemplate):
+        request = protocol.decode_request(data)
+        if isinstance(request, protocol.ForkTemplate):
             spare.import_now()
         try:
             read, write = os.pipe()
@@ -268,10 +256,10 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _For
             os._exit(1)  # it was killed: nobody knows how far it came, so the agent gives up what it asked of us
 
 
-def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
+def _fork_batch(sock: socket.socket, request: protocol.Request, report: int) -> _Fork:
     """Fork the requested processes in the batch process, and exit; return in each child only. report: gets
     their pids."""
-    count = request.count if isinstance(request, ForkWorkers) else 1
+    count = request.count if isinstance(request, protocol.ForkWorkers) else 1
     gone_read, gone_write = os.pipe()
     batch_pid = os.getpid()
     for done in range(count):
@@ -285,27 +273,27 @@ def _fork_batch(sock: socket.socket, request: Request, report: int) -> _Fork:
             os.close(gone_write)
             os.close(report)
             _await_adoption(gone_read, batch_pid, request.agent_pid)
-            if isinstance(request, ForkWorkers):
+            if isinstance(request, protocol.ForkWorkers):
                 return _Fork("worker", descriptors)
             sys.path[:0] = [path for entry in request.sys_path if (path := os.fsdecode(entry)) not in sys.path]
             return _Fork(",".join(request.preload), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(request, ForkWorkers):
+        if isinstance(request, protocol.ForkWorkers):
             os.write(report, _PID.pack(pid))
-            sock.send(wire.encode(WorkerForked(pid)))
+            sock.send(wire.encode(protocol.WorkerForked(pid)))
     os._exit(0)
 
 
-def _give_up(sock: socket.socket, request: Request, error: OSError, taken: int = 0) -> None:
+def _give_up(sock: socket.socket, request: protocol.Request, error: OSError, taken: int = 0) -> None:
     """Say why a request cannot be served, and take its remaining packets off the socket."""
-    count = request.count if isinstance(request, ForkWorkers) else 1
+    count = request.count if isinstance(request, protocol.ForkWorkers) else 1
     for _ in range(count - taken):
         with contextlib.suppress(OSError):
             for descriptor in receive_descriptors(sock):
                 os.close(descriptor)
-    if isinstance(request, ForkWorkers):  # a template that is not forked says so by the end of its socket
-        sock.send(wire.encode(ForkFailed(f"a process could not be forked: {explain(error)}")))
+    if isinstance(request, protocol.ForkWorkers):  # a template that is not forked says so by the end of its socket
+        sock.send(wire.encode(protocol.ForkFailed(f"a process could not be forked: {explain(error)}")))
 
 
 def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
@@ -320,7 +308,7 @@ def _await_adoption(gone: int, batch_pid: int, agent_pid: int) -> None:
 
 def receive_descriptors(sock: socket.socket) -> list[int]:
     """Return the descriptors of the next packet. Raises: OSError when this process may not open so many files."""
-    _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * FDS_PER_WORKER))
+    _, ancillary, flags, _ = sock.recvmsg(_PACKET_BYTES, socket.CMSG_SPACE(4 * protocol.FDS_PER_WORKER))
     descriptors = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

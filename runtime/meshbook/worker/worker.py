@@ -117,10 +117,7 @@ class Worker:
 
     def _receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
         """Wait for the next message of the agent, or call that comes past it; return None at the end. Each call comes
-        once.
-
-        Messages of the agent go first.
-        """
+        once. Messages of the agent go first."""
         shortcut, frames = self.shortcut, self.calls.frames
         while True:
             is_open = shortcut.fd >= 0 and not frames.has_message
@@ -150,10 +147,8 @@ class Worker:
         leave_to_parent(self._generation)
 
     def end_child(self, failure: Failure | None) -> None:
-        """End the process, at the end of a call, if user code has forked it in that call, and has not ended it.
-
-        Else two processes would answer. failure: the error of the call.
-        """
+        """End the process, at the end of a call, if user code has forked it in that call, and has not ended it. Else
+        two processes would answer. failure: the error of the call."""
         if self._generation == forks.generation:
             return
         error = None if failure is None else failure.exception

@@ -92,10 +92,8 @@ class Call(Header, frozen=True, tag="call"):
 
 
 class Cancel(Header, frozen=True, tag="cancel"):
-    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs.
-
-    insist: continue stopped processes, and raise again for a while where it was caught.
-    """
+    """Drop call ``call`` where it has not started; raise KeyboardInterrupt in it where it runs. insist: continue
+    stopped processes, and raise again for a while where it was caught."""
 
     mesh: int
     call: int

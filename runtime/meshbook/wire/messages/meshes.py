@@ -127,10 +127,8 @@ class MeshStopped(Header, frozen=True, tag="stopped"):
 
 
 class Renumber(Header, frozen=True, tag="renumber"):
-    """The workers here have these ranks from now on, in a mesh of other axes; all of them are named.
-
-    With the present ranks and arrangement it says that the first host is another one: calls go on.
-    """
+    """The workers here have these ranks from now on, in a mesh of other axes; all of them are named. With the present
+    ranks and arrangement it says that the first host is another one: calls go on."""
 
     mesh: int
     seats: tuple[Seat, ...]

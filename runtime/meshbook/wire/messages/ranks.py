@@ -17,10 +17,8 @@ OWN_RANK = -1  # the rank in a worker's messages on its output: its agent fills 
 
 
 class StreamText(Header, frozen=True, tag="text"):
-    """Text of stdout or stderr; may end in the middle of a line.
-
-    From a worker: text of an output that is not the running one, which cannot go through the pipes.
-    """
+    """Text of stdout or stderr; may end in the middle of a line. From a worker: text of an output that is not the
+    running one, which cannot go through the pipes."""
 
     rank: int
     stream: str
@@ -97,20 +95,16 @@ class Prompted(Header, frozen=True, tag="prompted"):
 
 
 class AskRank(Header, frozen=True, tag="rank?"):
-    """A question for the control thread of a rank, which answers while the rank is busy, too.
-
-    endpoint: one of `meshbook.worker.queries.QUERIES`.
-    """
+    """A question for the control thread of a rank, which answers while the rank is busy, too. endpoint: one of
+    `meshbook.worker.queries.QUERIES`."""
 
     endpoint: str
     args: bytes = b"\x90"  # a list in msgpack: plain data, since no pickle is loaded on a control thread
 
 
 class ProcessState(NamedTuple):
-    """The state of a rank's process, as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``.
-
-    ``R`` also where another thread than the main one runs, or waits for a processor.
-    """
+    """The state of a rank's process, as in /proc/<pid>/stat (proc(5)): ``R``, ``S``, ``D``, ``T``, ``t``. ``R`` also
+    where another thread than the main one runs, or waits for a processor."""
 
     state: str
     ran_s: float  # processor time of all its threads so far
@@ -128,10 +122,8 @@ class AskPrinted(Header, frozen=True, tag="printed?"):
 
 
 class AskStacks(Header, frozen=True, tag="stacks?"):
-    """The stacks of workers, read from outside within ``wait_s``, as `RankDump`.
-
-    native: with the frames of native code, which halts the processes for a moment and needs py-spy.
-    """
+    """The stacks of workers, read from outside within ``wait_s``, as `RankDump`. native: with the frames of native
+    code, which halts the processes for a moment and needs py-spy."""
 
     native: bool
     wait_s: float
@@ -189,9 +181,7 @@ AskAgent: TypeAlias = AskProcesses | AskPrinted | AskStacks | ReadLogs | ReadOn 
 
 class Query(Header, frozen=True, tag="query"):
     """A question to the ranks of ``target``, or to their agents, on the urgent lane. `Replies` answer with plain data.
-
-    A rank answers for itself, an agent in one message for all ranks that it has something to say of.
-    """
+    A rank answers for itself, an agent in one message for all ranks that it has something to say of."""
 
     id: int
     mesh: int
