@@ -192,7 +192,7 @@ class HostAgent:
 
     @property
     def _unsent_mail_bytes(self) -> int:
-        return sum(mesh.unsent_mail_bytes for mesh in self._meshes.values())
+        return sum(worker.mail.unsent_bytes for mesh in self._meshes.values() for worker in mesh.workers.values())
 
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
@@ -297,7 +297,7 @@ class HostAgent:
 
     def _drop_held(self, mesh: AgentMesh, cancel: wire.Cancel) -> bool:
         """Answer for a call that waits for its payload, and drop the payload; return False if there is none."""
-        found = find_held(self._uplink.bulk_in.held, cancel, mesh.workers)
+        found = find_held((message for message, _ in self._uplink.bulk_in.queue), cancel, mesh.workers)
         if found is None:
             return False
         call, members = found
@@ -383,7 +383,7 @@ class HostAgent:
         self._quota.end()
         self._uplink.resume()
         for mesh in self._meshes.values():
-            mesh.flush_output()
+            mesh.output.flush()
 
     def _succeed(self, epoch: int) -> None:
         """Report everything to a new controller of our session, then go on as before."""
@@ -404,7 +404,7 @@ class HostAgent:
             self._uplink.send(message, payload)
         self._uplink.send_again(found.pieces)
         for mesh in self._meshes.values():
-            mesh.flush_output()
+            mesh.output.flush()
         if self._welcome is not None:
             self._former.add(self._welcome.pid, self._welcome.started, unneeded)
 
@@ -423,10 +423,8 @@ def main(template: StartedTemplate | None = None) -> None:
     begin_as_host()
     raise_file_limit()
     faulthandler.enable(all_threads=False)
-    ticket, connection = (
-        decode_ticket(_read_line(0), int(os.environ.get("MESHBOOK_TASK") or os.environ.get("SLURM_PROCID") or 0)),
-        -1,
-    )
+    task = os.environ.get("MESHBOOK_TASK") or os.environ.get("SLURM_PROCID") or 0
+    ticket, connection = decode_ticket(_read_line(0), int(task)), -1
     if not ticket.session:
         try:
             ticket, connection = tunnel.settle_in(ticket)

@@ -51,11 +51,11 @@ class AgentMesh:
         self.is_up = False  # whether it can be attached, so that it waits for another controller (`wire.MeshUp`)
         self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
-        self._host, self._mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
+        self._host, self.mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
         log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"
         self.worker_pool = WorkerPool(self, host, log_dir)
-        self._output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
-        self.calls = AgentCalls(host, mail, self.memory, self.worker_pool, self._output)
+        self.output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
+        self.calls = AgentCalls(host, mail, self.memory, self.worker_pool, self.output)
         self._on_stopped = on_stopped
         self.store = self._make_store(spawn.arrangement.host_rank)
 
@@ -133,7 +133,7 @@ class AgentMesh:
                 for worker in members:
                     worker.read_waiting()  # what threads of earlier cells have printed
                     worker.drain()
-                self._output.flush()
+                self.output.flush()
                 self._uplink.send(agents_answer(query.id, {}))  # not urgent: it must not overtake the texts
             case wire.AskStacks() as asked:
                 OutsideStacks(self._loop, members, asked, answer).start()
@@ -169,11 +169,6 @@ class AgentMesh:
         worker.urgent.send([wire.encode(message)])
         return True
 
-    @property
-    def unsent_mail_bytes(self) -> int:
-        """Return the size of the mail that waits for workers to read it."""
-        return sum(worker.mail.unsent_bytes for worker in self.workers.values())
-
     # ---- workers to controller ----------------------------------------------------------------------------------
 
     def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
@@ -184,30 +179,30 @@ class AgentMesh:
             case wire.DisplayData():
                 worker.drain()  # all that was printed before
                 worker.output.show(ShownDisplay(message, payload))
-                self._output.send(worker)
+                self.output.send(worker)
             case wire.Prompted(output=output, at=at):
-                self._output.send(worker, final=True)
+                self.output.send(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
             case wire.StreamText():
                 if worker.output.is_writing(message.output):
                     worker.drain()  # its thread has printed there while its cell still ran
                 worker.output.add_late(message, time.monotonic())
-                self._output.on_output()
+                self.output.on_output()
             case wire.RankStore(request, op):
                 if worker not in self.worker_pool.leaving:
                     self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):
                 self._host.segment_refs.take_back(worker, (pid, segment))
             case wire.Call():
-                self._mail.call(worker, self.id, message, payload)
+                self.mail.call(worker, self.id, message, payload)
             case wire.Cancel():
-                self._mail.cancel(worker, self.id, message)
+                self.mail.cancel(worker, self.id, message)
             case wire.AskLane():
-                self._mail.lanes.offer(worker, message)
+                self.mail.lanes.offer(worker, message)
             case wire.TakeLane(number):
-                self._mail.lanes.take(number)
+                self.mail.lanes.take(number)
             case wire.CutLane(number):
-                self._mail.lanes.cut(number)
+                self.mail.lanes.cut(number)
             case wire.CameEarly(call):
                 if worker not in self.worker_pool.leaving:
                     self.call(call, (), had_by=worker)
@@ -223,7 +218,7 @@ class AgentMesh:
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
         """Settle the calls and segments of a worker that ended, and report why it did."""
         worker.output.release()
-        self._output.send(worker, final=True)
+        self.output.send(worker, final=True)
         told = self.worker_pool.left(worker)
         worker.close()
         remove_ends(self.worker_pool.shortcut, worker.pid)
@@ -241,7 +236,7 @@ class AgentMesh:
             death = wire.DeathCause(self.worker_pool.host, cause, tail, alone)
         else:
             death = self.death(worker.rank)
-        self._mail.lanes.lose(worker, death)
+        self.mail.lanes.lose(worker, death)
         if not told:  # else nothing has reached it since, also where its rank is another's by now
             self.calls.forget_rank(worker.rank, death)
         self.tell_if_stopped()
@@ -257,9 +252,9 @@ class AgentMesh:
         for worker in self.worker_pool.retire(id, retire):
             worker.drain()
             worker.output.release()
-            self._output.send(worker, final=True)
+            self.output.send(worker, final=True)
             self.store.drop_client(worker.rank)
-            self._mail.lanes.lose(worker, self.death(worker.rank))
+            self.mail.lanes.lose(worker, self.death(worker.rank))
             self.calls.forget_rank(worker.rank, self.death(worker.rank))
 
     def death(self, rank: int) -> wire.DeathCause:
@@ -272,7 +267,7 @@ class AgentMesh:
         """Tell workers that wait for ranks here that they will get no answer."""
         death = wire.DeathCause(self.worker_pool.host, cause, "")
         for worker in self.workers.values():
-            self._mail.lanes.lose(worker, death)
+            self.mail.lanes.lose(worker, death)
         self.calls.give_up_mail(death)
 
     def renumber(self, renumber: wire.Renumber) -> None:
@@ -287,17 +282,6 @@ class AgentMesh:
         if host_rank:
             return StoreRelay(self.id, self.to_worker, self._uplink.send_urgent)
         return StoreHome(self.id, self.to_worker, self._uplink.send_urgent)
-
-    def on_mail_sent(self, worker: AgentWorker) -> None:
-        """Release the senders that wait for a worker: all of its mail was sent, or never will be."""
-        self._mail.release(worker)
-
-    def on_output(self, worker: AgentWorker) -> None:
-        self._output.on_output()
-
-    def flush_output(self) -> None:
-        """Send the text that was printed while no controller listened."""
-        self._output.flush()
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
 import time
@@ -79,10 +81,8 @@ class WorkerLane:
 
     def end_writing(self) -> None:
         """Tell the worker that no more comes."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         if self._watch is not None:
@@ -161,7 +161,8 @@ class AgentWorker:
         self._lanes: list[WorkerLane] = []
         self._reads_mail = False
         try:
-            self.calls, self.urgent, self.mail = self._open_lane(), self._open_lane(), self._open_mail()
+            self.calls, self.urgent = self._open_lane(), self._open_lane()
+            self.mail = self._open_lane(lambda: self._owner.mail.release(self), _MAIL_BYTES)
             for stream in ("stdout", "stderr"):
                 self._pipe_ends.append(self._open_pipe(stream))
         except OSError:
@@ -244,9 +245,6 @@ class AgentWorker:
         self.close_their_ends()
         self.output.log.close()
 
-    def _open_mail(self) -> WorkerLane:
-        return self._open_lane(lambda: self._owner.on_mail_sent(self), _MAIL_BYTES)
-
     def _open_lane(self, on_sent: Callable[[], None] = lambda: None, read_bytes: int = READ_BYTES) -> WorkerLane:
         ours, theirs = socket.socketpair()
         self._theirs.append(theirs)
@@ -272,7 +270,7 @@ class AgentWorker:
             self._loop.rest(self._pipes[stream], TRICKLE_S)
         if self.output.waits_for_pipes:
             self.drain()
-        self._owner.on_output(self)
+        self._owner.output.on_output()
 
     def _read_pipe(self, stream: str) -> int:
         """Take in all text that is there; return how many bytes that were."""
@@ -321,9 +319,5 @@ class AgentWorker:
 
 def _enlarge(fd: int) -> None:
     """Enlarge a pipe, so that a rank can print on while we are busy; unprivileged users may be refused."""
-    import fcntl
-
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]
-    except (OSError, AttributeError):
-        pass

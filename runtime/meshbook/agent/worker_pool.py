@@ -7,6 +7,7 @@ Renumber  the same processes under other ranks; their logs follow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -283,10 +284,8 @@ def free_slots(seats: Sequence[wire.Seat], taken: Collection[int]) -> list[int]:
 
 
 def _move(path: Path, to: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a full disk or a removed folder: the log is lost, not the rank
         path.rename(to)
-    except OSError:
-        pass  # a full disk or a removed folder: the log is lost, not the rank
 
 
 def _describe(worker: AgentWorker) -> wire.WorkerStarted:

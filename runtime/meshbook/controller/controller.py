@@ -229,11 +229,7 @@ class Controller:
 
     def expect_mesh(self, mesh: MeshState) -> None:
         """Register a mesh whose workers are to be asked for."""
-
-        def know() -> None:
-            self._dispatcher.meshes[mesh.id] = mesh
-
-        self.ask(know)
+        self.ask(lambda: self._dispatcher.meshes.update({mesh.id: mesh}))
 
     def end_arrival(self, arrival: MeshArrival, error: Exception | None = None) -> None:
         """End the arrival of a mesh: send the calls that waited for it, or fail them with ``error``."""

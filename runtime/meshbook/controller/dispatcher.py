@@ -256,7 +256,7 @@ class Dispatcher:
                     mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
-                    self.payloads.on_free(host, segment)
+                    self.payloads.release(segment, host)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():

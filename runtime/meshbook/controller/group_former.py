@@ -81,7 +81,7 @@ class GroupFormer:
         self.phase = GroupPhase.NONE
         self.doubt = GroupDoubt.NONE
         self.why = ""  # why the groups are missing, or not known to be sound; kept from the abort until they are formed
-        self._only: set[str] = set()  # names of the groups that were aborted; all of them where it is empty
+        self.only: set[str] = set()  # names of the groups that were aborted; all of them where it is empty
         self._forming: _Forming | None = None
         self.own: set[int] = set()  # ids of the open calls to main threads that were made here
         self._epochs: set[int] = set()  # epochs that may have left keys in the store
@@ -97,11 +97,6 @@ class GroupFormer:
     def is_sound(self) -> bool:
         """Whether the groups can be used, or there are none."""
         return self.phase not in UNSOUND
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether only some groups were aborted."""
-        return bool(self._only)
 
     @property
     def is_coming_back(self) -> bool:
@@ -124,10 +119,6 @@ class GroupFormer:
         self.doubt = DOUBT_NEXT[self.doubt, event]
         if event in (DoubtEvent.COMPARED, DoubtEvent.COMPARED_PARTLY, DoubtEvent.FORMED):
             self.why = ""
-
-    def not_compared(self, why: str) -> None:
-        """Note why the groups could not be compared."""
-        self.why = why
 
     def on_look(self, look: ProgressSnapshot) -> None:
         """Take in the ranks' reports on their groups."""
@@ -161,7 +152,7 @@ class GroupFormer:
         places: where ranks are stuck. spare: ranks that keep theirs for now, for the sake of the calls that they run.
         groups: only these, if any are given. drain: they are formed again by `end_draining`, not before.
         """
-        self._only = {*self._only, *groups} if groups and (self._only or self.is_sound) else set()
+        self.only = {*self.only, *groups} if groups and (self.only or self.is_sound) else set()
         self.phase = GROUP_NEXT[self.phase, GroupEvent.DRAIN if drain else GroupEvent.ABORT]
         self.why = reason
         if self.is_aborted:
@@ -206,12 +197,12 @@ class GroupFormer:
         were aborted there must be one: more of them may be of no use by now."""
         if self.phase is not GroupPhase.ABORTED or self._forming is not None or self._mesh.lost or self.running():
             return
-        if self._only:
+        if self.only:
             if look is None or any(told.call for told in look.answers.values()):
                 self._poll.look_in(0.0)
                 return
-            self._only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
-        self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self._only)
+            self.only.update(odd.name for odd in differing_groups(look.answers) if odd.is_certain)
+        self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self.only)
 
     def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
         """Form the groups under a new epoch, in place where there are some; the caller waits for ``call``. groups: only
@@ -226,7 +217,7 @@ class GroupFormer:
         self.phase = GROUP_NEXT[self.phase, GroupEvent.FORM]
         epoch = self._next_id()
         self._epochs.add(epoch)
-        self._only = set(groups)
+        self.only = set(groups)
         forming = self._forming = _Forming(call, epoch, give_up_at)
         self._poll.look_in(LATE_S)
         call.when_settled(lambda error: self._on_formed(forming, error))
@@ -290,12 +281,12 @@ class GroupFormer:
         self.phase = GROUP_NEXT[self.phase, GroupEvent.FAILED if error else GroupEvent.FORMED]
         if error is None:
             self.note(DoubtEvent.FORMED)
-            if not self._only:
+            if not self.only:
                 self._drop_keys({old for old in self._epochs if old < forming.epoch})
         else:
             why = forming.why or forming.describe_failure() or self.why or error
             self.why = f"forming them again failed: {why}\n  try again: {advice().rebuild}"
-        self._only = set()
+        self.only = set()
         self._tell_formed()
 
     def _drop_keys(self, epochs: Collection[int]) -> None:

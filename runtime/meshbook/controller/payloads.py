@@ -80,7 +80,7 @@ class Payloads:
             holders.add(_PIECES)
             views = self._pool.look_at(segment, self._note_gone)
         if not holders:
-            self._end(segment.segment, _PIECES)
+            self.release(segment.segment, _PIECES)
         return shared, views
 
     def _note_gone(self, segment: int) -> None:
@@ -88,11 +88,7 @@ class Payloads:
         self.gone.append(segment)
         self._wake()
 
-    def on_free(self, host: HostState, segment: int) -> None:
-        """Note that a host has let go of one of our segments."""
-        self._end(segment, host)
-
-    def _end(self, segment: int, holder: Holder) -> None:
+    def release(self, segment: int, holder: Holder) -> None:
         """Take a holder off a segment; the last one gives it back to the pool."""
         if (holders := self._lent.get(segment)) is not None:
             holders.discard(holder)
@@ -105,7 +101,7 @@ class Payloads:
         for segment, holders in list(self._lent.items()):
             for holder in tuple(holders):
                 if isinstance(holder, HostState) and holder.lost and holder.launched.failure():
-                    self._end(segment, holder)
+                    self.release(segment, holder)
 
     def send_reply(
         self,
@@ -156,7 +152,7 @@ class Payloads:
     def tell_freed(self) -> None:
         """Tell the workers whose segments have died here; take back those of ours that have arrived."""
         while self.gone:
-            self._end(self.gone.popleft(), _PIECES)
+            self.release(self.gone.popleft(), _PIECES)
         while self.freed:
             host, pid, segment = self.freed.popleft()
             if not host.lost:

@@ -84,10 +84,8 @@ class Questions:
         question = OpenQuestion(self._next_id(), mesh.id, kind, timeout_s, lambda _: done.set_result(None))
         ranks = list(ranks)
         self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked), done.set_exception)
-        try:
+        with contextlib.suppress(TimeoutError):  # the table forgets the question by itself
             done.get(timeout_s)
-        except TimeoutError:
-            pass  # the table forgets the question by itself
         return question.told
 
     def first(

@@ -492,9 +492,9 @@ class StuckWatch:
             self._uneven = self._uneven and bool(names)  # else all groups will be new
             former.abort(odd[0].reason, spare=() if late else self._at_no_failed(), groups=names)
         elif of_cells and found:
-            former.not_compared("they are not equally far")
+            former.why = "they are not equally far"
         elif of_cells and missing:
-            former.not_compared(f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer")
+            former.why = f"{name_ranks(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
         elif not found:
             for id in compared:
                 self._calls.complete(self._ended.pop(id).call)
@@ -536,7 +536,7 @@ class StuckWatch:
         if busy and time.monotonic() < self._drain_by:
             self._poll.look_in(DRAIN_LOOK_S)
             return
-        self._uneven = self.former.is_partial  # else all groups are new
+        self._uneven = bool(self.former.only)  # else all groups are new
         self.former.end_draining()
 
 

@@ -156,11 +156,6 @@ class BulkReceiver:
         self.queue.append((message, frames))
         return True
 
-    @property
-    def held(self) -> list[NamesPayload]:
-        """Return the messages that are held back."""
-        return [message for message, _ in self.queue]
-
     def drop(self, call: wire.Call) -> None:
         """Forget a call that is held back, and its payload; pass on the messages that waited only for that."""
         self.queue = deque(each for each in self.queue if each[0] is not call)

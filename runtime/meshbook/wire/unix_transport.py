@@ -10,6 +10,7 @@ other end, and the first message of a connection gives the secret key of the hos
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -42,10 +43,8 @@ class UnixServer:
         self._epoll, self._identify = epoll, identify
         # (host id, lane, link frames) of each message that has come; its reader empties it
         self.received: list[tuple[str, LaneName, list[bytes]]] = []
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # of the controller before us: the session's lock is ours
-        except FileNotFoundError:
-            pass
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(path)
@@ -112,10 +111,8 @@ class UnixServer:
         """Close everything; messages that cannot be sent within ``linger_s`` are dropped."""
         deadline = time.monotonic() + linger_s
         for fd, (connection, _) in list(self._connections.items()):
-            try:
+            with contextlib.suppress(OSError):
                 connection.flush_until(deadline)
-            except OSError:
-                pass
             self._drop(fd)
         self._epoll.unregister(self._listener)
         self._listener.close()

@@ -30,10 +30,6 @@ class PeerSilence:
     def __init__(self) -> None:
         self.heard = self._looked = time.monotonic()
 
-    def end(self) -> None:
-        """End the silence: the peer has spoken."""
-        self.heard = time.monotonic()
-
     def look(self) -> None:
         """Notice, once a second, that we were stopped."""
         now = time.monotonic()
@@ -193,7 +189,7 @@ class Uplink:
         kept = {name: lane.restart(epoch) for name, lane in self._lanes.items()}
         self.bulk_in.clear()
         self._on_heard = None
-        self.silence.end()
+        self.silence.heard = time.monotonic()
         return [*kept["calls"]], [*kept["bulk"], *self._bulk_out.take_unsent()]
 
     def send_again(self, pieces: Sequence[Sent]) -> None:

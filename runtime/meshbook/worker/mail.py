@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +42,16 @@ LOOK_S = 0.1  # a caller that waits for room looks so often for interrupts
 class MailCalls:
     """The calls that a worker has made to mailboxes. Any thread makes them; `WorkerMail` brings their answers."""
 
-    def __init__(self, channel: AgentChannel, payloads: RankPayloads) -> None:
+    def __init__(
+        self,
+        channel: AgentChannel,
+        payloads: RankPayloads,
+        identity: Callable[[], wire.Identity],
+        read: Callable[[], bool],
+        mailboxes: Collection[int],
+        on_lane: Callable[[RankLane, wire.Call | wire.Cancel, list[bytes]], None],
+    ) -> None:
+        """read, mailboxes: see `MailTurn`. on_lane: takes a call, or a cancel, that comes by a lane."""
         self._channel, self._payloads = channel, payloads
         self._table = CallTable({})
         self.ids = self._table.ids
@@ -51,8 +60,8 @@ class MailCalls:
         self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
         self._room = threading.Condition()
         self._held: frozenset[tuple[int, int]] = frozenset()  # (mesh, rank) for which too much waits
-        self.turn: MailTurn
-        self.lanes: RankLanes
+        self.turn = MailTurn(channel, read, self.expire, mailboxes, self.ids, self.others)
+        self.lanes = RankLanes(channel, self.turn, identity, on_lane, self.on_replies)
 
     # ---- any thread ---------------------------------------------------------------------------------------------
 
@@ -188,14 +197,11 @@ class WorkerMail:
     ) -> None:
         self._channel, self._payloads, self._identity = channel, payloads, identity
         self._on_call, self._tell_groups = on_call, tell_groups
-        self._calls = MailCalls(channel, payloads)
-        self.hold = self._calls.hold  # called by the control thread
         self._incoming = IncomingCalls()
         self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
-        self.turn = self._calls.turn = MailTurn(
-            channel, self._read, self._calls.expire, self.boxes.numbers, self._calls.ids, self._calls.others
-        )
-        self._lanes = self._calls.lanes = RankLanes(channel, self.turn, identity, self._on_lane, self._calls.on_replies)
+        self._calls = MailCalls(channel, payloads, identity, self._read, self.boxes.numbers, self._on_lane)
+        self.hold = self._calls.hold  # called by the control thread
+        self.turn, self._lanes = self._calls.turn, self._calls.lanes
         self.open_shortcut("")
         self._said = 0  # how many messages were sent on this lane that the agent is to pass on before later answers
         self._starting = threading.Lock()

@@ -165,7 +165,7 @@ def actors(worker: Worker) -> list[ActorState]:
 
 def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
     """Return the lines in another rank's stack, as far as this rank knows them."""
-    return lines_of(places)
+    return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
 T = TypeVar("T")
@@ -271,11 +271,6 @@ def place_in_debugger(worker: Worker) -> str:
         if is_users_code(frame.f_code):
             break
     return ""
-
-
-def lines_of(places: Sequence[tuple[str, int]]) -> list[Frame]:
-    """Return frames for (file, line) pairs of another rank's stack, as far as they are known here."""
-    return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
 def _read(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
