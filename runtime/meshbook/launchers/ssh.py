@@ -14,26 +14,24 @@ us, and is there to be read when it has ended.
 
 from __future__ import annotations
 
-import contextlib
 import getopt
 import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, open_log, with_hint
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.local import FoundHost, reap_released, release_child
+from meshbook.launchers.engines.clients import Client, ClientLog
+from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.exits import log_tail
-from meshbook.system.processes import describe_exit, describe_shell_exit, start_time
+from meshbook.system.processes import describe_exit, describe_shell_exit
 from meshbook.wire.ticket import TUNNEL_ENDS, Ticket, elsewhere, encode_ticket
 
 CONNECT_S = 10
@@ -61,7 +59,7 @@ _NOISE = re.compile(
     r"debug\d|connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
     r"|Bytes per|.*\bKilled\b"  # of an agent: the exit status says so too
 )
-_SAID_LINES, _KEPT_LINES = 3, 200
+_SAID_LINES = 3
 
 _HINTS = (
     ("Could not resolve hostname", "Hosts are named as for ssh: by your ssh config, or by DNS."),
@@ -73,6 +71,66 @@ _HINTS = (
     *PYTHON_HINTS,
     ("timed out", "It did not answer within the time that ssh gives it: {timeout} s, or -- -o ConnectTimeout=SECONDS"),
 )
+
+
+class SSHLog(ClientLog):
+    """The log of an ssh client, and of the program that it has started."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        if not _NOISE.match(line):
+            self._lines.append(line)
+
+    def explain(self, host: str) -> str:
+        """Return the last lines, with advice."""
+        lines = self._lines
+        usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
+        told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
+        said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
+        return with_hint(said, ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS))
+
+
+class SSHClient(Client[SSHLog]):
+    """An ssh, which ends with the agent at its other end, as the agent does with it."""
+
+    log_type = SSHLog
+
+
+class SSHHost:
+    """A host at the other end of an ssh client."""
+
+    job = ""
+
+    def __init__(self, host: str, client: SSHClient) -> None:
+        self._host, self._client = host, client
+        self.pid, self.started = client.pid, client.started
+
+    def failure(self) -> str | None:
+        """Return how ssh has ended, in its own words; None while it runs."""
+        status = self._client.poll()
+        if status is None:
+            return None
+        said = self._client.said.explain(self._host)
+        then = f": {said}" if said else ""
+        if not self._client.is_child:
+            return f"its ssh connection has ended{then}"
+        if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
+            how = "" if status == 255 and said else f" ({describe_exit(status)})"
+            return f"ssh{how}{then}" if said else f"its ssh connection has ended{how}"
+        return f"its agent ended ({describe_shell_exit(status)}){then}"
+
+    def waits_for(self) -> str:
+        return ""
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
+        self._client.end(timeout_s)
+
+    def release(self) -> None:
+        """Let both live on: the agent sees that its launcher has gone, and that ssh has not."""
+        self._client.release()
 
 
 class SSHLauncher(Launcher):
@@ -112,115 +170,27 @@ class SSHLauncher(Launcher):
                 started.append(self._connect(host, ticket))
         except BaseException:
             for each in started:
-                each.kill()
+                each.close(0.0)
             raise
         return list(started)
 
     def _connect(self, host: str, ticket: Ticket) -> SSHHost:
-        if (client := shutil.which("ssh")) is None:
+        if (ssh := shutil.which("ssh")) is None:
             raise SpawnError("there is no ssh on this machine; install it, as by: apt-get install openssh-client")
         tunnel = f"{TUNNEL_ENDS}{os.urandom(12).hex()}"
         way_back = f"{tunnel}:{ticket.endpoint.removeprefix('tcp://')}"
         log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
-        with open_log(log) as output:
-            process = subprocess.Popen(
-                [client, *_OURS, *self.options, *_DEFAULTS, "-R", way_back, host, _command(self.python, tunnel)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        started = SSHHost(host, process, log)
-        started.give(msgspec.structs.replace(elsewhere(ticket), name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True))
-        return started
-
-
-class SSHHost:
-    """A host at the other end of an ssh client that is our child. log: what that says."""
-
-    job = ""
-
-    def __init__(self, host: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._host, self._process, self._log = host, process, log
-        self.pid, self.started = process.pid, start_time(process.pid) or 0
-
-    def give(self, ticket: Ticket) -> None:
-        """Give the agent its ticket, which lies with ssh until there is one."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `failure` says why
-            self._process.stdin.write(encode_ticket(ticket) + b"\n")
-            self._process.stdin.flush()
-
-    def failure(self) -> str | None:
-        """Return how ssh has ended, in its own words; None while it runs."""
-        status = self._process.poll()
-        return None if status is None else _describe_end(self._host, status, log_tail(self._log, _KEPT_LINES))
-
-    def waits_for(self) -> str:
-        return ""
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
-        self._close_stdin()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        """End the connection now, and with it the agent over there."""
-        self._process.kill()
-        self._process.wait()
-        self._close_stdin()
-
-    def release(self) -> None:
-        """Close its stdin: the agent sees that its launcher has gone, and that ssh has not."""
-        self._close_stdin()
-        release_child(self._process)
-
-    def _close_stdin(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-
-
-class FoundSSHHost(FoundHost):
-    """A host at the other end of an ssh client of a former controller. log: the file that ssh writes."""
-
-    def __init__(self, host: str, pid: int, started: int, log: Path) -> None:
-        super().__init__(pid, started)
-        self._host, self._log = host, log
-
-    def failure(self) -> str | None:
-        if super().failure() is None:
-            return None
-        said = _explain(self._host, log_tail(self._log, _KEPT_LINES))
-        return f"its ssh connection has ended{said and f': {said}'}"
+        command = [ssh, *_OURS, *self.options, *_DEFAULTS, "-R", way_back, host, _command(self.python, tunnel)]
+        client = SSHClient.start(log, command)
+        ticket = msgspec.structs.replace(elsewhere(ticket), name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True)
+        client.write(encode_ticket(ticket) + b"\n")  # which lies with ssh until there is an agent
+        return SSHHost(host, client)
 
 
 def _command(python: str, tunnel: str) -> str:
     """Return the command for the user's shell over there, of any kind; it removes the tunnel's socket in any case."""
     script = f"trap 'rm -f {tunnel}' EXIT; {agent_script(python)}"
     return f"exec sh -c {shlex.quote(script)}"
-
-
-def _describe_end(host: str, status: int, log: str) -> str:
-    """Describe how ssh has ended. status: as in `subprocess`."""
-    said = _explain(host, log)
-    if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
-        how = "" if status == 255 and said else f" ({describe_exit(status)})"
-        return f"ssh{how}: {said}" if said else f"its ssh connection has ended{how}"
-    remote = describe_shell_exit(status)
-    return f"its agent ended ({remote}){said and f': {said}'}"
-
-
-def _explain(host: str, log: str) -> str:
-    """Return the last lines of ssh, or of the program that it has started, with advice."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
-    usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
-    told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
-    said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
-    return with_hint(said, ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS))
 
 
 def parse(asked: Asked) -> SSHLauncher:
@@ -233,7 +203,7 @@ def parse(asked: Asked) -> SSHLauncher:
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
     """See `meshbook.launchers.registry`."""
     launcher = saved.launcher
-    host = FoundSSHHost(launcher.host, saved.pid, saved.started, logs / f"agent-{id}.log")
+    host = SSHHost(launcher.host, SSHClient.find(logs / f"agent-{id}.log", saved.pid, saved.started))
     return host, SSHLauncher((launcher.host,), python=launcher.python, options=launcher.options)
 
 

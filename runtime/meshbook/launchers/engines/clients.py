@@ -90,6 +90,11 @@ class Client(Generic[Log]):
         return found if isinstance(found, cls) else cls(log, pid, started)
 
     @property
+    def is_child(self) -> bool:
+        """Whether this process has started it, and has not released it."""
+        return self._process is not None
+
+    @property
     def said(self) -> Log:
         """The content of its log, read again whenever there is more of it."""
         with contextlib.suppress(OSError):

@@ -22,6 +22,10 @@ CONNECT_S, ANSWER_S = 5.0, 10.0
 TAIL_LINES = 20
 _SAID_LINES, _SAID_CHARS = 3, 400
 
+_IN_TIME = {"_request_timeout": (CONNECT_S, ANSWER_S)}
+_RAW = {**_IN_TIME, "_preload_content": False}
+"""Arguments of calls of the client: it has no deadline of its own, and its models are slow to make."""
+
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -49,28 +53,22 @@ class Cluster:
     def create(self, job: dict[str, Any], secret: dict[str, Any]) -> None:
         """Make a Job, and the Secret that ends with it. Raises: the errors of the client."""
         name = job["metadata"]["name"]
-        made = self._batch.create_namespaced_job(self.namespace, job, _request_timeout=(CONNECT_S, ANSWER_S))
-        owned = owned_by(secret, name, made.metadata.uid)
-        self._core.create_namespaced_secret(self.namespace, owned, _request_timeout=(CONNECT_S, ANSWER_S))
+        made = self._batch.create_namespaced_job(self.namespace, job, **_IN_TIME)
+        self._core.create_namespaced_secret(self.namespace, owned_by(secret, name, made.metadata.uid), **_IN_TIME)
 
     def delete(self, name: str) -> None:
         """Remove a Job with its pod and its Secret, if it is there. Raises: the errors of the client."""
         from kubernetes.client import ApiException
 
         try:
-            self._batch.delete_namespaced_job(
-                name, self.namespace, propagation_policy="Background", _request_timeout=(CONNECT_S, ANSWER_S)
-            )
+            self._batch.delete_namespaced_job(name, self.namespace, propagation_policy="Background", **_IN_TIME)
         except ApiException as error:
             if error.status != 404:
                 raise
 
     def pods(self, group: str) -> tuple[list[Pod], str]:
         """Return the pods of a group, and the version of that list. Raises: the errors of the client."""
-        answer = self._core.list_namespaced_pod(
-            self.namespace, label_selector=f"{GROUP_LABEL}={group}", _preload_content=False,
-            _request_timeout=(CONNECT_S, ANSWER_S),
-        )  # fmt: skip
+        answer = self._core.list_namespaced_pod(self.namespace, label_selector=f"{GROUP_LABEL}={group}", **_RAW)
         found = json.loads(answer.data)
         return list(map(Pod, found["items"])), found["metadata"].get("resourceVersion", "")
 
@@ -88,10 +86,8 @@ class Cluster:
     def last_warning(self, name: str) -> str:
         """Return Kubernetes' last complaint about a Job or a pod; empty where it has none, or may not be asked."""
         with contextlib.suppress(Exception):  # it is only more to tell
-            answer = self._core.list_namespaced_event(
-                self.namespace, field_selector=f"involvedObject.name={name}", _preload_content=False,
-                _request_timeout=(CONNECT_S, ANSWER_S),
-            )  # fmt: skip
+            about = f"involvedObject.name={name}"
+            answer = self._core.list_namespaced_event(self.namespace, field_selector=about, **_RAW)
             events = [each for each in json.loads(answer.data)["items"] if each.get("type") == "Warning"]
             if events:
                 last = max(events, key=lambda each: each.get("lastTimestamp") or each.get("eventTime") or "")
@@ -101,34 +97,25 @@ class Cluster:
     def log_tail(self, pod: str, container: str) -> str:
         """Return the last lines of a container's log; empty where they cannot be read."""
         with contextlib.suppress(Exception):  # it is only more to tell
-            answer = self._core.read_namespaced_pod_log(
-                pod, self.namespace, container=container, tail_lines=TAIL_LINES, _preload_content=False,
-                _request_timeout=(CONNECT_S, ANSWER_S),
-            )  # fmt: skip
+            wanted = {"container": container, "tail_lines": TAIL_LINES}
+            answer = self._core.read_namespaced_pod_log(pod, self.namespace, **wanted, **_RAW)
             return bytes(answer.data).decode(errors="replace")
         return ""
 
     def words_of(self, error: BaseException) -> str:
-        """Describe an error of the client in one line."""
-        return words_of(error, self.server)
-
-
-def words_of(error: BaseException, server: str = "") -> str:
-    """Return the API server's message, or the reason why it cannot be reached."""
-    body = getattr(error, "body", None)
-    if body:
-        with contextlib.suppress(ValueError, TypeError):
-            return str(json.loads(body)["message"]) or str(error)
-    if getattr(error, "status", None):
-        return f"the API server at {server} answers {error.status} ({error.reason})"  # type: ignore[attr-defined]
-    text = " ".join(str(error).split())
-    if type(error).__module__.startswith("urllib3"):
+        """Return the API server's message, or the reason why it cannot be reached, in one line."""
+        if body := getattr(error, "body", None):
+            with contextlib.suppress(ValueError, TypeError):
+                return str(json.loads(body)["message"]) or str(error)
+        if status := getattr(error, "status", None):
+            return f"the API server at {self.server} answers {status} ({getattr(error, 'reason', '')})"
+        text = " ".join(str(error).split())
+        if not type(error).__module__.startswith("urllib3"):
+            return text or type(error).__name__
         said = re.search(r"\[Errno -?\d+\] ([^'\")]+)|certificate verify failed: ([^(\"]+)", text)
         why = next(filter(None, said.groups()), "") if said else ""
-        if not why:
-            why = f"no answer within {CONNECT_S:g} s" if "imed out" in text or "imeout" in text else text
-        return f"the API server at {server} does not answer: {why.strip()}"
-    return text or type(error).__name__
+        late = f"no answer within {CONNECT_S:g} s" if "imed out" in text or "imeout" in text else text
+        return f"the API server at {self.server} does not answer: {(why or late).strip()}"
 
 
 def _in_cluster(settings: Any) -> str:
@@ -177,8 +164,7 @@ _HOPELESS = {
 class EndKind(Enum):
     """The kinds of end of a pod."""
 
-    DISRUPTED = "preempted, evicted or drained, as a condition says"
-    FAILED = "ended by Kubernetes, as its status says"
+    KILLED = "ended by Kubernetes, as a condition of disruption or the status says"
     MEMORY = "killed for memory"
     DELETED = "deleted"
     AGENT = "its agent ended by itself"
@@ -227,10 +213,8 @@ class Pod:
     def end_kind(self) -> EndKind | None:
         """Return how its agent has ended, or must end; None while it runs."""
         phase, is_deleted = self._status.get("phase"), bool(self._metadata.get("deletionTimestamp"))
-        if self._disruption:
-            return EndKind.DISRUPTED
-        if self._status.get("reason") and (phase == "Failed" or is_deleted):
-            return EndKind.FAILED
+        if self._disruption or (self._status.get("reason") and (phase == "Failed" or is_deleted)):
+            return EndKind.KILLED
         if self._terminated.get("reason") == "OOMKilled":
             return EndKind.MEMORY
         if is_deleted:
@@ -241,11 +225,10 @@ class Pod:
 
     def describe_end(self, kind: EndKind, log: str = "") -> str:
         """Describe an end of that kind. log: the end of the container's log."""
-        ended, status = self._terminated, self._status
-        if kind is EndKind.DISRUPTED:
-            return f"Kubernetes has ended {self.place}: {_reason_of(self._disruption[-1])}"
-        if kind is EndKind.FAILED:
-            return f"Kubernetes has ended {self.place}: {_reason_of(status)}"
+        ended = self._terminated
+        if kind is EndKind.KILLED:
+            why = _reason_of(self._disruption[-1] if self._disruption else self._status)
+            return f"Kubernetes has ended {self.place}: {why}"
         if kind is EndKind.MEMORY:
             resources = self._spec["containers"][0].get("resources") or {}
             limit = (resources.get("limits") or {}).get("memory")
@@ -254,7 +237,7 @@ class Pod:
         if kind is EndKind.DELETED:
             return f"{self.place} was deleted"
         if kind is EndKind.FINISHED:
-            return f"{self.place} has ended: {_joined(status['phase'], status.get('message'))}"
+            return f"{self.place} has ended: {_joined(self._status['phase'], self._status.get('message'))}"
         lines = [line.strip() for line in log.splitlines() if line.strip()]
         last = "; ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
         how = _reason_of(ended) if ended.get("reason") not in ("Error", "Completed", None) else ""

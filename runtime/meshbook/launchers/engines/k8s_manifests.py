@@ -23,7 +23,6 @@ NO_CLIENT = (
     "the client of Kubernetes is not installed for the notebook's Python; install it: pip install 'meshbook[k8s]'"
 )
 GPU = "nvidia.com/gpu"
-NAME_LABEL = "app.kubernetes.io/name=meshbook"
 HOST_LABEL, GROUP_LABEL = "meshbook/host", "meshbook/group"
 """Labels of pods and Jobs: the name of the Job, and the group of the hosts of one driver."""
 
@@ -52,17 +51,8 @@ class HostOptions(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
-        for name in (
-            "image",
-            "namespace",
-            "context",
-            "kubeconfig",
-            "address",
-            "cpu",
-            "memory",
-            "service-account",
-            "template",
-        ):
+        texts = ("image", "namespace", "context", "kubeconfig", "address", "cpu", "memory", "service-account", "template")
+        for name in texts:
             self.add_argument(f"--{name}", default="", metavar=name.upper())
         self.add_argument("--gpus", type=int, default=0, metavar="N")
         self.add_argument("--resource", type=_pair, action="append", default=[], metavar="NAME=AMOUNT")
