@@ -29,9 +29,11 @@ class LaunchedHost(Protocol):
     @property
     def job(self) -> str:
         """The engine's own number for the job that the agent runs in; empty where there is none."""
+        return ""
 
     def waits_for(self) -> str:
         """Return what keeps the agent from starting, as a job's place in a queue; empty where nothing does."""
+        return ""
 
     def close(self, timeout_s: float) -> None:
         """Wait for the agent to end, and end it by force after ``timeout_s``."""

@@ -146,7 +146,6 @@ class BatchHost:
 
 
 def parse(asked: Asked) -> BatchLauncher:
-    """See `meshbook.launchers.registry`."""
     if asked.named not in SCHEDULERS:
         got = f'{did_you_mean(asked.named, tuple(SCHEDULERS))} There is no "{asked.named}".' if asked.named else ""
         raise UsageError(f"batch needs a scheduler: {', '.join(f'batch:{each}' for each in SCHEDULERS)}.{got}")
@@ -154,7 +153,6 @@ def parse(asked: Asked) -> BatchLauncher:
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     scheduler, *options = saved.launcher.options
     host = BatchHost(queue_of(scheduler, options), BatchFiles(logs, id), saved.launcher.job)
     return host, BatchLauncher(scheduler, python=saved.launcher.python, options=options).in_place_of(host)

@@ -120,13 +120,13 @@ class KubernetesHost(DrivenHost[KubernetesClient]):
     """An agent in a pod. job: the name of its Job. launcher: the one that it was started by."""
 
     def __init__(self, driver: KubernetesClient, id: str, job: str, launcher: KubernetesLauncher) -> None:
-        super().__init__(driver, id, job)
+        super().__init__(driver, id, job=job)
         self.launcher = launcher
         self.pid = self.started = 0  # it may live on without any process here
 
     def close(self, timeout_s: float) -> None:
         """Leave the driver, which ends with its last host; where it was killed another one takes its place first."""
-        driver = self.driver
+        driver = self.client
         if driver.poll() is not None and not driver.said.end_of(self.id):
             said, log = driver.said, driver.log.with_name(f"end-{self.id}.log")
             driver.close_stdin()
@@ -159,7 +159,7 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Ask for pods with an agent in each; they come when Kubernetes has them. Raises: OSError, SpawnError."""
         reap_released()
-        driver = self._place.driver if self._place is not None else None
+        driver = self._place.client if self._place is not None else None
         names = [f"meshbook-{Path(ticket.session).name}-{ticket.host_id}".lower() for ticket in tickets]
         template, group = read_template(self._wanted.template), driver.group if driver is not None else names[0]
         hosts = [
@@ -183,7 +183,7 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
         """Start a driver of some hosts. Raises: OSError, SpawnError."""
         if importlib.util.find_spec("kubernetes") is None:
             raise SpawnError(NO_CLIENT)
-        before = self._place.driver.said if self._place is not None else K8sLog()
+        before = self._place.client.said if self._place is not None else K8sLog()
         wanted = {
             "kubeconfig": self._wanted.kubeconfig,
             "context": self._wanted.context or before.context,
@@ -203,13 +203,11 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
 
 
 def parse(asked: Asked) -> KubernetesLauncher:
-    """See `meshbook.launchers.registry`."""
     gpus = [f"--gpus={asked.count_ranks()}"] if asked.device == "cuda" else []
     return KubernetesLauncher(python=asked.python, options=[*gpus, *asked.options])
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     driver = KubernetesClient.find(logs / saved.launcher.job, 0, 0)
     if not driver.group:
         driver.group = driver.said.group

@@ -115,21 +115,17 @@ def _exec(log: Path, environment: dict[str, str]) -> tuple[subprocess.Popen[byte
 
 
 def parse(asked: Asked) -> LocalLauncher:
-    """See `meshbook.launchers.registry`."""
     if asked.python is not None:
         raise UsageError("--python is for hosts elsewhere; ranks here run on the notebook's own.")
     return LocalLauncher(torch=asked.torch)
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     return FoundHost(saved.pid, saved.started), LocalLauncher(separate_hosts=saved.launcher.separate)
 
 
-class LocalHost:
+class LocalHost(LaunchedHost):
     """A host agent that is our child, or our template's."""
-
-    job = ""
 
     def __init__(self, process: subprocess.Popen[bytes] | HostFork, lifeline: IO[bytes], log: Path) -> None:
         self._process, self._lifeline, self._log = process, lifeline, log
@@ -144,9 +140,6 @@ class LocalHost:
         is_unknown = status == UNSEEN or (status == 0 and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)
         how = "" if is_unknown else f" ({describe_exit(status)})"
         return ": ".join([f"the host agent ended{how}", *(line.strip() for line in said)])
-
-    def waits_for(self) -> str:
-        return ""
 
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""
@@ -166,10 +159,8 @@ class LocalHost:
             release_child(self._process)
 
 
-class FoundHost:
+class FoundHost(LaunchedHost):
     """A host agent that another controller has started, on this machine or elsewhere."""
-
-    job = ""
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid, self.started = pid, started
@@ -178,9 +169,6 @@ class FoundHost:
         """Return that the agent has ended; None while it runs, and where that cannot be seen."""
         gone = self.pid and not is_same_process(self.pid, self.started)
         return f"the host agent (process {self.pid}) has ended" if gone else None
-
-    def waits_for(self) -> str:
-        return ""
 
     def close(self, timeout_s: float) -> None:
         """Wait for its end, then kill exactly the process that was recorded."""

@@ -88,7 +88,6 @@ class ManualLauncher(Launcher):
 
 
 def parse(asked: Asked) -> ManualLauncher:
-    """See `meshbook.launchers.registry`."""
     return ManualLauncher(asked.named, python=asked.python, within_s=asked.within_s or WITHIN_S)
 
 
@@ -103,11 +102,10 @@ def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]
     return FoundHost(saved.pid, saved.started), launcher
 
 
-class ManualHost:
+class ManualHost(LaunchedHost):
     """A place for a host, which is taken once somebody has come."""
 
     pid = started = 0
-    job = ""
 
     def __init__(self, party: Party, ticket: Ticket) -> None:
         self._party, self.ticket = party, ticket

@@ -26,10 +26,10 @@ import msgspec
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
-from meshbook.launchers.engines.clients import Client, ClientLog
+from meshbook.launchers.engines.clients import Client, ClientHost, ClientLog
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
-from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.sessions.folder import SavedHost
 from meshbook.system.exits import end_process
 from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.system.processes import describe_exit, describe_shell_exit
@@ -116,11 +116,9 @@ class MPIClient(Client[MPILog]):
     log_type = MPILog
 
     def leave(self, host_id: str, timeout_s: float) -> None:
-        """End a host, or note its end; mpirun ends with the last one."""
-        self.hosts.pop(host_id, None)
-        if not self.hosts:
+        if not self.hosts.keys() - {host_id}:
             self._remove_tickets()  # first: an agent that has not begun yet ends by itself
-            self.end(timeout_s)
+        super().leave(host_id, timeout_s)
 
     def end(self, timeout_s: float) -> None:
         """End mpirun and all that it has started here, which MPICH leaves behind when it is told to end too soon."""
@@ -137,39 +135,18 @@ class MPIClient(Client[MPILog]):
         self.log.with_suffix(".tickets").unlink(missing_ok=True)
 
 
-class MPIHost:
+class MPIHost(ClientHost[MPIClient]):
     """An agent that is a process of mpirun."""
-
-    job = ""
-
-    def __init__(self, client: MPIClient, host_id: str, task: int) -> None:
-        self._client, self._id, self._task = client, host_id, task
-        self.pid, self.started = client.pid, client.started
-        client.hosts[host_id] = ""
 
     @property
     def node(self) -> str:
         """The name of the agent's machine, as that calls itself; empty until it has said so."""
-        return self._client.said.nodes.get(self._task, "")
-
-    def save(self, saved: SavedLauncher) -> SavedLauncher:
-        log = self._client.log.name
-        return msgspec.structs.replace(saved, job=log, step=log, task=self._task)
+        return self.client.said.nodes.get(self.task, "")
 
     def failure(self) -> str | None:
-        self._client.settle()
-        status = self._client.poll()  # first: when it has ended, the log is whole
-        return self._client.said.why_ended(self._task, status)
-
-    def waits_for(self) -> str:
-        return ""
-
-    def close(self, timeout_s: float) -> None:
-        """Leave mpirun, which ends with its last host; the agent was told before, if it could be reached."""
-        self._client.leave(self._id, timeout_s)
-
-    def release(self) -> None:
-        self._client.release()
+        self.client.settle()
+        status = self.client.poll()  # first: when it has ended, the log is whole
+        return self.client.said.why_ended(self.task, status)
 
 
 class MPILauncher(EngineLauncher[MPIHost]):
@@ -224,19 +201,17 @@ class MPILauncher(EngineLauncher[MPIHost]):
         client = MPIClient.start(log, [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)])
         if by_stdin:
             client.write(data)
-        self._launched = [MPIHost(client, ticket.host_id, task) for task, ticket in enumerate(tickets)]
+        self._launched = [MPIHost(client, ticket.host_id, task=task) for task, ticket in enumerate(tickets)]
         return list(self._launched)
 
 
 def parse(asked: Asked) -> MPILauncher:
-    """See `meshbook.launchers.registry`."""
     return MPILauncher(program=asked.named, python=asked.python, options=asked.options)
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     launcher = saved.launcher
-    host = MPIHost(MPIClient.find(logs / launcher.step, saved.pid, saved.started), id, launcher.task)
+    host = MPIHost(MPIClient.find(logs / launcher.job, saved.pid, saved.started), id, task=launcher.task)
     program, *options = launcher.options
     return host, MPILauncher(program=program, python=launcher.python, options=options).in_place_of(host)
 

@@ -106,7 +106,7 @@ class RayLauncher(EngineLauncher[RayHost]):
 
     @property
     def place_is_gone(self) -> bool:
-        return self._place is not None and self._place.driver.poll() is not None
+        return self._place is not None and self._place.client.poll() is not None
 
     def for_more(self, beside: Sequence[LaunchedHost]) -> RayLauncher:
         """Return one that has another placement group."""
@@ -120,7 +120,7 @@ class RayLauncher(EngineLauncher[RayHost]):
             for ticket in tickets
         ]
         if self._place is not None:
-            driver, first = self._place.driver, self._place.task
+            driver, first = self._place.client, self._place.task
             if not driver.ask({"start": agents[0], "bundle": first}):
                 why = driver.said.why_ended("", driver.poll()) or "the driver of Ray does not answer"
                 raise SpawnError(f"{why}; its placement group has ended")
@@ -146,7 +146,6 @@ class RayLauncher(EngineLauncher[RayHost]):
 
 
 def parse(asked: Asked) -> RayLauncher:
-    """See `meshbook.launchers.registry`."""
     ranks = asked.count_ranks()
     wants = asked.device == "cuda" and "--num-gpus" not in " ".join(asked.options)
     options = [*([f"--num-gpus={ranks}"] if wants else []), *asked.options]
@@ -155,7 +154,6 @@ def parse(asked: Asked) -> RayLauncher:
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     launcher = saved.launcher
     host = RayHost(RayClient.find(logs / launcher.job, saved.pid, saved.started), id, task=launcher.task)
     address, gpus, *options = launcher.options

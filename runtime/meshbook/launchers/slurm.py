@@ -24,6 +24,7 @@ import msgspec
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import agent_script
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
+from meshbook.launchers.engines.clients import ClientHost
 from meshbook.launchers.engines.slurm_jobs import (
     JOB_NAME,
     PIPE_BYTES,
@@ -125,52 +126,45 @@ class SlurmLauncher(EngineLauncher["SlurmHost"]):
         return list(self._launched)
 
 
-class SlurmHost:
-    """An agent that is a task of a client. node: where it is, if that is known before it says so."""
+class SlurmHost(ClientHost[SlurmClient]):
+    """An agent that is a task of a client. node: the node that it was asked for on, if there is one."""
 
-    def __init__(self, allocation: Allocation, client: SlurmClient, host_id: str, task: int, node: str) -> None:
-        self.allocation, self._client, self._id, self._task, self._node = allocation, client, host_id, task, node
-        self.pid, self.started = client.pid, client.started
-        allocation.hosts.add(host_id)
+    def __init__(self, allocation: Allocation, client: SlurmClient, id: str, task: int, node: str) -> None:
+        super().__init__(client, id, task=task)
+        self.allocation, self._node = allocation, node
+        allocation.hosts.add(id)
 
     @property
     def node(self) -> str:
         """The node of the agent; empty until it is known."""
-        return self._node or self._client.said.nodes.get(self._task, "")
+        return self._node or self.client.said.nodes.get(self.task, "")
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        return msgspec.structs.replace(
-            saved, host=self._node, job=self.allocation.log.name, step=self._client.log.name, task=self._task
-        )
+        log, step = self.allocation.log.name, self.client.log.name
+        return msgspec.structs.replace(saved, host=self._node, job=log, step=step, task=self.task)
 
     def failure(self) -> str | None:
-        status = self._client.poll()  # first: when it has ended, the log is whole
-        why = self._client.said.why_ended(self._task, self.node, self._client.name, status)
-        return f"{why}; {self.allocation.sizes}" if why and self._client.said.is_impossible else why
+        status = self.client.poll()  # first: when it has ended, the log is whole
+        why = self.client.said.why_ended(self.task, self.node, self.client.name, status)
+        return f"{why}; {self.allocation.sizes}" if why and self.client.said.is_impossible else why
 
     @property
     def job(self) -> str:
         return self.allocation.job
 
     def waits_for(self) -> str:
-        """Return what Slurm says of the queue."""
         return "" if self.failure() else self.allocation.look_at_queue()
 
     def close(self, timeout_s: float) -> None:
         """Leave the allocation, which ends with its last host; the agent was told before, if it could be reached."""
-        self.allocation.leave(self._id, self._client, timeout_s)
-
-    def release(self) -> None:
-        self._client.release()
+        self.allocation.leave(self.id, self.client, timeout_s)
 
 
 def parse(asked: Asked) -> SlurmLauncher:
-    """See `meshbook.launchers.registry`."""
     return SlurmLauncher(python=asked.python, options=asked.options)
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     launcher = saved.launcher
     allocation = allocation_of(logs / launcher.job)
     client = allocation.find(logs / launcher.step, saved.pid, saved.started)

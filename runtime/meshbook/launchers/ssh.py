@@ -27,7 +27,7 @@ import msgspec
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.engines.clients import Client, ClientLog
+from meshbook.launchers.engines.clients import Client, ClientHost, ClientLog
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
@@ -98,39 +98,26 @@ class SSHClient(Client[SSHLog]):
     log_type = SSHLog
 
 
-class SSHHost:
-    """A host at the other end of an ssh client."""
+class SSHHost(ClientHost[SSHClient]):
+    """A host at the other end of an ssh client. name: the host's, for ssh."""
 
-    job = ""
-
-    def __init__(self, host: str, client: SSHClient) -> None:
-        self._host, self._client = host, client
-        self.pid, self.started = client.pid, client.started
+    def __init__(self, client: SSHClient, id: str, name: str) -> None:
+        super().__init__(client, id)
+        self._name = name
 
     def failure(self) -> str | None:
         """Return how ssh has ended, in its own words; None while it runs."""
-        status = self._client.poll()
+        status = self.client.poll()
         if status is None:
             return None
-        said = self._client.said.explain(self._host)
+        said = self.client.said.explain(self._name)
         then = f": {said}" if said else ""
-        if not self._client.is_child:
+        if not self.client.is_child:
             return f"its ssh connection has ended{then}"
         if status == 255 or status < 0:  # of ssh itself; also when a signal has ended the shell over there
             how = "" if status == 255 and said else f" ({describe_exit(status)})"
             return f"ssh{how}{then}" if said else f"its ssh connection has ended{how}"
         return f"its agent ended ({describe_shell_exit(status)}){then}"
-
-    def waits_for(self) -> str:
-        return ""
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the agent, with which ssh ends, then end ssh, with which the agent ends; idempotent."""
-        self._client.end(timeout_s)
-
-    def release(self) -> None:
-        """Let both live on: the agent sees that its launcher has gone, and that ssh has not."""
-        self._client.release()
 
 
 class SSHLauncher(Launcher):
@@ -184,7 +171,7 @@ class SSHLauncher(Launcher):
         client = SSHClient.start(log, command)
         ticket = msgspec.structs.replace(elsewhere(ticket), name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True)
         client.write(encode_ticket(ticket) + b"\n")  # which lies with ssh until there is an agent
-        return SSHHost(host, client)
+        return SSHHost(client, ticket.host_id, host)
 
 
 def _command(python: str, tunnel: str) -> str:
@@ -194,16 +181,14 @@ def _command(python: str, tunnel: str) -> str:
 
 
 def parse(asked: Asked) -> SSHLauncher:
-    """See `meshbook.launchers.registry`."""
     if not asked.named:
         raise UsageError("ssh needs the names of hosts, as your ssh config has them.")
     return SSHLauncher(asked.named.split(","), python=asked.python, options=asked.options)
 
 
 def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]:
-    """See `meshbook.launchers.registry`."""
     launcher = saved.launcher
-    host = SSHHost(launcher.host, SSHClient.find(logs / f"agent-{id}.log", saved.pid, saved.started))
+    host = SSHHost(SSHClient.find(logs / f"agent-{id}.log", saved.pid, saved.started), id, launcher.host)
     return host, SSHLauncher((launcher.host,), python=launcher.python, options=launcher.options)
 
 

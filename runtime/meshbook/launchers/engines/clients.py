@@ -22,6 +22,7 @@ import msgspec
 from typing_extensions import Self
 
 from meshbook.launchers.agent_start import open_log, with_hint
+from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.engines.driver import MARK
 from meshbook.launchers.local import release_child
 from meshbook.sessions.folder import SavedLauncher
@@ -115,6 +116,12 @@ class Client(Generic[Log]):
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
+    def leave(self, host_id: str, timeout_s: float) -> None:
+        """End a host, or note its end; with the last one all that was started here ends, within the time."""
+        self.hosts.pop(host_id, None)
+        if not self.hosts:
+            self.end(timeout_s)
+
     def end(self, timeout_s: float) -> None:
         """Wait until it ends, as it does with its agents, then end it; idempotent."""
         self.close_stdin()
@@ -143,6 +150,28 @@ class Client(Generic[Log]):
 
 
 _by_log: weakref.WeakValueDictionary[tuple[type, Path], Client[Any]] = weakref.WeakValueDictionary()
+
+
+AnyClient = TypeVar("AnyClient", bound=Client[Any])
+
+
+class ClientHost(LaunchedHost, Generic[AnyClient]):
+    """An agent that a client has started. task: its number among the client's."""
+
+    def __init__(self, client: AnyClient, id: str, *, job: str = "", task: int = 0) -> None:
+        self.client, self.id, self.task, self._job = client, id, task, job
+        self.pid, self.started = client.pid, client.started
+        client.hosts[id] = job
+
+    def save(self, saved: SavedLauncher) -> SavedLauncher:
+        return msgspec.structs.replace(saved, job=self.client.log.name, step=self._job, task=self.task)
+
+    def close(self, timeout_s: float) -> None:
+        """Leave the client, which ends with its last host; the agent was told before, if it could be reached."""
+        self.client.leave(self.id, timeout_s)
+
+    def release(self) -> None:
+        self.client.release()
 
 
 # ---- drivers of ours (`meshbook.launchers.engines.driver`) -----------------------------------------------------------
@@ -220,46 +249,28 @@ class DriverClient(Client[AnyDriverLog]):
             return False
 
     def leave(self, host_id: str, timeout_s: float) -> None:
-        """End a host, or note its end; after the last one the driver and all that it started end, within the time."""
-        self.hosts.pop(host_id, None)
-        if not self.hosts:
-            self.end(timeout_s)
-            return
+        super().leave(host_id, timeout_s)
         deadline = time.monotonic() + timeout_s
-        while not self.said.end_of(host_id) and self.poll() is None and time.monotonic() < deadline:
+        while self.hosts and not self.said.end_of(host_id) and self.poll() is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        self.ask({"end": host_id})
+        if self.hosts:
+            self.ask({"end": host_id})
 
 
 AnyDriver = TypeVar("AnyDriver", bound=DriverClient[Any])
 
 
-class DrivenHost(Generic[AnyDriver]):
+class DrivenHost(ClientHost[AnyDriver]):
     """An agent that a driver has started. job: the engine's number, where each host has one."""
-
-    def __init__(self, driver: AnyDriver, id: str, job: str = "", task: int = 0) -> None:
-        self.driver, self.id, self.task, self._job = driver, id, task, job
-        self.pid, self.started = driver.pid, driver.started
-        driver.hosts[id] = job
 
     @property
     def job(self) -> str:
-        return self._job or str(self.driver.said.job)
-
-    def save(self, saved: SavedLauncher) -> SavedLauncher:
-        return msgspec.structs.replace(saved, job=self.driver.log.name, step=self._job, task=self.task)
+        return self._job or str(self.client.said.job)
 
     def failure(self) -> str | None:
-        status = self.driver.poll()  # first: when it has ended, the log is whole
-        why: str | None = self.driver.said.why_ended(self.id, status)
+        status = self.client.poll()  # first: when it has ended, the log is whole
+        why: str | None = self.client.said.why_ended(self.id, status)
         return why
 
     def waits_for(self) -> str:
-        return "" if self.failure() else self.driver.said.waits_for(self.id)
-
-    def close(self, timeout_s: float) -> None:
-        """Leave the driver, which ends with its last host; the agent was told before, if it could be reached."""
-        self.driver.leave(self.id, timeout_s)
-
-    def release(self) -> None:
-        self.driver.release()
+        return "" if self.failure() else self.client.said.waits_for(self.id)

@@ -51,9 +51,20 @@ class HostOptions(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
-        texts = ("image", "namespace", "context", "kubeconfig", "address", "cpu", "memory", "service-account", "template")
+        texts = (
+            "image",
+            "namespace",
+            "context",
+            "kubeconfig",
+            "address",
+            "cpu",
+            "memory",
+            "service-account",
+            "template",
+        )
         for name in texts:
             self.add_argument(f"--{name}", default="", metavar=name.upper())
+        self.add_argument("--template", default="", metavar="TEMPLATE")
         self.add_argument("--gpus", type=int, default=0, metavar="N")
         self.add_argument("--resource", type=_pair, action="append", default=[], metavar="NAME=AMOUNT")
         self.add_argument("--node-selector", type=_pair, action="append", default=[], metavar="LABEL=VALUE")
