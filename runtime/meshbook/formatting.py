@@ -1,4 +1,4 @@
-"""How the project speaks: ranks as ranges, sizes and times short, near misses named."""
+"""The project's way to write ranks as ranges, sizes and times short, and to name near misses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_some_ranks(ranks: Iterable[int], chars: int) -> str:
-    """As `format_ranks`, but cut at a comma to at most ``chars`` characters: ``0,2,4,...``."""
+    """Write ranks as `format_ranks` does, but cut at a comma to at most ``chars`` characters: ``0,2,4,...``."""
     text = format_ranks(ranks)
     return text if len(text) <= chars else text[: chars - 3].rpartition(",")[0] + ",..."
 

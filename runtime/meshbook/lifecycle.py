@@ -153,7 +153,7 @@ GROUP_NEXT = _Transitions[GroupPhase, GroupEvent](
 
 
 class GroupDoubt(_TableEnum):
-    """Why process groups that are formed may be of no use, seen from their controller."""
+    """The reason why process groups that are formed may be of no use, seen from their controller."""
 
     NONE = "none"  # as far as is known the members of each are equally far
     PARTIAL = "partial"  # some could not be compared, since their ranks ran other calls

@@ -47,10 +47,10 @@ Visit: TypeAlias = Callable[[Callable[[FrameType | None], object]], None]
 
 
 class DebuggerStart(NamedTuple):
-    """What became of the wish for a debugger."""
+    """The answer to the wish for a debugger."""
 
     problem: str = ""
-    """Why the rank has no debugger now."""
+    """The reason why the rank has no debugger now."""
     python: str = ""
     """The interpreter that lacks debugpy."""
     hidden: tuple[str, ...] = ()
@@ -63,17 +63,17 @@ class DebugBytes(NamedTuple):
     at: int
     data: bytes
     ended: str
-    """Why the session is over, once all was read."""
+    """The reason why the session is over, once all was read."""
 
 
 class DebugSession:
-    """One debug session of this process."""
+    """A debug session of this process."""
 
     def __init__(self, id: str, visit: Visit) -> None:
         """Start to trace. Raises: ImportError without debugpy; RuntimeError, OSError when it does not start."""
         self.id = id
         self.ended = ""
-        """Why it has ended; empty while it lives."""
+        """The reason why it has ended; empty while it lives."""
         self._visit = visit
         self._pydevd = load_pydevd()
         with above_standard():
@@ -94,7 +94,7 @@ class DebugSession:
     # ---- control thread, aside ----------------------------------------------------------------------------------
 
     def read(self, offset: int, wait_s: float) -> DebugBytes:
-        """What the tracer has said from ``offset`` on; the reader has all before it."""
+        """Return the tracer's bytes from ``offset`` on; the reader has all before it."""
         self._heard = time.monotonic()
         with self._changed:
             del self._unread[: max(0, offset - self._unread_at)]
@@ -122,13 +122,13 @@ class DebugSession:
             pass
 
     def join(self, timeout_s: float) -> None:
-        """After `end`: wait until the tracer is gone."""
+        """Wait, after `end`, until the tracer is gone."""
         self._thread.join(timeout_s)
 
     # ---- main thread --------------------------------------------------------------------------------------------
 
     def trace_again(self) -> None:
-        """Before a cell: an interrupt at a breakpoint has left the main thread untraced, and seemingly stopped."""
+        """Trace the main thread again before a cell: an interrupt at a breakpoint leaves it untraced, as if stopped."""
         tracer = self._pydevd.get_global_debugger()
         if self.ended or tracer is None or sys.gettrace() is not None:
             return
@@ -195,7 +195,7 @@ _SETTINGS = {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # no advice on options of Python in a rank's output
     "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",  # a step goes from one statement of a cell to the next
 }
-"""What pydevd reads from the environment when it is imported, beside `_context`."""
+"""The settings that pydevd reads from the environment when it is imported, beside `_context`."""
 
 _watches_forks = threading.Event()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROMPT = "(Pdb) "
 COMPLETIONS_MAX = 100
 TEXT_MAX_CHARS = 100_000
-"""More than that of one command's output is cut."""
+"""The size from which on one command's output is cut."""
 
 _SKIPPED = ("meshbook", "meshbook.*", "IPython", "IPython.*", "asyncio", "asyncio.*")
 _LAST_NAME = re.compile(r"[\w.]*$")
@@ -49,13 +49,13 @@ class Console:
         return len(text)
 
     def flush(self) -> None:
-        """What is written is taken with the next prompt."""
+        """Do nothing: the text is taken with the next prompt."""
 
     def isatty(self) -> bool:
         return False
 
     def take(self) -> str:
-        """What was written since the last time."""
+        """Return the text that was written since the last time."""
         text, self._written = "".join(self._written), []
         return text if len(text) <= TEXT_MAX_CHARS else f"{text[:TEXT_MAX_CHARS]}\n... ({len(text):,} characters)\n"
 
@@ -65,7 +65,7 @@ class Console:
 
 
 class RankPdb(pdb.Pdb):
-    """One per thread that stops. ``host`` gets each stay at the prompt, and each of its questions."""
+    """The debugger of one thread that stops. ``host`` gets each stay at the prompt, and each of its questions."""
 
     def __init__(self, host: RankDebugger) -> None:
         self.console = Console()
@@ -73,11 +73,11 @@ class RankPdb(pdb.Pdb):
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, skip=_SKIPPED, readrc=False)
         self.prompt = PROMPT
         self._is_outside = False
-        """Where it steps now, the runtime's code surrounds the user's."""
+        """Whether the runtime's code surrounds the user's where it steps now."""
         self.why = ""
-        """For a post-mortem: the exception."""
+        """The exception of a post-mortem."""
         self.stays = 0
-        """How many prompts of it are open: one in a statement that was typed at another."""
+        """The number of its prompts that are open: one in a statement that was typed at another."""
         self.console.ask = lambda text, prompt: host.ask(self, text, prompt)
         self._host = host
 
@@ -153,7 +153,7 @@ class RankPdb(pdb.Pdb):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # until Python 3.12
 
     def complete_names(self, text: str) -> list[str]:
-        """What the last word of ``text`` may go on to: names in the current frame, attributes, pdb's commands."""
+        """Return the names that complete the last word of ``text``: in the current frame, attributes, commands."""
         last = _LAST_NAME.search(text)
         word = last[0] if last else ""
         owner, dot, start = word.rpartition(".")
@@ -170,7 +170,7 @@ class RankPdb(pdb.Pdb):
             return []
 
     def do_clear(self, arg: str) -> bool | None:
-        """Of all breakpoints without a question, which pdb would ask at the process's own stdin."""
+        """Clear all breakpoints without a question, which pdb would ask at the process's own stdin."""
         if arg:
             return super().do_clear(arg)
         self.clear_all_breaks()

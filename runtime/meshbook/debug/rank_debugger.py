@@ -42,15 +42,15 @@ class _Stop:
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.interrupted = False
         self.prompt: AtPrompt | None = None
-        """While it waits for a line."""
+        """The prompt at which it waits for a line, while it does."""
 
 
 class RankDebugger:
-    """One per rank. Without `begin`, and while there is a `refusal`, breakpoints raise instead."""
+    """The debugger of a rank. Without `begin`, and while there is a `refusal`, breakpoints raise instead."""
 
     def __init__(self) -> None:
         self.refusal = "nobody could type at its prompt"
-        """Why no prompt can be opened now; empty while one can."""
+        """The reason why no prompt can be opened now; empty while one can."""
         self._tell: Callable[[AtPrompt], None] = lambda prompt: None
         self._pid, self._main = os.getpid(), threading.get_ident()
         self._turn = threading.RLock()
@@ -59,7 +59,7 @@ class RankDebugger:
         self._own = threading.local()
 
     def begin(self, tell: Callable[[AtPrompt], None] | None = None) -> None:
-        """On the rank's main thread: take over what opens debuggers. tell: called with each prompt, on its thread."""
+        """Take over what opens debuggers, on the rank's main thread. tell: called with each prompt, on its thread."""
         self._pid, self._main = os.getpid(), threading.get_ident()
         if tell is not None:
             self._tell, self.refusal = tell, ""
@@ -155,13 +155,13 @@ class RankDebugger:
 
     @property
     def prompt(self) -> AtPrompt | None:
-        """What the rank waits at, if it is stopped and waits for a line."""
+        """Return the prompt at which the rank waits for a line, if it is stopped."""
         stop = self._stop
         return stop.prompt if stop is not None else None
 
     @property
     def place(self) -> str:
-        """Where the rank is stopped; empty when it is not."""
+        """Return the place where the rank is stopped; empty when it is not."""
         stop = self._stop
         return stop.place if stop is not None else ""
 
@@ -185,7 +185,7 @@ class RankDebugger:
     # ---- breaking in --------------------------------------------------------------------------------------------
 
     def break_in(self, frame: FrameType | None) -> None:
-        """On the main thread, in a signal handler: stop at the next line of the user's code."""
+        """Stop at the next line of the user's code; on the main thread, in a signal handler."""
         tracer = sys.gettrace()
         if self.place or (tracer is not None and not isinstance(getattr(tracer, "__self__", None), RankPdb)):
             return

@@ -1,4 +1,4 @@
-"""What helps, as the user of one front end would type it: Python calls in a script; a notebook has other words.
+"""The words for what helps, as the user of a front end types it: Python calls in a script, others in a notebook.
 
 Errors say what to do. What that is called depends on the front end, which replaces the table (`set_advice`); ranks get
 it when they start, and again when another process takes their mesh over, since some texts are made there.
@@ -18,26 +18,26 @@ class Advice(NamedTuple):
     """The same, where an error of a Python call says it."""
     rebuild: str = "mesh.rebuild_groups()"
     elsewhere: str = ""
-    """How a mesh that is not the current one is repaired; empty where there is no current one."""
+    """The repair of a mesh that is not the current one; empty where there is no current one."""
     shrink: str = "mesh.shrink()"
     change: str = "mesh.{verb}({sizes})"
     respawn: str = "mesh.respawn({list})"
-    """For ``ranks`` as a person writes them, and as a ``list``."""
+    """The command for ``ranks`` as a person writes them, and as a ``list``."""
     insist: str = "mesh.respawn({list}, force=True)"
     spawn: str = 'this_host().spawn_procs({"gpus": 4})'
     spawn_call: str = "this_host().spawn_procs(...)"
     spawn_hosts: str = 'start_hosts({"hosts": 3}, launcher).spawn_procs({"gpus": 4})'
     grow_hosts: str = "mesh.grow(launcher, hosts=1)"
     heal_elsewhere: str = "mesh.heal(launcher=launcher)"
-    """How somebody else starts hosts beside those that there are, and in the place of lost ones."""
+    """The ways in which another launcher starts hosts beside those that there are, and in the place of lost ones."""
     shared_network: str = 'spawn with env={"MESHBOOK_INTERFACE": NETWORK} that they share'
     no_groups: str = "with group=False"
     stop: str = "mesh.stop()"
     detach: str = "meshbook.detach()"
     whole: str = "base()"
-    """What gives the whole mesh in place of a part."""
+    """The call that gives the whole mesh in place of a part."""
     fresh_view: str = "slice that"
-    """What to do with the whole mesh for a view of its ranks as they are now."""
+    """The thing to do with the whole mesh for a view of its ranks as they are now."""
     interrupt: str = "mesh.interrupt()"
     wait: str = "get() of their calls"
     stacks: str = "mesh.stacks()"
@@ -52,7 +52,7 @@ class Advice(NamedTuple):
     cpu: str = 'device="cpu"'
     within: str = "within_s=600"
     invite: str = 'start_hosts({"hosts": 2}, ManualLauncher()) of meshbook.launchers.manual'
-    """What shows the line by which other machines become hosts."""
+    """The command that shows the line by which other machines become hosts."""
 
 
 _current = Advice()

@@ -13,7 +13,7 @@ class MeshError(Exception):
     """Base of all errors that meshbook raises."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message alone, since the frames in between are ours, not the user's."""
+        """Return the message alone for IPython: the frames in between are ours, not the user's."""
         return [f"{type(self).__name__}: {self}"]
 
 

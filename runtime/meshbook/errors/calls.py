@@ -11,7 +11,7 @@ from meshbook.errors.failures import Failure, RankDeath, RemoteTraceback, descri
 from meshbook.formatting import format_ranks, name_ranks
 
 GRADIENTS = "gradients of backward()"
-"""What a text on torn tensors begins with where they are a bucket of DDP, or whatever else backward() reduces."""
+"""The begin of a text on torn tensors where they are a bucket of DDP, or something else that backward() reduces."""
 
 
 class GroupAborted(MeshError):
@@ -24,7 +24,7 @@ class GroupAborted(MeshError):
         super().__init__(reason)
         self.reason = reason
         self.torn = ""
-        """What the operation may have left half done."""
+        """A text on the tensors that the operation may have left half done."""
 
     def __str__(self) -> str:
         why, _, advice = self.reason.partition("\n")
@@ -67,11 +67,11 @@ class CallError(MeshError):
         self.freed: Mapping[int, str] = {}
         """Ranks that waited for others in vain and were freed, with what they waited in."""
         self.freed_s = 0.0
-        """From the first failure until the last of them was free."""
+        """The time from the first failure until the last of them was free."""
         self.groups = ""
-        """Why the process groups are not back; empty when nothing is wrong with them."""
+        """The reason why the process groups are not back; empty when nothing is wrong with them."""
         self.torn: Mapping[str, Iterable[int]] = {}
-        """What operations that were given up may have left half done, ``x may be half reduced``, with the ranks."""
+        """Texts on tensors that operations may have left half done, ``x may be half reduced``, with the ranks."""
 
     def verdict(self) -> list[str]:
         """Lines on who was freed, and on the process groups where they are not back."""
@@ -93,7 +93,7 @@ class CallError(MeshError):
 
 
 class CallFailed(CallError):
-    """One or more ranks raised. Equal causes are shown once."""
+    """Ranks raised. Equal causes are shown once."""
 
     def __init__(self, failures: Iterable[Failure], partial: Partial | None = None) -> None:
         self.failures = tuple(failures)
@@ -135,7 +135,7 @@ def _headline(group: Sequence[Failure], place: str = "") -> str:
 
 
 class CallTimeout(CallError, TimeoutError):
-    """Some ranks had not answered at the deadline; the call goes on there."""
+    """Ranks had not answered at the deadline; the call goes on there."""
 
     def __init__(self, what: str, timeout_s: float, silent: Iterable[int], partial: Partial | None = None):
         self.what, self.timeout_s, self.silent = what, timeout_s, tuple(sorted(silent))
@@ -222,7 +222,7 @@ class WorkerLost(CallError):
 
     @classmethod
     def of(cls, errors: Iterable[WorkerLost], partial: Partial | None = None) -> WorkerLost:
-        """One error for all of them; at least one."""
+        """Return an error for all of these; there is at least one."""
         errors = tuple(errors)
         first, *others = sorted(death for error in errors for death in error.deaths)
         made = cls(*first, others, partial=partial)

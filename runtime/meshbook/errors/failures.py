@@ -12,7 +12,7 @@ from meshbook.formatting import format_ranks, name_ranks
 
 
 class Failure(NamedTuple):
-    """One rank's exception, as it can be shown where the exception's class does not exist."""
+    """The exception of a rank, as it can be shown where the exception's class does not exist."""
 
     rank: int
     host: str
@@ -104,7 +104,7 @@ def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
 
 
 def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
-    """What is left and which commands help.
+    """Return lines on the ranks that are left and on the commands that help.
 
     survivors: the ranks of the mesh that live; None where that is not known, nor whether it is the current mesh.
     """

@@ -35,7 +35,7 @@ MARGIN_US = 2.0
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """Of Chrome's format, as far as it is kept. ``ts`` and ``dur`` are microseconds."""
+    """An event of Chrome's format, as far as it is kept. ``ts`` and ``dur`` are microseconds."""
 
     ph: str
     name: str = ""
@@ -49,7 +49,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
 
 class RankEvents:
-    """Those of one rank, with times from its base on."""
+    """The events of one rank, with times from its base on."""
 
     def __init__(self, events: list[Event], shift_us: float, main_tid: int) -> None:
         """events: as exported; they are changed. shift_us: what is to be added to their times."""
@@ -158,7 +158,7 @@ def _of(tid: int, name: str) -> tuple[tuple[str, TraceEvent], ...]:
 
 
 def _unwind(stack: list[tuple[Event, float, list[float]]], now: float) -> Iterator[tuple[Event, float]]:
-    """Those on the stack that have ended by ``now``."""
+    """Take the events that have ended by ``now`` off the stack."""
     while stack and stack[-1][1] <= now:
         event, end, inner = stack.pop()
         yield event, max(0.0, end - event.ts - inner[0])
@@ -177,7 +177,7 @@ LANES = 8
 """Operations that overlap lie in lanes of their own, up to so many."""
 MAX_ARROWS = 20_000
 LEAST_WAIT_S = 0.0002
-"""Who waited less for the last one gets no arrow."""
+"""The least wait for the last one that gets an arrow."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -239,7 +239,7 @@ def _span(rank: int, operation: Operation, lane: int) -> TraceEvent:
 
 
 def place_in_lanes(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Each operation with a lane in which no other overlaps it; what finds none of `LANES` is left out."""
+    """Return each operation with a lane in which no other overlaps it, without those that find none of `LANES`."""
     free_at = [float("-inf")] * LANES
     placed = []
     for operation in sorted(operations, key=lambda each: each.begun):
@@ -251,7 +251,7 @@ def place_in_lanes(operations: Iterable[Operation]) -> list[tuple[Operation, int
 
 
 def arrows(lanes: Mapping[int, list[tuple[Operation, int]]]) -> list[TraceEvent]:
-    """From the last one to come to an operation to those that waited for it; for the longest waits."""
+    """Return arrows from the last one to come to an operation to those that waited for it; for the longest waits."""
     members: dict[tuple[int, str, int], list[tuple[int, Operation, int]]] = {}
     for rank, placed in lanes.items():
         for operation, lane in placed:

@@ -40,7 +40,7 @@ RECORD_S = 20.0
 
 
 class OpTime(NamedTuple):
-    """One kind of operation on one rank. Seconds; ``self`` leaves out what it called."""
+    """The time of a kind of operation on one rank. Seconds; ``self`` leaves out the operations that it called."""
 
     calls: int
     self_s: float
@@ -48,23 +48,23 @@ class OpTime(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """What one rank has recorded of a cell."""
+    """The recording of a cell on one rank."""
 
     problem: str
-    """Why there is nothing else here; empty when all is well."""
+    """The reason why there is nothing else here; empty when all is well."""
     cell_s: float = 0.0
-    """How long the cell was recorded."""
+    """The time that the cell was recorded."""
     waited_s: float = 0.0
-    """In operations of process groups, on the main thread."""
+    """The time in operations of process groups, on the main thread."""
     gpu_s: float = 0.0
     gpu_collectives_s: float = 0.0
     ops: Mapping[str, OpTime] = {}
     operations: tuple[Operation, ...] = ()
-    """Of process groups; seconds since the base that `take` was given."""
+    """The operations of process groups; seconds since the base that `take` was given."""
     events: bytes = b""
     """zlib: JSON objects, separated by commas; times are microseconds since the base, processes are ranks."""
     left_out: int = 0
-    """So many of the shortest events are not in it."""
+    """The number of the shortest events that are not in it."""
     is_cut: bool = False
     """Whether the cell ran on after ``cell_s``."""
 
@@ -167,7 +167,7 @@ def _stop(recording: _Recording) -> None:
 
 
 def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
-    """What was recorded under ``name``; it is let go of. Runs on a rank.
+    """Return the recording of ``name``, and let go of it. Runs on a rank.
 
     base_s: for each rank the time of its clock (as `time.time`) that becomes 0. max_events: the most that travel.
     """
@@ -227,7 +227,7 @@ class _Exported(msgspec.Struct):
 
 
 def _export(recording: _Recording) -> _Exported:
-    """What the profiler saw. Raises: OSError."""
+    """Return the profiler's events. Raises: OSError."""
     with above_standard():
         handle, path = tempfile.mkstemp(suffix=".json", prefix="meshbook-")
         os.close(handle)

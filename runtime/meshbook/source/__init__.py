@@ -1,1 +1,1 @@
-"""What code is called: cells, files, frames."""
+"""Names of code for people: cells, files, frames."""

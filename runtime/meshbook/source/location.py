@@ -96,7 +96,7 @@ def text_only_here(name: str) -> str:
 
 
 def learn_source(name: str, text: str) -> None:
-    """On a rank: know the text."""
+    """Know the text of a file name, on a rank."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
@@ -139,22 +139,22 @@ MAX_FRAMES = 100
 MAX_THREADS = 64
 
 USER, LIBRARY, RUNTIME = "user", "library", "runtime"
-"""Whose code stands in a file."""
+"""The owners of the code in a file."""
 NATIVE = "native"
 """The kind of code that is no Python."""
 
 
 class Frame(NamedTuple):
-    """One call of a stack."""
+    """A call of a stack."""
 
     function: str
     file: str
-    """For native code the library that it is in."""
+    """The file; for native code the library that it is in."""
     line: int
     place: str
     """``cell 7, line 5``, ``train.py:41``."""
     kind: str
-    """Whose code: ``user``, ``library`` or ``runtime``; ``native`` for code that is no Python."""
+    """The owner of the code: ``user``, ``library`` or ``runtime``; ``native`` for code that is no Python."""
     source: str = ""
     """The line's text, where it is known."""
 
@@ -174,17 +174,17 @@ class ThreadStack(NamedTuple):
 
 
 def cut_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """At most `MAX_FRAMES` of them; endless recursion has more."""
+    """Return the frames, `MAX_FRAMES` of them at most; endless recursion has more."""
     frames = tuple(frames)
     half = MAX_FRAMES // 2
     return frames if len(frames) <= MAX_FRAMES else frames[:half] + frames[-half:]
 
 
 SOURCE_CHARS = 160
-"""Of a line that is shown."""
+"""The most that is shown of a line."""
 
 PACKAGE = f"{Path(str(sys.modules['meshbook'].__file__)).parent}/"
-"""Where our own modules are: their frames are not the user's."""
+"""The folder of our own modules: their frames are not the user's."""
 _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
 )
@@ -211,7 +211,7 @@ def describe_frame(frame: FrameType | None) -> str:
 
 
 class Activity(enum.Enum):
-    """What kind of code a thread runs."""
+    """The kind of code that a thread runs."""
 
     IDLE = enum.auto()
     CODE = enum.auto()
@@ -221,7 +221,7 @@ class Activity(enum.Enum):
     RUNTIME = enum.auto()
     """Ours alone."""
     PAUSED = enum.auto()
-    """None, since a debugger holds it."""
+    """No code, since a debugger holds the thread."""
 
 
 def frame_activity(frame: FrameType | None) -> Activity:
@@ -258,7 +258,7 @@ def is_users_code(code: CodeType) -> bool:
 
 
 def kind_of_file(filename: str) -> str:
-    """Whose code stands in a file: `USER`, `LIBRARY` or `RUNTIME`; also for files of another host, by their paths."""
+    """Return the owner of a file's code: `USER`, `LIBRARY` or `RUNTIME`; by its path, so for other hosts' files too."""
     if is_cell_name(filename):
         return USER
     if filename.startswith(PACKAGE) or ("/meshbook/" in filename and "/site-packages/" in filename):

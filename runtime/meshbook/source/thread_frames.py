@@ -39,7 +39,7 @@ def frame_of(thread: int | None) -> FrameType | None:
 
 
 def exception_of(thread: int) -> object:
-    """What ``thread`` handles, as the running Python has it."""
+    """Return the exception that ``thread`` handles, as the running Python has it."""
     with _without_collector():
         return sys._current_exceptions().get(thread)
 
@@ -65,7 +65,7 @@ def cell_frames(loop: asyncio.AbstractEventLoop) -> list[FrameType]:
 
 
 def task_frames(loop: asyncio.AbstractEventLoop) -> list[tuple[str, list[FrameType]]]:
-    """All tasks that have not ended: their names and frames, innermost first."""
+    """Return the names and frames, innermost first, of all tasks that have not ended."""
     try:
         tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     except RuntimeError:  # it changed under our eyes, again and again

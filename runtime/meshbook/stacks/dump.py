@@ -19,7 +19,7 @@ from meshbook.source.location import MAX_THREADS, NATIVE, Frame, ThreadStack, cu
 from meshbook.system.memory_files import create_memory_file, is_memory_file
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
-"""One that nobody uses; 0 where there are no such signals."""
+"""A signal that is free for this; 0 where there is none."""
 
 _FILE = "meshbook-stacks"
 
@@ -27,7 +27,7 @@ _tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
 
 
 def accept_dumps() -> int:
-    """In the worker: write the stacks of all threads whenever `SIGNAL` comes; returns the file's descriptor, or -1."""
+    """Write the stacks of all threads of this worker whenever `SIGNAL` comes; returns the file's descriptor, or -1."""
     if not SIGNAL:
         return -1
     import fcntl
@@ -39,7 +39,7 @@ def accept_dumps() -> int:
 
 
 class DumpRequest:
-    """One dump of another process of this host."""
+    """A dump of another process of this host."""
 
     def __init__(self, pid: int, thread: int, fd: int) -> None:
         """thread: the kernel's number of its control thread; fd: what `accept_dumps` returned there.

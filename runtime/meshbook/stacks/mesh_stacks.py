@@ -34,9 +34,9 @@ class RankTold(NamedTuple):
     busy_s: float
     """0 when idle."""
     where: str
-    """As `meshbook.source.location` puts it; ``idle``."""
+    """The place in the words of `meshbook.source.location`; ``idle``."""
     paused: str
-    """Where it stopped in pdb; empty when it did not."""
+    """The place where it stopped in pdb; empty when it did not."""
     collectives: Collectives
     threads: tuple[ThreadStack, ...]
     """The main thread first."""
@@ -51,14 +51,14 @@ class RankStack(NamedTuple):
     doing: str
     """``all_reduce (cell 7, line 5)`` where it waits, ``in time.sleep (train.py:41)``; why it does not answer."""
     busy_s: float
-    """How long its call runs, or for a rank that waits how long it does; 0 where it is not known."""
+    """The time that its call runs, or for a rank that waits how long it does; 0 where it is not known."""
     threads: tuple[ThreadStack, ...]
     """The main thread first; empty for a rank that is idle, dead, or cannot be read."""
     collectives: Collectives | None = None
     read_by: str = ""
-    """How the stacks were read from outside: ``signal``, ``py-spy``; empty where the rank told them itself."""
+    """The tool that read the stacks from outside: ``signal``, ``py-spy``; empty where the rank told them itself."""
     problem: str = ""
-    """Why there are none, and what helps."""
+    """The reason why there are none, and a way out."""
 
     @property
     def main(self) -> ThreadStack | None:
@@ -67,13 +67,13 @@ class RankStack(NamedTuple):
 
 
 class MeshStacks:
-    """What `ProcMesh.stacks` returns: a sequence of `RankStack`, and a text to print."""
+    """The result of `ProcMesh.stacks`: a sequence of `RankStack`, and a text to print."""
 
     def __init__(self, ranks: Sequence[RankStack], others: Sequence[RankStack] = ()) -> None:
         """others: ranks of the mesh that were not asked for, but may be what these wait for."""
         self.ranks = tuple(ranks)
         self.verdict = self._judge([*ranks, *others])
-        """Who holds the others up; None where nobody has waited for `PATIENCE_S`."""
+        """The verdict on who holds the others up; None where no rank has waited for `PATIENCE_S`."""
 
     def __iter__(self) -> Iterator[RankStack]:
         return iter(self.ranks)
@@ -82,7 +82,7 @@ class MeshStacks:
         return len(self.ranks)
 
     def __getitem__(self, rank: int) -> RankStack:
-        """By base rank. Raises: KeyError."""
+        """Return the stacks of a base rank. Raises: KeyError."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -107,7 +107,7 @@ class MeshStacks:
 
 
 def predicate(one: RankStack) -> str:
-    """What a rank does, as a sentence goes on."""
+    """Return the end of a sentence on a rank's doing."""
     if one.state == "idle":
         return "is idle: it runs no cell"
     if one.state == "pdb":
@@ -147,7 +147,7 @@ def _describe_groups(ranks: Sequence[RankStack], odd: Collection[int], all_frame
 
 
 def _key(one: RankStack, all_frames: bool) -> tuple[object, ...]:
-    """What equal stacks have in common."""
+    """Return a key that is equal for equal stacks."""
     threads = tuple(
         (thread.name, tuple(_line(frame) for frame in (thread.frames if all_frames else thread.users)))
         for thread in one.threads

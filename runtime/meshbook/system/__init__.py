@@ -1,1 +1,1 @@
-"""What the operating system and the drivers offer: processes, exits, devices, folders, files in memory."""
+"""Offers of the operating system and the drivers: processes, exits, devices, folders, files in memory."""

@@ -55,9 +55,9 @@ def open_above(open: Callable[[], Opened]) -> Opened:
 
 @contextlib.contextmanager
 def above_standard() -> Iterator[None]:
-    """What is opened in this block has such a number too: for code that opens several files, or none of ours.
+    """Give a number above the standard ones to all that is opened in this block, be it several files or none.
 
-    Lower numbers are taken meanwhile, by what takes no text: nothing is printed into a file of ours. To be short.
+    Lower numbers are taken meanwhile, by files that take no text: nothing is printed into a file of ours.
     """
     with _lock, contextlib.ExitStack() as low:
         if not _all_open():
@@ -110,7 +110,7 @@ def _close(opened: int | _File) -> None:
 
 
 def _renew() -> None:
-    """In a fork, which may have copied it held by another thread."""
+    """Replace the lock in a forked child, which may have copied it held by another thread."""
     global _lock
     _lock = threading.RLock()
 

@@ -38,18 +38,18 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class DevicePlan(NamedTuple):
-    """Where the ranks of one mesh run on one host."""
+    """The places of the ranks of one mesh on one host."""
 
     device: str
     """``cpu`` or ``cuda``."""
     environments: tuple[dict[str, str], ...]
-    """What to add to the environment of each local rank: LOCAL_RANK, and the mesh's devices as CUDA_VISIBLE_DEVICES.
+    """The additions to the environment of each local rank: LOCAL_RANK, and the mesh's devices as CUDA_VISIBLE_DEVICES.
 
     As under torchrun every rank sees the devices of all ranks of its host and uses number LOCAL_RANK of them: scripts
     that call ``torch.cuda.set_device(LOCAL_RANK)`` work.
     """
     threads_per_rank: int
-    """For `torch.set_num_threads`: the host's cores, divided so that ranks do not crowd each other out."""
+    """The argument of `torch.set_num_threads`: the host's cores, divided so that ranks do not crowd each other out."""
 
 
 def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> DevicePlan:
@@ -76,7 +76,7 @@ def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> Devic
 
 
 def count_cuda_devices() -> int:
-    """How many CUDA devices a process of ours may use."""
+    """Return how many CUDA devices a process of ours may use."""
     return len(visible_cuda_devices())
 
 
@@ -170,15 +170,15 @@ OLD_S = 0.5
 
 
 class GpuUse(NamedTuple):
-    """One device at one moment, as one of the processes on it sees it."""
+    """The use of one device at one moment, as one of the processes on it sees it."""
 
     busy_percent: int
     """Share of the last second or so in which it computed; -1 where that is not known."""
     used_bytes: int
-    """By all processes on the device."""
+    """The memory that all processes on the device use."""
     total_bytes: int
     own_bytes: int
-    """What torch holds in this process, for tensors and for reuse."""
+    """The memory that torch holds in this process, for tensors and for reuse."""
 
     def __str__(self) -> str:
         """``83 %, 38.7 GB of 80 GB``; without the percents where they are not known."""
@@ -247,7 +247,7 @@ def load_nvml() -> Any:
 
 
 class NvmlDevice:
-    """One device in the driver's management library."""
+    """A device in the driver's management library."""
 
     def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
         self._library, self._handle = library, handle

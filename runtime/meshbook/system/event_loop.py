@@ -15,11 +15,11 @@ from collections.abc import Callable
 from meshbook.concurrency.background import attempt, tell
 
 REST_S = 0.1
-"""So long nobody looks at a descriptor whose callback has met a fault of ours."""
+"""The time for which a descriptor rests whose callback has met a fault of ours."""
 
 
 class Watch:
-    """One descriptor that the loop watches."""
+    """A descriptor that the loop watches."""
 
     __slots__ = ("active", "fd", "mask", "on_readable", "on_writable", "resting")
 
@@ -38,7 +38,7 @@ class EventLoop:
         self._epoll = select.epoll()
         self._watches: dict[int, Watch] = {}
         self.unwritten: set[Watch] = set()
-        """Those that want to be told when they can be written."""
+        """The watches that want to be told when their descriptors can be written."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 

@@ -29,7 +29,7 @@ from meshbook.source.location import PACKAGE, name_line
 from meshbook.system.processes import describe_exit, is_ending, is_same_process, kill_tree, start_time
 
 LOOK_S = 0.05
-"""How late the stand-in may be."""
+"""The most by which the stand-in may be late."""
 
 
 def open_end(pid: int) -> int:
@@ -88,7 +88,7 @@ class _Watcher:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
-        """By our end of the pipe."""
+        """The watched processes, by our end of the pipe."""
 
     def open(self, pid: int) -> int:
         if self._owner != os.getpid():  # a fork has neither the thread nor, for sure, the lock
@@ -135,14 +135,14 @@ _THREADING = "/threading.py"
 
 
 class End(NamedTuple):
-    """How a child process ended."""
+    """The end of a child process."""
 
     status: int | None
     """Exit code, or the negative number of a signal; None when it was not ours to learn."""
     peak_bytes: int
     """The largest resident memory that it had."""
     oom_killed: bool | None
-    """None when no counter of the kernel's can be read."""
+    """Whether the OOM killer ended it; None when no counter of the kernel's can be read."""
 
     @property
     def was_killed(self) -> bool:
@@ -187,7 +187,7 @@ class OomWatch:
         return True
 
     def _file_of(self, pid: int) -> Path | None:
-        """Where the kernel counts for the cgroup of ``pid``; None without a memory cgroup."""
+        """Return the file in which the kernel counts for the cgroup of ``pid``; None without a memory cgroup."""
         try:
             lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
         except OSError:
@@ -263,7 +263,7 @@ def _frames(report: list[str]) -> list[str]:
 
 
 FATAL = "Fatal Python error: "
-"""What it begins with; the stack of the thread follows."""
+"""The begin of a crash report; the stack of the thread follows."""
 
 _MODULES = "Extension modules: "
 """Begins its last line, of some 3 kB, which names every module that is no Python."""
@@ -278,7 +278,7 @@ class CrashReportCut:
         """The beginning of a line that may be the one."""
 
     def cut(self, text: str) -> str:
-        """What to show of ``text``, the next piece."""
+        """Return the part of ``text``, the next piece, that is to be shown."""
         if not self._crashed:
             self._crashed = FATAL in text
             if not self._crashed:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshbook.system.descriptors import open_above
 
 WANTED = "MESHBOOK_INTERFACE"
-"""In the environment: the interface, or the network as ``10.0.0.0/8``, by which hosts reach each other."""
+"""The variable for the interface, or the network as ``10.0.0.0/8``, by which hosts reach each other."""
 
 _GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915
 _UP, _LOOPBACK = 0x1, 0x8
@@ -36,18 +36,18 @@ class Interface(NamedTuple):
 
 
 def use_address(address: str) -> None:
-    """From now on this process is known by this address; empty: by that of the default route."""
+    """Make this process known by this address from now on; empty: by that of the default route."""
     global _chosen
     _chosen = address
 
 
 def chosen_address() -> str:
-    """What `use_address` was given last."""
+    """Return the address that `use_address` was given last."""
     return _chosen
 
 
 def routed_address() -> str:
-    """That of the default route; no packet is sent. Empty without a route."""
+    """Return the address of the default route; no packet is sent. Empty without a route."""
     for family, address in _FAR_AWAY:
         with contextlib.suppress(OSError), _probe(family) as probe:
             probe.connect((address, 1))
@@ -60,19 +60,19 @@ def _probe(family: socket.AddressFamily) -> socket.socket:
 
 
 def chosen_interface() -> str:
-    """What `use_address` was given last, and the interface that has it; empty where nothing was chosen."""
+    """Return the chosen address and the interface that has it; empty where none was chosen."""
     return next((str(each) for each in own_interfaces() if each.address == _chosen), _chosen)
 
 
 def own_interfaces() -> list[Interface]:
-    """Those that are up, that of the default route first; loopback is none, but for an address that is routed to it."""
+    """Return the interfaces that are up, that of the default route first; loopback only if it has that route."""
     routed = routed_address()
     found = sorted(_all(), key=lambda each: each.address != routed)
     return [each for each in found if each.address == routed or not _is_loopback(each.name)]
 
 
 def wanted_interfaces(wanted: str) -> list[Interface]:
-    """Those of `own_interfaces` that a person means. wanted: names or networks, with commas between them."""
+    """Return those of `own_interfaces` that a person means. wanted: names or networks, with commas between them."""
     return [each for each in own_interfaces() if any(_is_meant(each, part) for part in wanted.split(","))]
 
 
@@ -135,7 +135,7 @@ def address_towards(host: str) -> str:
 
 
 def loopback_address() -> str:
-    """Where processes of this host find each other."""
+    """Return the address at which processes of this host find each other."""
     return "127.0.0.1" if _is_ours("127.0.0.1") else "::1"
 
 

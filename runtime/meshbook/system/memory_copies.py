@@ -22,15 +22,15 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.system.devices import count_cores
 
 SLICE_BYTES = 16 << 20
-"""Between slices a copy looks whether it is still wanted. Each end of a slice waits for a turn of Python besides."""
+"""The size after which a copy looks whether it is still wanted, and waits for a turn of Python."""
 
 THREAD_BYTES = 4 << 20
-"""So much for each thread, at least: less is copied before another thread is awake."""
+"""The least size for each thread: less is copied before another thread is awake."""
 
 MAX_THREADS = 4
 
 MOST_RUNS = 1024
-"""So many pieces go into one call: UIO_MAXIOV."""
+"""The most pieces of one call: UIO_MAXIOV."""
 
 
 class _Run(ctypes.Structure):

@@ -96,7 +96,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """What every view of a mapping keeps alive; NumPy reads its ``__array_interface__``."""
+    """The owner of a mapping, which every view keeps alive; NumPy reads its ``__array_interface__``."""
 
     def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
         self.__array_interface__ = {
@@ -180,13 +180,13 @@ def _is_private_file(address: int, size_bytes: int) -> bool:
 HUGE_PAGE_BYTES = 2 << 20
 
 _MADV_COLLAPSE = 25
-"""Since Linux 6.1; madvise(2)."""
+"""The advice of madvise(2) to collapse pages, since Linux 6.1."""
 
 PIECE_BYTES = 16 << 20
-"""Of memory, to be moved at a time: some 40 ms."""
+"""The memory that is moved at a time: some 40 ms."""
 
 MIN_PRIVATE = 0.75
-"""So much of a mapping has to be there, and this process's alone: what is shared would no longer be."""
+"""The share of a mapping that has to be there and this process's alone: shared pages would no longer be shared."""
 
 _HUGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(\[heap\])?$")
@@ -209,7 +209,7 @@ def use_huge_pages() -> Iterator[None]:
 
 
 def _private_mappings() -> list[tuple[int, int]]:
-    """Where writable memory without a file begins and ends, if nearly all of it is this process's alone."""
+    """Return the begin and end of writable memory without a file, if nearly all of it is this process's alone."""
     found: list[tuple[int, int]] = []
     mapping: re.Match[str] | None = None
     private_bytes = 0

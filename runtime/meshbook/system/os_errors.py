@@ -24,7 +24,7 @@ def explain(error: OSError) -> str:
 
 
 ENOUGH_FILES = 65_536
-"""For a controller of 20,000 hosts. Code that uses select(2) has trouble from the 1,024th open file on, not before."""
+"""Enough for a controller of 20,000 hosts. Code that uses select(2) has trouble from the 1,024th open file on."""
 
 
 def raise_file_limit() -> None:
@@ -36,7 +36,7 @@ def raise_file_limit() -> None:
 
 
 def check_descriptors(count: int) -> None:
-    """For libraries that abort where they get none. Raises: OSError if this process may not open ``count`` more."""
+    """Raise OSError if this process may not open ``count`` more: libraries abort where they get none."""
     opened: list[int] = []
     try:
         while len(opened) < count:

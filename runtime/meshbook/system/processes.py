@@ -20,10 +20,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 
 MEMORY_VARIABLE = "MESHBOOK_MEMORY"
-"""In the environment of hosts that act as if they were alone on their machine: tells them apart."""
+"""The variable that tells apart hosts which act as if they were alone on their machine."""
 
 STAT_BYTES = 1024
-"""More than proc(5)'s stat takes: a name of at most 64 bytes and some fifty numbers."""
+"""A size beyond proc(5)'s stat, which is a name of at most 64 bytes and some fifty numbers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -52,7 +52,7 @@ def may_be_traced() -> None:
 
 
 def let_peers_read() -> None:
-    """Where Yama lets only ancestors look at a process: let every process of the same user."""
+    """Let every process of the same user look at this one, where Yama lets only ancestors."""
     with contextlib.suppress(OSError):  # there is no Yama
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
             _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
@@ -98,7 +98,7 @@ def _stat(pid: int, proc: Path = Path("/proc")) -> list[bytes]:
 
 
 def _read_stat(path: str) -> bytes:
-    """What `_stat` splits. Without `pathlib` and buffers: the error of a call waits for that of each thread."""
+    """Return the text that `_stat` splits; without `pathlib`, since a call's error waits for that of each thread."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """What ``pid`` has started or adopted, and not reaped."""
+    """Return the pids that ``pid`` has started or adopted, and not reaped."""
     pids: list[int] = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -271,17 +271,17 @@ def _namespace_id(kind: str) -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Which start of which machine this is. Raises: OSError where there is no Linux."""
+    """Name this start of this machine. Raises: OSError where there is no Linux."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def python_version() -> str:
-    """As in ``3.11``: between these bytecode differs."""
+    """Return ``3.11``, say: between these bytecode differs."""
     return "{}.{}".format(*sys.version_info)
 
 
 def versions() -> str:
-    """Of Python and of us: processes of one host that differ here do not understand each other."""
+    """Name the versions of Python and of us: processes of one host that differ here do not understand each other."""
     return f"Python {python_version()}, meshbook {__version__}"
 
 

@@ -1,4 +1,4 @@
-"""Where the folders of this user lie, also where the usual places are not to be had, and files for this user alone.
+"""The folders of this user, also where the usual places are not to be had, and files for this user alone.
 
     sessions            $XDG_RUNTIME_DIR, if it is there and ours, else the temp folder     /meshbook-<uid>
     what outlives them  $XDG_STATE_HOME, else ~/.local/state                                /meshbook
@@ -23,13 +23,13 @@ from meshbook.errors import SpawnError
 from meshbook.system.os_errors import explain
 
 KEPT = ".kept"
-"""Where logs lie in the folder of sessions; no session is called so."""
+"""The place of logs in the folder of sessions; no session is called so."""
 
 _NAMES = 10
 
 
 def runtime_base() -> Path:
-    """Where the sessions of this user are. Raises: SpawnError, OSError."""
+    """Return the folder of this user's sessions. Raises: SpawnError, OSError."""
     parent, name = _runtime_parent(), f"meshbook-{os.getuid()}"
     candidates = [parent / name, *(parent / f"{name}.{number}" for number in range(1, _NAMES))]
     owners = {folder: owner for folder in candidates if (owner := _owner(folder)) is not None}
@@ -44,12 +44,12 @@ def runtime_base() -> Path:
 
 
 def log_base() -> Path:
-    """Where logs are. Raises: SpawnError, OSError."""
+    """Return the folder of logs. Raises: SpawnError, OSError."""
     return private_folder(state_base() / "logs")
 
 
 def state_base() -> Path:
-    """Where lies what outlives sessions; warns, once, where that will not outlive the machine."""
+    """Return the folder of files that outlive sessions; warns, once, where it will not outlive the machine."""
     try:
         state = _state_home() / "meshbook"
         if _owner(state / "logs") in (None, os.getuid()):
@@ -95,7 +95,7 @@ def _state_home() -> Path:
 
 
 def _owner(path: Path) -> int | None:
-    """Whose it is, links not followed; None when it does not exist or cannot be seen."""
+    """Return the uid of its owner, links not followed; None when it does not exist or cannot be seen."""
     try:
         return path.lstat().st_uid
     except OSError:

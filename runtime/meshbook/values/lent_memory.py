@@ -24,22 +24,22 @@ from meshbook.concurrency import forks
 from meshbook.system.descriptors import open_above
 
 LOOK_S = 0.1
-"""How often it is looked whether children live."""
+"""The time between two looks whether children live."""
 
 _F_ADD_SEALS, _F_SEAL_WRITE = 1033, 8
 
 _age = 0
-"""How many forks of this process are over."""
+"""The number of forks of this process that are over."""
 _open: set[int] = set()
 """Mappings whose views live, by identity."""
-_broods: list[_Brood] = []
+_forked: list[_ForkedChildren] = []
 _withheld: deque[LentMapping] = deque()
 _look_at = 0.0
 _looking = threading.Lock()
 
 
 class LentMapping:
-    """One mapping. Called when its last view has died, wherever that happens: it gives the memory back, if it may.
+    """A mapping. Call it when its last view has died, wherever that happens: it gives the memory back, if it may.
 
     A process that ends does not call it, and in a forked child it does nothing.
     """
@@ -48,7 +48,7 @@ class LentMapping:
         self._give_back, self._segment = give_back, segment
         self._generation, self._age = forks.generation, _age
         self._done = False
-        self._seen_by: list[_Brood] = []
+        self._seen_by: list[_ForkedChildren] = []
         _open.add(id(self))
 
     def __call__(self) -> None:
@@ -56,7 +56,7 @@ class LentMapping:
             return
         self._done = True
         _open.discard(id(self))
-        self._seen_by = [brood for brood in tuple(_broods) if brood.until > self._age]
+        self._seen_by = [children for children in tuple(_forked) if children.until > self._age]
         if self._seen_by:
             _withheld.append(self)
             settle()
@@ -65,13 +65,13 @@ class LentMapping:
 
     def retry(self) -> None:
         """Give back what was withheld, unless a child still sees it."""
-        if all(brood.has_ended for brood in self._seen_by):
+        if all(children.has_ended for children in self._seen_by):
             self._give_back(self._segment)
         else:
             _withheld.append(self)
 
 
-class _Brood:
+class _ForkedChildren:
     """The descendants of one fork."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Brood:
             self._fd = -1
 
     def begin(self) -> None:
-        """In the parent: the fork is over."""
+        """Note, in the parent, that the fork is over."""
         self.until = _age
         if self._page is not None:
             self._page.close()
@@ -113,14 +113,14 @@ class _Brood:
 def settle() -> None:
     """Give back what no child sees any more. Any thread, any time; it never waits."""
     global _look_at
-    if not _broods or time.monotonic() < _look_at or not _looking.acquire(blocking=False):
+    if not _forked or time.monotonic() < _look_at or not _looking.acquire(blocking=False):
         return
     try:
         _look_at = time.monotonic() + LOOK_S
-        for brood in [brood for brood in _broods if not brood.lives()]:
-            brood.has_ended = True
-            brood.close()
-            _broods.remove(brood)
+        for children in [children for children in _forked if not children.lives()]:
+            children.has_ended = True
+            children.close()
+            _forked.remove(children)
         for _ in range(len(_withheld)):
             _withheld.popleft().retry()
     finally:
@@ -128,41 +128,41 @@ def settle() -> None:
 
 
 def withheld() -> int:
-    """How many mappings have died here and are kept for the sake of children."""
+    """Return how many mappings have died here and are kept for the sake of children."""
     return len(_withheld)
 
 
-_forking: dict[int, _Brood] = {}
+_forking: dict[int, _ForkedChildren] = {}
 """Forks that are under way, by their threads."""
 
 
 def _before_fork() -> None:
     settle()
     if _open or _withheld:
-        brood = _forking[threading.get_ident()] = _Brood()
-        _broods.append(brood)
+        children = _forking[threading.get_ident()] = _ForkedChildren()
+        _forked.append(children)
 
 
 def _in_parent() -> None:
     global _age
     _age += 1
-    if (brood := _forking.pop(threading.get_ident(), None)) is not None:
-        brood.begin()
+    if (children := _forking.pop(threading.get_ident(), None)) is not None:
+        children.begin()
 
 
-_inherited: list[_Brood] = []
-"""In a child: the pages that say it lives."""
+_inherited: list[_ForkedChildren] = []
+"""The pages, in a child, that say it lives."""
 
 
 def _in_child() -> None:
     global _looking
     _looking = threading.Lock()
-    for brood in _broods:
-        brood.close()
+    for children in _forked:
+        children.close()
     if (mine := _forking.pop(threading.get_ident(), None)) is not None:
         _inherited.append(mine)
     _forking.clear()
-    _broods.clear()
+    _forked.clear()
     _withheld.clear()
     _open.clear()
 

@@ -37,7 +37,7 @@ _MISSING = "no such name"
 
 
 class Sending:
-    """How the functions and classes in one message are sent, for `meshbook.values.pickling`."""
+    """The way in which functions and classes of one message are sent, for `meshbook.values.pickling`."""
 
     def __init__(self, reads: str = "", named: Collection[object] = ()) -> None:
         """reads: "rank", the names of the rank's ``__main__``; "missing", these for what the sender does not have.
@@ -92,7 +92,7 @@ class _Brought:
                 self._hidden[name] = (theirs, value)
 
     def release(self, names: Collection[str]) -> list[str]:
-        """These were bound by name. Returns: what to say, once for each name, of others that are hidden."""
+        """Note that these were bound by name. Returns: a text, once for each name, on others that are hidden."""
         for name in names:
             self._values.pop(name, None)
         hidden, self._hidden = self._hidden, {}
@@ -105,7 +105,7 @@ brought = _Brought()
 
 
 def _reference(value: object) -> Callable[[], object]:
-    """What keeps a value no longer than the rank does, where it can."""
+    """Return a reference that keeps the value no longer than the rank does, where there can be one."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -163,7 +163,7 @@ def _set_function_with_missing(function: FunctionType, state: tuple[dict[str, An
 
 
 _Digests: TypeAlias = tuple[bytes, bytes]
-"""What one attribute of a class was when it was sent: alone, and with the names that it reads; of data both are one."""
+"""The digests of an attribute of a class as it was sent: alone, and with the names that it reads; equal for data."""
 _own: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes that were made in this process, and sent."""
 _arrived: weakref.WeakKeyDictionary[type, dict[str, _Digests]] = weakref.WeakKeyDictionary()

@@ -46,13 +46,13 @@ HEAD_MAX_BYTES = 3 << 16
 and a Unix socket holds 208 KiB: for more, writer and reader wait for each other in turns."""
 
 SEARCH_MAX_S = 2.0
-"""How long a failed `dumps` looks for the part that cannot travel."""
+"""The time that a failed `dumps` looks for the part that cannot travel."""
 
 _MODULE_IN_ERROR = re.compile(r"^Can't get attribute .* on <module '([\w.]+)'")
 _PLAIN_PARTS = 16
 _SIZED, _SMALL_BYTES = frozenset({str, bytes}), 1 << 14
 _NAMED = frozenset({FunctionType, type})
-"""What goes by its name where it has one."""
+"""The types that go by their name where they have one."""
 
 
 class Pickled(msgspec.Struct, frozen=True, gc=False):
@@ -108,7 +108,7 @@ _UNFRAMED = 3
 
 
 def _opcodes_without_memo(value: object) -> bytes:
-    """What puts a value on the stack: others may follow, which count what they remember from zero."""
+    """Return the opcodes that put a value on the stack: others may follow, which count their memo from zero."""
     sink = io.BytesIO()
     pickler = pickle.Pickler(sink, _UNFRAMED)
     pickler.fast = True
@@ -117,7 +117,7 @@ def _opcodes_without_memo(value: object) -> bytes:
 
 
 def dumps_here(obj: object, *, what: str) -> Pickled:
-    """As `dumps`, for this very process: what can be found by its name, ``__main__`` included, goes by reference.
+    """Pickle ``obj`` for this very process: all that has a name, in ``__main__`` too, goes by reference.
 
     By value, loading would give classes of the notebook methods with globals of their own.
     """

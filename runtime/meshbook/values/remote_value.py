@@ -24,7 +24,7 @@ class RemoteValue(NamedTuple):
 
     @classmethod
     def describing(cls, value: object, rank: int) -> RemoteValue:
-        """What can be said of ``value`` without moving it."""
+        """Describe ``value`` without moving it."""
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None:
             return cls(rank, type(value).__name__, f"shape {tuple(shape)}, {dtype}")

@@ -53,7 +53,7 @@ from meshbook.wire.frames import Buffer
 from meshbook.wire.messages import SegmentRef
 
 PAGE_BYTES = 4096
-"""Each buffer starts on a page, so that it is aligned for any type and none shares a page with another."""
+"""The begin of each buffer is on a page, so that it is aligned for any type and none shares a page with another."""
 
 COPY_MAX_BYTES = 1 << 20
 """Segments up to this size are copied by the receiver instead of mapped."""
@@ -116,7 +116,7 @@ class SegmentPool:
         self._released: deque[int] = deque()
         self._in_use: dict[int, _Segment] = {}
         self._idle: list[_Segment] = []
-        """Those that nobody uses, the least recently used first."""
+        """The segments that are not in use, the least recently used first."""
         self._closed = False
 
     @property
@@ -126,7 +126,7 @@ class SegmentPool:
 
     @property
     def idle_bytes(self) -> int:
-        """What is kept warm for the next payloads."""
+        """Return the size of the memory that is kept warm for the next payloads."""
         return sum(segment.capacity_bytes for segment in tuple(self._idle))
 
     def write(self, buffers: Sequence[Buffer], position: int = 0) -> SegmentRef:
@@ -165,7 +165,7 @@ class SegmentPool:
         return [view[offset : offset + length] for offset, length in ref.spans]
 
     def release(self, segment: int) -> None:
-        """All receivers are done with ``segment``, its memory may be written again. Unknown: ignored."""
+        """Let the memory of ``segment`` be written again: all receivers are done with it. An unknown one is ignored."""
         self._released.append(segment)
         self._settle()
 
@@ -311,23 +311,23 @@ KEPT_MAX_BYTES = 2 << 20
 """Segments that are larger are read: they would pin too much of what their owner has given up."""
 
 UNUSED_S = 10.0
-"""Where all is taken, what was not used for so long makes room."""
+"""The time after which an unused mapping makes room, where all is taken."""
 
 
 class _Kept:
-    """One mapping, and when it was used last."""
+    """A mapping, and when it was used last."""
 
     def __init__(self, array: Bytes) -> None:
         self.array, self.used_s = array, time.monotonic()
 
 
 class KeptMappings:
-    """Those of one process. Any thread may call any method, a fork as well: it reads what its parent has kept."""
+    """The mappings of one process. Any thread may call any method, a fork as well: it reads its parent's mappings."""
 
     def __init__(self) -> None:
         self._filling = threading.Lock()
         self._kept: dict[tuple[int, int], _Kept] = {}
-        """By device and inode."""
+        """The mappings by device and inode."""
 
     def copy(self, path: str, size_bytes: int) -> Bytes | None:
         """Copy the first bytes of the file that ``path`` leads to, if it is kept. Raises: OSError."""

@@ -1,4 +1,4 @@
-"""What a pickle leaves beside its stream, uncopied: large arrays and buffers, and tensors of any size.
+"""The content that a pickle leaves beside its stream, uncopied: large arrays and buffers, and tensors of any size.
 
 Pickle knows how to do this for NumPy; torch's own reduction would copy a tensor into the stream. Ours
 describes it by its bytes, which may be shared by several tensors of a message, and how it looks at them.
@@ -30,12 +30,12 @@ class TooLargeError(Exception):
 
 
 class OutOfBand(msgspec.Struct, eq=False):
-    """What one message leaves out of its stream: buffers, tensors, and the room that is left for them."""
+    """The content that one message leaves out of its stream: buffers, tensors, and the room that is left for them."""
 
     room: int
     buffers: list[memoryview] = []
     _spans: dict[int, list[_Span]] | None = None
-    """By the address of their storage. None until the first `reduce`, which most small messages never call."""
+    """The spans by the address of their storage. None until the first `reduce`, which small messages rarely call."""
     _tensor_type: type[torch.Tensor] | tuple[()] = ()
     _array_type: object = None
     _storage_types: tuple[object, ...] = ()
@@ -59,7 +59,7 @@ class OutOfBand(msgspec.Struct, eq=False):
             raise TooLargeError
 
     def need(self, size_bytes: int) -> None:
-        """As `spend`, for a copy that is about to be made."""
+        """Check that there is room (`spend`) for a copy that is about to be made."""
         if size_bytes > self.room:
             raise TooLargeError
 

@@ -1,4 +1,4 @@
-"""Which part of a value cannot travel, by the path that a person would write: ``config.callbacks[2].lock``.
+"""The part of a value that cannot travel, by the path that a person would write: ``config.callbacks[2].lock``.
 
 The search follows what pickle itself follows (items, the state and arguments that a reduction returns, and
 for functions and classes that go by value their closures, globals and attributes) and asks of each child
@@ -165,7 +165,7 @@ def _reduced_parts(path: str, value: object) -> Iterator[_Child]:
 
 
 def _state_parts(path: str, value: object, state: object) -> Iterator[_Child]:
-    """Of attributes, or of (attributes, slots); other states are those of C types."""
+    """Yield the parts of a state: of attributes, or of (attributes, slots); other states are those of C types."""
     if isinstance(state, tuple) and len(state) != 2:
         yield from ((_attribute_path(path, value, part, "its state"), part) for part in state)
         return
