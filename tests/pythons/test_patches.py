@@ -137,16 +137,9 @@ def check_init_process_group() -> None:
         "pg_options",
         "device_id",
     }
-    init, destroy = original(c10d, "init_process_group"), original(c10d, "destroy_process_group")
-    assert known <= set(parameters(init)) and parameters(destroy) == ["group"]
+    init = original(c10d, "init_process_group")
+    assert known <= set(parameters(init))
     assert init is original(dist, "init_process_group") is original(device_mesh, "init_process_group")
-    assert destroy is original(dist, "destroy_process_group")
-
-
-def check_ddp() -> None:
-    assert parameters(original(DistributedDataParallel, "__init__"))[:2] == ["self", "module"]
-    used = ("_build_params_for_reducer", "_ddp_init_helper", "_build_debug_param_to_name_mapping")
-    assert [name for name in used if not hasattr(DistributedDataParallel, name)] == []
 
 
 def check_pdb() -> None:
@@ -211,8 +204,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "torch.cond": check_cond,
     "torch.to_dlpack, torch.utils.dlpack.to_dlpack": check_to_dlpack,
     "distributed_c10d._new_process_group_helper": check_group_helper,
-    "torch.distributed.init_process_group, destroy_process_group": check_init_process_group,
-    "DistributedDataParallel.__init__": check_ddp,
+    "torch.distributed.init_process_group": check_init_process_group,
     "pdb.Pdb.set_trace, interaction": check_pdb,
     "pydevd.start_client": check_start_client,
     "IPython.core.completer.dir2, MATCHES_LIMIT": check_completer,
@@ -226,6 +218,14 @@ CHECKS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_is_replaced_is_what_we_take_it_for(name: str) -> None:
     CHECKS[name]()
+
+
+def test_torch_calls_what_tells_of_its_groups_and_modules() -> None:
+    assert ".shutdown()" in inspect.getsource(c10d.destroy_process_group)  # of each group
+    made = inspect.getsource(DistributedDataParallel.__init__)
+    assert "self.module = module" in made and "_ddp_init_helper(" in made.partition("self.module = module")[2]
+    used = ("_build_params_for_reducer", "_ddp_init_helper", "_build_debug_param_to_name_mapping")
+    assert [name for name in used if not hasattr(DistributedDataParallel, name)] == []
 
 
 def test_kernels_have_what_the_notebook_replaces() -> None:

@@ -50,6 +50,7 @@ class GroupFactory:
         """Living groups by name. Keeps them: C++ keeps only its half, which has no Python methods."""
         self.base_store: Store | None = None
         """The store for the keys of the next default group, instead of the one that torch would make."""
+        self.on_default_destroyed: Callable[[], object] = lambda: None
 
     def install(self) -> None:
         """Have torch make guarded groups from now on. Idempotent."""
@@ -96,6 +97,8 @@ class GroupFactory:
             store, self.base_store = self.base_store, None
         prefixed = PrefixStore(f"{group_name}/", store)
         group = self.make(recipe, prefixed, backend_options, device_id)
+        if is_default:
+            group.on_destroyed = self.on_default_destroyed
         if is_default or connects_at_once():
             group.live  # noqa: B018  # what cannot be made is told now
         return group, prefixed
@@ -205,7 +208,6 @@ class DeviceMeshes:
 DESTROYED = "this process group was destroyed: make it again on all its ranks."
 
 _torch_init = dist.init_process_group
-_torch_destroy: Callable[..., None] = dist.destroy_process_group
 _torch_init_signature = inspect.signature(_torch_init)
 
 
@@ -214,6 +216,7 @@ class DefaultGroup:
 
     def __init__(self, factory: GroupFactory, meeting: RankMeeting) -> None:
         self._factory, self._meeting = factory, meeting
+        factory.on_default_destroyed = self._tell_destroyed
         self.master = ("", "")
         """MASTER_ADDR and MASTER_PORT as the mesh has set them."""
         self.lineage = ""
@@ -262,29 +265,22 @@ class DefaultGroup:
                 forget_unfinished()
             raise
 
-    def destroy(self) -> None:
-        """Have torch destroy it, without the note that a cell gets."""
-        _torch_destroy()
-
     # ---- init_process_group in cells ----------------------------------------------------------------------------
 
     def wrap_init(self) -> None:
-        """Put ours in the place of torch's two functions."""
+        """Put ours in the place of torch's function."""
 
         @functools.wraps(_torch_init)
         def init_process_group(*args: object, **kwargs: object) -> None:
             self._init_in_cell(_torch_init_signature.bind(*args, **kwargs).arguments)
 
-        @functools.wraps(_torch_destroy)
-        def destroy_process_group(*args: object, **kwargs: object) -> None:
-            _torch_destroy(*args, **kwargs)
-            if self.destroyed:
-                _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
-
         for module in (dist, c10d, torch_device_mesh):
             patch(module, "init_process_group", init_process_group)
-        for module in (dist, c10d):
-            patch(module, "destroy_process_group", destroy_process_group)
+
+    def _tell_destroyed(self) -> None:
+        """Say that `destroy_process_group` has destroyed the mesh's group for the rest of a cell only."""
+        if self.is_kept:
+            _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
 
     def _init_in_cell(self, wanted: dict[str, Any]) -> None:
         """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""

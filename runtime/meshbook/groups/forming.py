@@ -24,8 +24,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from meshbook.concurrency.patches import patch
 from meshbook.groups.backend_group import GroupSpec, dispose
 from meshbook.groups.factory import GroupFactory
 from meshbook.groups.group import AbortableGroup
@@ -34,8 +35,6 @@ from meshbook.groups.store_client import LinkStore
 from meshbook.torch_internals import PrefixStore, Store, fsdp_roots, register_comm_hook
 
 if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
-
     from meshbook.torch_internals import FSDPParamGroup, FSDPState
 
 
@@ -122,20 +121,15 @@ def _store_of(recipe: GroupSpec, default: GroupSpec, base: Store) -> Store:
 _ddp_modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
+@functools.cache
 def watch_modules() -> None:
-    """Remember DDP modules from now on. Idempotent."""
-    from torch.nn.parallel import DistributedDataParallel
+    """Remember DDP modules from now on, by torch's hook for modules that become a part of others. Idempotent."""
+    register_module_module_registration_hook(_remember_ddp)
 
-    torch_init: Callable[..., None] = DistributedDataParallel.__init__
-    if hasattr(torch_init, "__wrapped__"):
-        return
 
-    @functools.wraps(torch_init)
-    def remembering_init(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
-        torch_init(self, *args, **kwargs)
-        _ddp_modules.add(self)
-
-    patch(DistributedDataParallel, "__init__", remembering_init)
+def _remember_ddp(module: torch.nn.Module, _name: str, _part: object) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _ddp_modules.add(module)
 
 
 def repair_modules(groups: Collection[object] | None = None) -> None:
@@ -145,8 +139,8 @@ def repair_modules(groups: Collection[object] | None = None) -> None:
     """
     broken = []
     for ddp in list(_ddp_modules):
-        if groups is not None and ddp.process_group not in groups:
-            continue
+        if not hasattr(ddp, "reducer") or (groups is not None and ddp.process_group not in groups):
+            continue  # one without a reducer was interrupted as it was made
         try:
             _renew_reducer(ddp)
         except Exception as error:

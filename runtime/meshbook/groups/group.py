@@ -85,6 +85,7 @@ class AbortableGroup(dist.ProcessGroup):
         self.retired = ""
         """The reason why the group can never be used again."""
         self.on_retired: Callable[[], object] = lambda: None
+        self.on_destroyed: Callable[[], object] = lambda: None
         self._store, self._guard, self._options = store, guard, options
         self._inner: BackendGroup | None = None
         self._making = threading.Lock()
@@ -162,7 +163,8 @@ class AbortableGroup(dist.ProcessGroup):
         return former
 
     def shutdown(self) -> None:
-        """`destroy_process_group` calls this."""
+        """End the group; `destroy_process_group` calls this."""
+        self.on_destroyed()
         self._guard.note_broken()
         former = self.retire(f'the process group "{self.recipe.name}" was destroyed: make it again on all its ranks.')
         dispose([former] if former is not None else [])

@@ -244,7 +244,8 @@ class RankGroups:
         for group in list(self._factory.groups.values()):
             group.retire(DESTROYED)
         if self.formed:
-            self._default.destroy()
+            self._default.is_kept = False
+            dist.destroy_process_group()
         self._device_meshes.forget()
         self._meeting.close()
         _own = None
