@@ -15,8 +15,7 @@ from meshbook.launchers.engines.slurm_jobs import StepLog
 from meshbook.launchers.k8s import K8sLog
 from meshbook.launchers.ray import RayLauncher, RayLog
 
-
-# ---- Slurm, in the lines of 22.05 -------------------------------------------------------------------------------------
+# ---- Slurm, in the lines of 22.05 ------------------------------------------------------------------------------------
 
 SLURM_STARTED = """salloc: Granted job allocation 12
 meshbook: job 12
@@ -124,6 +123,7 @@ def test_options_of_ray_that_make_no_sense(options: list[str]) -> None:
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
+
 
 def test_pods_that_run_outlive_their_driver() -> None:
     log = K8sLog.read('meshbook: {"node": "pod p on node n1", "host": "k8s-1"}\nValueError: no\n')
