@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Operator: TypeAlias = "OpOverload[..., Any]"
-"""One overload of an operator of the dispatcher, as in ``torch.ops.aten.add.Tensor``."""
+"""An overload of an operator of the dispatcher, as in ``torch.ops.aten.add.Tensor``."""
 
 # ---- the dispatcher -------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class _UnbornProcs(NamedTuple):
 
 
 class ControllerRouter:
-    """One per session that this process drives; also what ranks ask of it.
+    """The router of a session that this process drives. It also answers the questions of ranks.
 
     The questions of ranks come to the mailbox `ROOT` of rank 0 of mesh 0: for processes beside them, for actors of
     which there is one, and for modules that lie beside the notebook. Work is done on side threads, since it waits for
@@ -78,11 +78,11 @@ class ControllerRouter:
         self._procs: ProcMesh | None = None
         self._singles: dict[str, ActorMesh[object]] = {}
         self._owning = threading.Lock()
-        """Not the other, which is held while processes start: deaths are told on the thread that starts them."""
+        """A second lock: `_lock` is held while processes start, and deaths are told on the thread that starts them."""
         self._owned: dict[int, list[_Owned]] = {}
-        """What actors have started, by their mesh."""
+        """The resources that actors have started, by the id of their mesh."""
         self._not_started: dict[int, ProcsNotStartedError] = {}
-        """What has kept processes from coming that people had already, by their mesh."""
+        """The reason why the processes of a mesh did not start after users already held the mesh, by its id."""
         self._client: ClientActors | None = None
         controller.mailboxes.open(ROOT, self._on_question)
         controller.mailboxes.open(SUPERVISOR, self._on_fault)

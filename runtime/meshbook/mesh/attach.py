@@ -23,13 +23,13 @@ from meshbook.system.os_errors import check_system, raise_file_limit
 from meshbook.wire.transport import new_keys
 
 OWN_TIMEOUT_S = 2.0
-"""How long somebody who only looks at a session may be in our way."""
+"""The longest wait for a process that holds a session only to look at it."""
 
 KNOCK_S = 0.03
-"""How often agents are told that we are there, until they have answered."""
+"""The interval at which we announce ourselves to the agents until they answer."""
 
 LEARN_S = 1.0
-"""How long ranks may take to learn the words of this front end, before the next call reaches them."""
+"""The longest wait for ranks to learn this front end's advice before the next call is sent."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Attachment:
     controller: Controller
     meshes: list[ProcMesh] = field(default_factory=list)
     calls: list[ResumedCall] = field(default_factory=list)
-    """By age: those that run or wait still, and those whose answers nobody has had."""
+    """The calls that still run or wait, and those whose answers were not collected, oldest first."""
     lost_hosts: list[str] = field(default_factory=list)
-    """One line for each host that is not there any more."""
+    """The lost hosts, a line each."""
     took_s: float = 0.0
 
     def __iter__(self) -> Iterator[ProcMesh]:
@@ -64,7 +64,7 @@ class Attachment:
         self.controller.folder.remember(key, value)
 
     def recall(self, key: str) -> bytes | None:
-        """What was remembered under ``key``, by this process or one before."""
+        """Return the value that this or an earlier process remembered under ``key``."""
         return self.controller.folder.recall(key)
 
 

@@ -34,11 +34,11 @@ from meshbook.worker.actor_inbox import Inbox
 from meshbook.worker.actors import ActorRegistry
 
 END_S = 3.0
-"""How long its actors may take to clean up when the session ends."""
+"""The time that actors of this process have to clean up when the session ends."""
 
 
 class ClientProcess:
-    """What actors need of this process (`meshbook.worker.actors.ActorProcess`)."""
+    """The controller's own process as a place for actors (`meshbook.worker.actors.ActorProcess`)."""
 
     def __init__(self, give_up: Callable[[Callable[[wire.Call], bool], Outcome], None]) -> None:
         host = socket.gethostname()
@@ -154,4 +154,4 @@ class ClientActors:
 
 
 _IN_MEMORY = wire.SegmentRef(0, 0, 0, 0, ())
-"""In the place of a segment: nothing leaves the process."""
+"""The placeholder for a segment: the values do not leave this process."""

@@ -98,7 +98,7 @@ def _start(
 
 
 def _said_by(error: BaseException) -> str:
-    """What kept the ranks; where all of them say the same of a start, that alone."""
+    """Return why the ranks did not start; the bare text of a SpawnError where all ranks give the same."""
     if isinstance(error, CallFailed):
         said = {failure.evalue for failure in error.failures}
         if len(said) == 1 and error.failures[0].ename == SpawnError.__name__:
@@ -117,7 +117,7 @@ def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], progress: S
 
 
 CLOCK_S = 5.0
-"""By so much clocks may differ without a word."""
+"""Clocks that differ by less are not reported."""
 
 T = TypeVar("T")
 
@@ -136,9 +136,9 @@ def warn_of_differences(procs: ProcMesh) -> None:
 
 
 def describe_clocks(clocks: Mapping[str, float], began: float, ended: float) -> str:
-    """Whose clocks are wrong, and by how much, as in ``the clock of b is 62 s behind ours``; empty if none is.
+    """Return which clocks are wrong and by how much, as in ``the clock of b is 62 s behind ours``; empty if none is.
 
-    clocks: what was told by each host between ``began`` and ``ended``.
+    clocks: the time that each host reported between ``began`` and ``ended``.
     """
     off = {host: min(0.0, told - began) + max(0.0, told - ended) for host, told in clocks.items()}
     parts = [
@@ -150,9 +150,9 @@ def describe_clocks(clocks: Mapping[str, float], began: float, ended: float) -> 
 
 
 def describe_difference(versions: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs between hosts, as in ``torch 2.13.0 on a, b and 2.12.0 on c``; empty if nothing does.
+    """Return the versions that differ between hosts, as in ``torch 2.13.0 on a, b and 2.12.0 on c``; empty if none do.
 
-    versions: what each host runs, by the name of the thing.
+    versions: for each host, versions by the name of the package.
     """
     parts = []
     for thing in dict.fromkeys(name for told in versions.values() for name in told):

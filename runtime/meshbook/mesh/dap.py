@@ -35,7 +35,7 @@ _END = b"\r\n\r\n"
 _decode = msgspec.json.Decoder(Message).decode
 
 ANSWER_TIMEOUT_S = 2.0
-"""Beyond `WAIT_MAX_S`: a rank that has not answered by then is looked at, and asked again."""
+"""The time beyond `WAIT_MAX_S` after which a silent rank is checked, and asked again."""
 
 SILENCE_MAX_S = 30.0
 """A living rank that does not answer for so long is given up."""
@@ -107,7 +107,7 @@ def prepare(rank: ProcMesh) -> None:
 
 
 class DebugTunnel:
-    """One debug session. What comes is handed out on a thread of its own, at last the reason of the end."""
+    """A debug session of one rank. A thread of its own hands out the messages, and at last the reason of the end."""
 
     def __init__(self, rank: ProcMesh, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
         """rank: a mesh of one rank. Begins the session, which ends any other of that rank. Raises: DebugError."""
@@ -134,7 +134,7 @@ class DebugTunnel:
 
     @property
     def ended(self) -> str:
-        """Why the session is over; empty while it is not."""
+        """The reason why the session is over; empty while it is not."""
         return self._closed
 
     def join(self, timeout_s: float) -> None:
@@ -187,7 +187,7 @@ class DebugTunnel:
         self._on_end(self._closed)
 
     def _follow(self, message: Message) -> None:
-        """While the rank stands still, the collectives in which others wait for it do not time out."""
+        """Hold the deadlines of collectives while the rank is stopped, so that those of other ranks do not time out."""
         if message.get("event") in ("stopped", "continued"):
             self._hold_deadlines(message["event"] == "stopped")
 
@@ -242,7 +242,7 @@ TOKEN = "meshbookToken"
 """The name of the token among the arguments of ``attach``."""
 
 STRANGER_S = 10.0
-"""How long a connection may take to show the token."""
+"""The time in which a new connection must send the token."""
 
 STRANGERS_MAX = 8
 _STRANGERS_MESSAGE_MAX_BYTES = 1 << 16

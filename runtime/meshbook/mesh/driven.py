@@ -32,10 +32,10 @@ from meshbook.shape.members import Extent, Members, Region
 from meshbook.system.os_errors import explain
 
 DETACH_TIMEOUT_S = 5.0
-"""How long hosts may take to acknowledge what they were sent before we go."""
+"""The longest wait for hosts to acknowledge sent messages before we detach."""
 
 ATTACH_TIMEOUT_S = 10.0
-"""How long hosts may take to answer a new controller."""
+"""The longest wait for hosts to answer a new controller."""
 
 
 class DrivenSessions:
@@ -45,9 +45,9 @@ class DrivenSessions:
         self.front_end = ProcessFrontEnd()
         self._lock = threading.RLock()
         self._first: Controller | None = None
-        """Of the session that spawns join."""
+        """The controller of the session that new meshes join."""
         self._beside: list[Controller] = []
-        """Of sessions that were attached while there was one already."""
+        """The controllers of sessions that were attached while there was one already."""
         self._this_host: HostMesh | None = None
 
     @property
@@ -96,7 +96,7 @@ class DrivenSessions:
             return attachment
 
     def take_all(self) -> list[Controller]:
-        """All controllers; from now on this process has none."""
+        """Return all controllers and forget them: from now on this process has none."""
         with self._lock:
             taken = self.controllers
             self.forget()
@@ -261,7 +261,7 @@ def remember(key: str, value: bytes) -> None:
 
 
 def recall(key: str) -> bytes | None:
-    """What was remembered under ``key`` in the session of this process; None where it has none."""
+    """Return the value remembered under ``key`` in the session of this process; None where there is no session."""
     return _driven.first().folder.recall(key) if _driven.controllers else None
 
 

@@ -65,7 +65,7 @@ class HostMesh(MeshView):
         self._python, self._waits = python, waits
         self._is_reference, self._anew = False, False
         self._spawned: set[int] = set()
-        """What was spawned by this handle and its views, which `stop` ends, by the ids of the meshes."""
+        """The ids of the meshes that this handle and its views spawned; `stop` ends them."""
 
     def _part(self, members: Members) -> HostMesh:
         return self._like(members, _is_reference=self._is_reference or len(members) < len(self))
@@ -116,7 +116,7 @@ class HostMesh(MeshView):
         return self._like(_is_reference=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """On a rank it is a `meshbook.mesh.actor_hosts.HostRef`."""
+        """Pickle these hosts so that a rank gets a `meshbook.mesh.actor_hosts.HostRef`."""
         from meshbook.mesh.actor_hosts import find_hosts  # which stands above us
 
         ids = tuple(host.id for host in self._present())
@@ -135,7 +135,7 @@ class HostMesh(MeshView):
 
     @property
     def kept(self) -> tuple[str, tuple[str, ...], Members, Mapping[str, str], str]:
-        """What finds the hosts again: the session, the ids of all its hosts, which of these, environment, Python."""
+        """The key to find the hosts again: session id, ids of all hosts, the members, environment, Python."""
         ids = tuple(host.present().id for host in self._hosts)
         return self._controller.folder.id, ids, members_of(self), self._env, self._python
 
@@ -271,7 +271,7 @@ class HostMesh(MeshView):
                         actors.initialized.wait(max(0.0, until - time.monotonic()))
 
     def end(self, timeout_s: float = 5.0) -> None:
-        """As `shutdown`, for whoever has started them: without waiting for actors, and as often as is liked."""
+        """Stop the hosts as `shutdown` does, but without waiting for actors; it may be called again."""
         self._controller.stop_hosts(self._present(), timeout_s)
 
     @property
@@ -291,7 +291,7 @@ class HostMesh(MeshView):
 
     @property
     def region(self) -> NamedRegion:
-        """All hosts, by their ranks."""
+        """The ranks of the hosts, as a region."""
         return self.extent.region
 
     async def __aenter__(self) -> HostMesh:

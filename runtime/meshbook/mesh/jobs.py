@@ -35,10 +35,10 @@ from meshbook.shape.members import Members
 from meshbook.system.user_folders import write_private
 
 DEFAULT_JOB_PATH = ".monarch/job_state.pkl"
-"""Where Monarch keeps a job unless it is told otherwise; here a job is kept where it is asked for."""
+"""Monarch's default path of a job file; here a job is only kept where a path is given."""
 
 BATCH_JOB = "MESHBOOK_BATCH_JOB"
-"""In the environment of a script that a job runs: the file of that job."""
+"""The environment variable that tells a script of a job the path of the job's file."""
 
 
 _NO_TELEMETRY = (
@@ -54,7 +54,7 @@ _NOT_HERE = {
     "step; other files go by a file system that the hosts share, or by procs.push().",
     "gather_mount": "folders of hosts are not mounted here: read files on the ranks, and procs.pull() their text.",
 }
-"""By what Monarch's jobs have: what there is in its place."""
+"""The replacement here for each method of Monarch's jobs that is missing, by its name."""
 
 
 class JobState:
@@ -218,14 +218,14 @@ def job_loads(data: bytes) -> JobTrait:
 
 
 SCRIPT_GRACE_S = 5.0
-"""How long a script that was told to end may take; then it is killed."""
+"""A script that was told to end is killed after this time."""
 HOSTS = "hosts"
 HOSTS_OF_NO_JOB = 2
-"""So many hosts of this machine stand in for those of a project that has no job."""
+"""The number of hosts on this machine that stand in for a project without a job."""
 
 
 class KeptHosts(NamedTuple):
-    """Some hosts of a session. hosts: the ids of all of them, of which ``members`` are these."""
+    """The kept members of a session's hosts. hosts: the ids of all hosts; members: the kept ones among them."""
 
     session: str
     hosts: tuple[str, ...]
@@ -258,13 +258,13 @@ class HostsJob(JobTrait):
 
     _together = False
     _env: Mapping[str, str] = {}
-    """More of an environment for what is spawned there."""
+    """Environment variables added for processes that are spawned on the hosts."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hosts: dict[str, HostMesh] | None = None
         self._kept: dict[str, KeptHosts] = {}
-        """In a job that was loaded: where its hosts are."""
+        """The hosts of a job that was loaded from a file, by name."""
 
     @property
     def _running(self) -> JobTrait | None:
@@ -310,7 +310,7 @@ class HostsJob(JobTrait):
 
     @property
     def _spec(self) -> object:
-        """What two jobs have in common whose hosts are the same."""
+        """The value that is equal for two jobs with the same hosts."""
         wanted = {
             name: [launcher.for_host(index).saved for index in range(count)]
             for name, (count, launcher) in self._wanted().items()

@@ -66,7 +66,7 @@ def _shape_beside(piece: Any, dim: int) -> tuple[int, ...]:
 
 
 def _join_mapped(pieces: Sequence[Any]) -> Any:
-    """What `join` returns along the first dim, without a copy; None where that cannot be."""
+    """Return the pieces joined along the first dim without a copy; None where that is impossible."""
     first = pieces[0]
     if any(piece.dtype != first.dtype or piece.shape[1:] != first.shape[1:] for piece in pieces):
         return None

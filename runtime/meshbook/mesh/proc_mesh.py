@@ -86,7 +86,10 @@ class ProcMesh(ProcView):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> Future[ValueMesh[T]]:
-        """about: the arguments of the endpoint before the function. Raises: SerializationError."""
+        """Call ``function`` on the ranks through an endpoint.
+
+        about: the endpoint's arguments in front of the function. Raises: SerializationError.
+        """
         try:
             return self._call(endpoint, (*about, function, *args), kwargs, what=name, sending=_EXECUTED)
         except SerializationError:  # once more, to say which argument it was

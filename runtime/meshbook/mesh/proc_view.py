@@ -28,7 +28,7 @@ Methods: TypeAlias = "list[weakref.WeakMethod[Callable[[], object]]]"
 
 
 class ProcView(MeshView):
-    """Some of the processes of a mesh, arranged by axes. Base of ProcMesh."""
+    """A view of the processes of a mesh, arranged by axes. Base of ProcMesh."""
 
     def __init__(
         self, controller: Controller, mesh: MeshState, members: Members | None = None, generation: int | None = None

@@ -17,9 +17,9 @@ from meshbook.mesh.states import by_host
 from meshbook.profiling.recorder import RankTrace, take
 
 MAX_EVENTS = 400_000
-"""In one merged trace; Perfetto is quick with them, and the file has some 10 MB."""
+"""The most events of a merged trace: Perfetto shows these quickly, and the file has some 10 MB."""
 LEAST_EVENTS = 200
-"""Of each rank, however many there are."""
+"""The events that each rank may have at least, however many ranks there are."""
 TAKE_TIMEOUT_S = 300.0
 ROUND_TRIPS = 7
 
@@ -29,7 +29,7 @@ class Profile(NamedTuple):
 
     traces: dict[int, RankTrace]
     problems: dict[int, str]
-    """Why there is none, of ranks without a trace."""
+    """The reason for each rank that has no trace."""
     clock_error_s: float
     """The clocks of the ranks' machines are aligned to this; 0 on one machine."""
 
@@ -72,7 +72,7 @@ def collect(procs: ProcMesh, name: str, ended: Collection[int], begun_s: float) 
 
 
 def compare_clocks(procs: ProcMesh) -> dict[int, _Clock]:
-    """How far each member's wall clock is ahead of ours, in seconds."""
+    """Measure how far each member's wall clock is ahead of ours, in seconds."""
     clocks: dict[int, _Clock] = {}
     for part in by_host(procs):
         clock = _Clock(0.0, 0.0) if part.is_here else _compare(procs, part.ranks[0])

@@ -36,7 +36,7 @@ Beside pdb's own commands, this prompt knows:
 A variable with such a name: !ranks"""
 
 GATHER_S = 0.15
-"""When a prompt opens, ranks that stop a moment later are told of together."""
+"""An opening prompt waits this long, so that ranks which stop a moment later are shown with it."""
 STEP_S = 1.0
 """A rank that steps has so long to stop again before another one's turn comes."""
 LOOK_S = 0.05
@@ -49,7 +49,7 @@ Chooser = Callable[[ProcMesh, Mapping[str, str]], ProcMesh]
 
 
 class Terminal(Protocol):
-    """Where a person reads and types."""
+    """The place where a person reads and types."""
 
     def show(self, texts: Mapping[int, str]) -> None:
         """Show what ranks' debuggers have written, each under its rank, equal texts once."""
@@ -223,7 +223,7 @@ class DebugPrompt:
         self._send(stopped, command)
 
     def end(self) -> None:
-        """Of a post-mortem: on all ranks."""
+        """End a post-mortem on all ranks."""
         if stopped := self._stopped_ranks.of(self.procs.ranks):
             for rank in stopped:
                 self._stopped_ranks.take_text(rank)  # where the others stood, nobody has asked
@@ -315,13 +315,13 @@ def tell_person(line: str) -> None:
 
 
 class PromptHandler(Protocol):
-    """Who answers prompts; set by `meshbook.mesh.set_prompt_handler`."""
+    """The front end that answers prompts; set by `meshbook.mesh.set_prompt_handler`."""
 
     def refusal(self) -> str:
-        """Why a rank could find nobody at its prompt if it stopped in a call that is made here and now; or nothing."""
+        """Return why no person could answer the prompt of a rank that stops in a call made now; empty if one can."""
 
     def attend(self, procs: ProcMesh, is_over: Callable[[], bool]) -> bool:
-        """On the main thread, which waits for a call: have the person type until none of ``procs`` is stopped.
+        """Let the person type until none of ``procs`` is stopped; runs on the main thread, which waits for a call.
 
         Returns: whether the person has left ranks stopped. Raises: KeyboardInterrupt.
         """

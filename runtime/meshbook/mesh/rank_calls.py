@@ -180,7 +180,7 @@ def hide_calls(procs: ProcView) -> None:
 
 
 class LogStreaming:
-    """How the prints of calls to one mesh are shown, and the level of its ranks' root loggers."""
+    """The choice how prints of calls to one mesh are shown, and the level of its ranks' root loggers."""
 
     def __init__(self, procs: ProcView, stream: bool, level: int) -> None:
         """procs: the whole mesh."""

@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 AXES_TIMEOUT_S = 120.0
 PROVE_TIMEOUT_S = 5.0
 LOOK_S = 1.0
-"""How long ranks may take to take up their axes, for a collective, and to say how far their groups are."""
+"""The limits for ranks to adopt their axes, for a proving collective, and for a report of their groups."""
 
 NOT_PROVED = "its process groups were not proved, since ranks are busy"
 
 GONE_TIMEOUT_S = 5.0
-"""How long killed processes may take to vanish."""
+"""The longest wait for killed processes to disappear."""
 
 ROUNDS = 3
-"""So often a repair begins anew because something ended meanwhile."""
+"""The number of attempts of a repair, which starts again when another process ends meanwhile."""
 
 PATIENCE_S = 2.0
-"""After so long a person is told what a repair waits for."""
+"""A repair that waits longer tells the person why."""
 
 Note: TypeAlias = Callable[[str], None]
 
@@ -99,7 +99,7 @@ def repair(
 
 
 class Repair:
-    """One repair of one mesh, on a thread of the user."""
+    """A repair of a mesh, on a thread of the user."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Repair:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Nobody else repairs the mesh meanwhile. Raises: UsageError, MeshStoppedError."""
+        """Keep other threads from repairing the mesh meanwhile. Raises: UsageError, MeshStoppedError."""
         who = threading.current_thread()
         try:
             self._controller.ask(lambda: self._mesh.begin_repair(who))

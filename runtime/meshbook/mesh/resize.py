@@ -53,7 +53,7 @@ class NewHost(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(Generic[PlannedHost]):  # no NamedTuple: Python 3.10 has no generic ones
-    """What a mesh is to become."""
+    """The plan of a resize: the arrangement that the mesh is to have."""
 
     extent: Extent
     placement: tuple[PlannedHost | NewHost, ...]
@@ -182,7 +182,7 @@ GIVEN_UP_S = 3.0
 
 
 class Change(NamedTuple):
-    """What has become of a mesh."""
+    """The result of a resize."""
 
     procs: ProcMesh
     """The whole mesh as it is now."""
@@ -222,7 +222,7 @@ def resize(
 
 
 class Elastic:
-    """One change of one mesh, on a thread of the user."""
+    """A resize of a mesh, on a thread of the user."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class Elastic:
         return pending_workers
 
     def _install(self, plan: Plan[HostState], pending_workers: PendingWorkers) -> None:
-        """All ranks get their numbers, new ones too."""
+        """Send all ranks their new numbers, the added ranks included."""
 
         def check(busy: Collection[int]) -> None:
             self._check_idle(busy, "grow")
@@ -366,7 +366,7 @@ class Elastic:
         self._controller.renumber(self._mesh, check, renumbering)
 
     def _let_go(self, plan: Plan[HostState]) -> Future[None]:
-        """Who leaves is told to, the others get their numbers."""
+        """Tell the ranks that leave to end, and send the others their new numbers."""
 
         def check(busy: Collection[int]) -> None:
             self._check_idle(busy, "shrink")

@@ -1,4 +1,4 @@
-"""What `meshbook.monarch.config.configure` sets: under Monarch's names, for this process, until it ends."""
+"""The settings of `meshbook.monarch.config.configure`, under Monarch's names; they hold for this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEFAULTS: dict[str, object] = {
     "host_spawn_ready_timeout": "1m",
     "mesh_proc_spawn_max_idle": "2m",
 }
-"""How many bytes the arguments of a call to actors may have, once it was set: there is no limit by default.
+"""The defaults, in order: the most bytes of the arguments of a call to actors, which holds only once it was set.
 
-Whether meshes that are spawned from now on show what calls print; how long a host agent may take to dial in; how long
-workers may take to answer, with the imports of ``preload`` and the bootstrap.
+Then whether new meshes show the prints of calls; the longest wait for a host agent to dial in; and the longest wait for
+workers to answer, which includes the imports of ``preload`` and the bootstrap.
 """
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

@@ -1,4 +1,4 @@
-"""What people ask of the processes that are to be started, checked before there are any."""
+"""The options of a spawn, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshbook.values.pickling import dumps
 from meshbook.wire.messages import StartCommand
 
 NAME_MAX_CHARS = 60
-"""Of a mesh's name: in UTF-8, with the mesh's number, it is the name of a folder."""
+"""The longest name of a mesh: with the mesh's number, in UTF-8, it names a folder."""
 
 _ARGS = ("-m", "meshbook.worker.template")
 
 
 class BootstrapCommand:
-    """What processes are started by: an interpreter and an environment. See `default_bootstrap_cmd`."""
+    """The command that starts processes: an interpreter and an environment. See `default_bootstrap_cmd`."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class BootstrapCommand:
 
 
 def default_bootstrap_cmd() -> BootstrapCommand:
-    """What starts processes where nothing else is said: to change by `BootstrapCommand.with_env`, or by its fields."""
+    """Return the default command of processes; change it by `BootstrapCommand.with_env`, or by its fields."""
     return BootstrapCommand(sys.executable)
 
 
 def commands_of(
     asked: BootstrapCommand | Callable[[Point], BootstrapCommand] | None, extent: Extent, python: str, anew: bool
 ) -> tuple[StartCommand, ...]:
-    """One for all ranks, or one for each; none where nothing was asked for. Raises: UsageError.
+    """Return one command for all ranks or one for each; none where the defaults hold. Raises: UsageError.
 
     python: the interpreter of the hosts, where the command has the default one. anew: as `StartCommand` has it.
     """
@@ -87,7 +87,7 @@ def _command(asked: BootstrapCommand, python: str, anew: bool) -> StartCommand:
 
 
 def checked_bindings(proc_bind: Sequence[Mapping[str, str]] | None, per_host: int) -> tuple[dict[str, str], ...]:
-    """One for each process of a host. Raises: UsageError."""
+    """Return the bindings, one for each process of a host. Raises: UsageError."""
     if proc_bind is None:
         return ()
     if isinstance(proc_bind, str | Mapping) or len(proc_bind) != per_host:
@@ -157,7 +157,7 @@ def checked_variables(env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def checked_changes(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """As `checked_variables`; None removes a variable. Raises: UsageError."""
+    """Return the changes, checked by `checked_variables`; None removes a variable. Raises: UsageError."""
     changes = {} if env is None else dict(env)
     checked_variables({name: "" if value is None else value for name, value in changes.items()})
     return changes

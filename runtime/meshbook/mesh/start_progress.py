@@ -25,21 +25,21 @@ from meshbook.system.processes import count_moves
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""How often it is looked whether something has moved, and the person is told."""
+"""The interval at which progress is checked and shown."""
 
 SHOWN = 8
 """An error names so many hosts, and so many causes."""
 
 
 class _Step(NamedTuple):
-    """How far a step has come."""
+    """The progress of a step."""
 
     what: str
     """Its name, as in ``importing torch``; empty while hosts wait in a queue."""
     moves: Hashable
     """A value that differs whenever the step has moved."""
     missing: str
-    """Who has not come, as a sentence."""
+    """A sentence that names the hosts or ranks that have not answered."""
     last_line: str = ""
     """The log of the host that told last ends with it."""
 
@@ -71,7 +71,7 @@ class StartProgress:
             on_up(host)
 
     def _step_of(self, host: HostState, hosts: Sequence[HostState]) -> _Step:
-        """What a host waits for; told, once, where that is a queue, in which no time counts."""
+        """Return the step of a host. A host that waits in a queue is reported once, and its time does not count."""
         there = [each.name for each in hosts if each.is_up]
         if waits_for := host.launched.waits_for():
             line = waits_for + (f"; there: {', '.join(there)}" if there else "")

@@ -21,7 +21,7 @@ from meshbook.wire.messages import AtPrompt
 T = TypeVar("T")
 
 HOST_ANSWER_S = 2.0
-"""How long a rank may take to answer for its host; it may have just started."""
+"""The longest wait for a rank to answer for its host; the rank may have just started."""
 
 
 class RankStatus(NamedTuple):

@@ -61,12 +61,12 @@ class Extent(Mapping[str, int]):
 
     @functools.cached_property
     def nelements(self) -> int:
-        """How many points there are: the product of the sizes."""
+        """The number of points: the product of the sizes."""
         return math.prod(self.shape)
 
     @property
     def region(self) -> NamedRegion:
-        """All ranks, laid out densely."""
+        """The region of all ranks, laid out densely."""
         from meshbook.shape.ndslice import NamedRegion, Slice
 
         return NamedRegion(self.names, Slice.new_row_major(self.shape))
@@ -88,7 +88,7 @@ class Extent(Mapping[str, int]):
         return self.shape[self.axis(label)]
 
     def axis(self, label: str) -> int:
-        """Which axis ``label`` is, from 0.
+        """Return the position of axis ``label``, from 0.
 
         Raises: UnknownAxisError.
         """
@@ -228,7 +228,7 @@ def resolve(chosen: Index, label: str, size: int) -> int | range:
 
 
 def resolve_list(chosen: Iterable[int], label: str, size: int) -> list[int]:
-    """Each index of a list as a number from 0, in the list's order."""
+    """Return the indices of a list as numbers from 0, in the list's order."""
     indices = [resolve(index, label, size) for index in chosen]
     numbers = [index for index in indices if isinstance(index, int)]
     if len(numbers) < len(indices):

@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     @property
@@ -196,7 +196,7 @@ def _group_once(parts: Sequence[Piece]) -> list[Piece]:
 
 
 class Members(ABC):
-    """Some members of a mesh, arranged by an extent. Immutable; every view is a new object."""
+    """Members of a mesh, arranged by an extent. They are immutable; every view is a new object."""
 
     extent: Extent
     encoded: tuple[Piece, ...]
@@ -216,7 +216,7 @@ class Members(ABC):
         return frozenset(self.ranks())
 
     def __getstate__(self) -> dict[str, object]:
-        """What it is, without what was made of that."""
+        """Return the state without the values that were computed from it."""
         return {name: value for name, value in vars(self).items() if name not in ("rank_set", "_positions")}
 
     @abstractmethod
@@ -395,7 +395,7 @@ class Region(Members):
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Region:
-        """All members of a mesh with these axes: base ranks 0, 1, 2, ..."""
+        """Return the region of all members of a mesh with these axes: base ranks 0, 1, 2, ..."""
         return cls(tuple(sizes), dense(Extent.of(sizes).shape))
 
     @classmethod
@@ -456,12 +456,12 @@ def arrange(extent: Extent, ranks: Sequence[int]) -> Members:
 
 
 Moves: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of each generation but the last: what its ranks are in the next one. The number of the last is their length."""
+"""The ranks' numbers in the next generation, for each generation but the last, whose number is the length."""
 
 GONE = -1
 
 AS_NOW = -1
-"""In the place of a generation: ranks are meant as they are."""
+"""The generation of ranks that are already today's."""
 
 
 def step_of(moved: Mapping[int, int], size: int) -> tuple[int, ...]:
@@ -470,7 +470,7 @@ def step_of(moved: Mapping[int, int], size: int) -> tuple[int, ...]:
 
 
 def ranks_now(moves: Moves, generation: int, ranks: Iterable[int]) -> list[int]:
-    """What ``ranks`` of a generation are now; GONE for those that have left."""
+    """Return today's numbers of ``ranks`` of a generation; GONE for ranks that have left."""
     found = list(ranks)
     for step in moves[generation:] if generation != AS_NOW else ():
         found = [step[rank] if 0 <= rank < len(step) else GONE for rank in found]

@@ -41,7 +41,7 @@ class Slice(Sequence[int]):
 
     @staticmethod
     def new_row_major(sizes: Iterable[int]) -> Slice:
-        """All ranks 0, 1, 2, ... laid out densely."""
+        """Return the slice of ranks 0, 1, 2, ... laid out densely."""
         return Slice(*dense(tuple(sizes)))
 
     @staticmethod
@@ -64,12 +64,12 @@ class Slice(Sequence[int]):
 
     @property
     def ndim(self) -> int:
-        """How many axes there are."""
+        """The number of axes."""
         return len(self._piece.sizes)
 
     @property
     def total(self) -> int:
-        """How many ranks there are, as ``len``."""
+        """The number of ranks, as ``len``."""
         return self._piece.total
 
     def ranks(self) -> Iterator[int]:
@@ -174,7 +174,7 @@ class Shape:
 
     @staticmethod
     def unity() -> Shape:
-        """One rank, 0, and no axes."""
+        """Return the shape of rank 0 alone, without axes."""
         return Shape([], Slice(0, [], []))
 
     @property
@@ -194,7 +194,7 @@ class Shape:
         return NamedRegion(self.labels, self.ndslice)
 
     def ranks(self) -> list[int]:
-        """All ranks, in C order."""
+        """Return the ranks in C order."""
         return list(self.members.ranks())
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -202,14 +202,14 @@ class Shape:
         return dict(self.members.point(rank))
 
     def at(self, label: str, index: int) -> Shape:
-        """Without axis ``label``: only its ``index``, from 0.
+        """Return the shape at ``index`` of axis ``label``, without that axis; counted from 0.
 
         Raises: UnknownAxisError, RankError: ValueErrors; NegativeIndexError, an OverflowError too.
         """
         return Shape.of(self.members.slice(**{label: _from_start(index)}))
 
     def index(self, **indices: int) -> Shape:
-        """As `at`, of several axes."""
+        """Return the shape at an index of several axes, as `at` does for one."""
         return Shape.of(self.members.slice(**{label: _from_start(index) for label, index in indices.items()}))
 
     def select(self, label: str, slice: builtins.slice) -> Shape:
@@ -237,7 +237,7 @@ class Shape:
 
 
 class NamedRegion(Shape):
-    """What Monarch calls a Region, and gives as ``extent.region``."""
+    """The Region of Monarch, which ``extent.region`` returns."""
 
     __slots__ = ()
     _KIND = "Region"
@@ -258,12 +258,12 @@ class ShapeExt:
 
     @staticmethod
     def slice(shape: Shape, **axes: Index) -> Shape:
-        """As meshes are sliced: an int drops its axis, a slice keeps it."""
+        """Slice a shape like a mesh: an int drops its axis, a slice keeps it."""
         return Shape.of(shape.members.slice(**axes))
 
 
 class MeshTrait(ABC):
-    """What has the operations of a mesh: every mesh here, and subclasses that say how a view of them is made."""
+    """The operations of a mesh, for every mesh here and for subclasses that say how a view of them is made."""
 
     @property
     @abstractmethod

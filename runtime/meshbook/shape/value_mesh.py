@@ -1,4 +1,4 @@
-"""One value per member of a mesh: what a call on many ranks returns."""
+"""The values of the members of a mesh, as a call on many ranks returns them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ValueMesh(MeshView, Generic[T]):
 
     @classmethod
     def from_indexed(cls, shape: Shape | Members, pairs: Iterable[tuple[int, T]]) -> ValueMesh[T]:
-        """Of (position, value), in any order; of several for a position the last one counts.
+        """Return the mesh of (position, value) pairs in any order; the last value of a position counts.
 
         position: in C order, from 0. Raises: RankError for one outside, LayoutError if one is missing.
         """
@@ -68,7 +68,7 @@ class ValueMesh(MeshView, Generic[T]):
     def lazy(cls, members: Members, load: Callable[[int], T]) -> ValueMesh[T]:
         """Make the value of each rank by ``load(rank)`` when it is first looked at, once for all views of it.
 
-        What that raises is raised by whoever looks; the next look tries again.
+        An error of ``load`` is raised to the reader of the value; the next read tries again.
         """
         lazy: ValueMesh[T] = cls.__new__(cls)
         lazy._members, lazy._made, lazy._load = members, None, load
@@ -76,7 +76,7 @@ class ValueMesh(MeshView, Generic[T]):
 
     @property
     def _values(self) -> list[T | _Lazy[T]]:
-        """In C order; a call whose values nobody looks at has none made."""
+        """The values in C order, made when they are first needed."""
         if self._made is None:
             with _making:
                 if self._made is None:
@@ -99,11 +99,11 @@ class ValueMesh(MeshView, Generic[T]):
         return _load(self._values[self._members.point(rank).rank])
 
     def values(self) -> list[T]:
-        """All values, in C order."""
+        """Return the values in C order."""
         return [_load(value) for value in self._values]
 
     def items(self) -> list[tuple[Point, T]]:
-        """All (point, value), in C order."""
+        """Return the (point, value) pairs in C order."""
         return list(self)
 
     def __iter__(self) -> Iterator[tuple[Point, T]]:
@@ -115,7 +115,7 @@ class ValueMesh(MeshView, Generic[T]):
         return ValueMesh(self._members, [function(value) for value in self.values()])
 
     def flatten(self, name: str) -> ValueMesh[T]:
-        """All values on one axis; unlike that of members, always possible.
+        """Return the values on one axis ``name``; unlike that of members, this is always possible.
 
         Raises: LayoutError if ``name`` cannot name an axis.
         """
@@ -132,7 +132,7 @@ class ValueMesh(MeshView, Generic[T]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., ValueMesh[Any]], tuple[Members, list[tuple[T, int]]]]:
-        """As runs: a thousand equal texts or numbers take the room of one."""
+        """Pickle the values as runs: a thousand equal texts or numbers take the room of one."""
         return (_of_runs, (self._members, _runs(self.values())))
 
     def __repr__(self) -> str:
@@ -159,11 +159,11 @@ class ValueMesh(MeshView, Generic[T]):
 
 
 _ALIKE = frozenset({str, bytes, int, bool, type(None)})
-"""Of these types equal values cannot be told apart."""
+"""The types whose equal values cannot be told apart."""
 
 
 def _runs(values: Iterable[T]) -> list[tuple[T, int]]:
-    """Each value with how often it comes in a row."""
+    """Return the runs of equal values, each with its length."""
     runs: list[tuple[T, int]] = []
     for value in values:
         last, count = runs[-1] if runs else (None, 0)
