@@ -13,8 +13,8 @@ from benchmarks import machine, report
 from benchmarks.figures import Benchmark, Figure, Settings
 
 NAMES = (
-    "spawn", "calls", "mail", "actors", "buffers", "payloads", "collectives", "output", "errors", "recoveries",
-    "completion", "notebook", "tensors", "clusters", "engines", "kubernetes",
+    "spawn", "calls", "actors", "buffers", "payloads", "output", "errors", "recoveries", "completion", "notebook",
+    "tensors", "clusters",
 )  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     machine.forget_test_settings()
     print(machine.describe(), flush=True)
-    settings = Settings(options.quick, options.before)
+    settings = Settings(options.quick)
     figures: list[Figure] = []
     loads: dict[str, float] = {}
     failed = []
@@ -75,7 +75,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", type=_names, default=NAMES, metavar=",".join(NAMES), help="which, in this order")
     parser.add_argument("--quick", action="store_true", help="few samples, no sizes above 8 ranks or 100 MB")
-    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, for `collectives` in turns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure in FILE")
     return parser.parse_args(argv)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from benchmarks.stats import Summary, summarise
@@ -58,8 +57,6 @@ class Settings(NamedTuple):
     """How much to measure: ``quick`` takes few samples and leaves out the largest sizes."""
 
     quick: bool
-    before: Path | None = None
-    """Another checkout, to be measured beside this one."""
 
     def count(self, full: int) -> int:
         """Return ``full``, or about a fifth of it when quick."""

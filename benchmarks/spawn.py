@@ -56,40 +56,28 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 
 def _cold(ranks: int, settings: Settings) -> Iterator[Figure]:
-    """A fresh process to ready, in turns with a fresh process that imports torch, and with the other checkout."""
-    samples: dict[str, list[float]] = {"import torch": [], **{name: [] for name in _pythons(settings)}}
+    """A fresh process to ready, in turns with a fresh process that imports torch."""
+    samples: dict[str, list[float]] = {"import torch": [], "meshbook": []}
     for turn in range(settings.count(7) + 1):
-        took = {"import torch": floors.import_torch()}
-        took |= {name: _spawn_in_fresh_process(1, ranks, python=path)[0] for name, path in _pythons(settings).items()}
+        took = floors.import_torch(), _spawn_in_fresh_process(1, ranks)[0]
         if turn:  # the first pair fills the page cache
-            for name, seconds in took.items():
-                samples[name].append(seconds)
+            for seconds, kept in zip(took, samples.values(), strict=True):
+                kept.append(seconds)
     yield from side_by_side(
         "spawn", "cold", f"{ranks} ranks", "s", samples, goals={"import torch": Goal("x floor", 1.3)}
     )
 
 
-def _pythons(settings: Settings) -> dict[str, str]:
-    """The interpreters of this checkout, and of the other one."""
-    before = {"before": str(settings.before / ".venv/bin/python")} if settings.before else {}
-    return {**before, "meshbook": sys.executable}
-
-
 def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
-    """Several hosts on this machine from nothing, two ranks each; in turns with the other checkout."""
-    turns = [
-        {name: _spawn_in_fresh_process(hosts, 2, python=path) for name, path in _pythons(settings).items()}
-        for _ in range(settings.count(5) + 1)
-    ][1:]
+    """Several hosts on this machine from nothing, two ranks each."""
+    turns = [_spawn_in_fresh_process(hosts, 2) for _ in range(settings.count(5) + 1)][1:]
     units: tuple[tuple[str, Unit], ...] = (("cold", "s"), ("cold, CPU time", "s"), ("cold, PSS of all", "MB"))
-    for column, (what, unit) in enumerate(units):
-        samples = {name: [turn[name][column] for turn in turns] for name in turns[0]}
-        for name, values in samples.items():
-            yield Figure("spawn", what, f"{hosts} hosts", name, unit, summarise(values))
+    for (what, unit), values in zip(units, zip(*turns, strict=True), strict=True):
+        yield Figure("spawn", what, f"{hosts} hosts", "meshbook", unit, summarise(values))
 
 
-def _spawn_in_fresh_process(hosts: int, ranks: int, *options: str, python: str = sys.executable) -> list[float]:
-    command = [python, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks), *options]
+def _spawn_in_fresh_process(hosts: int, ranks: int, *options: str) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks), *options]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # as installed: the first of several turns compiles
     done = subprocess.run(
         command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S, env=environment

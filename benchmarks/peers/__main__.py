@@ -131,28 +131,18 @@ def _adopt_orphans() -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     names = ",".join(peer.name for peer in PEERS)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--only", type=_peers, metavar=names, help="which, in this order")
-    parser.add_argument("--actors", action="store_true", help="ask about actors, those that have them")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar=names, help="which, in this order")
+    parser.add_argument("--actors", action="store_true", help="ask about actors")
     parser.add_argument("--rounds", type=int, default=2, help="how many times each peer runs (default 2)")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="of one peer's run")
     parser.add_argument("--quick", action="store_true", help="few samples, nothing above 100 MB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results in FILE")
     options = parser.parse_args(argv)
-    if options.actors:
-        known = {peer.name: peer for peer in ACTOR_PEERS}
-        if strangers := [peer.name for peer in options.only or () if peer.name not in known]:
-            parser.error(f"{strangers[0]} has no actors; {', '.join(known)} have")
-        options.only = tuple(known[peer.name] for peer in options.only or ACTOR_PEERS)
-    options.only = options.only or PEERS
+    known = {peer.name: peer for peer in (ACTOR_PEERS if options.actors else PEERS)}
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"no peer is called {unknown[0]}; there are {', '.join(known)}")
+    options.only = tuple(known[name] for name in options.only or known)
     return options
-
-
-def _peers(text: str) -> tuple[Peer, ...]:
-    known = {peer.name: peer for peer in PEERS}
-    names = list(filter(None, text.split(",")))
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"no peer is called {unknown[0]}; there are {', '.join(known)}")
-    return tuple(known[name] for name in names)
 
 
 if __name__ == "__main__":

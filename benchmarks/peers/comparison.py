@@ -31,7 +31,6 @@ CALL_GOALS = (
     *(Goal("call 8", peer, 5) for peer in ("monarch", "ray")),
     Goal("pipelined calls", "monarch", 4),
     Goal("pipelined calls", "ray", 10),
-    Goal("pipelined calls", "ipyparallel", 10),
     Goal("100 MB to 8", "ray", 1),
     Goal("500 MB to 8", "ray", 1),
     Goal("10 MB from each of 8", "ray", 1),

@@ -27,15 +27,9 @@ PEERS = (
     Peer("meshbook", "", "benchmarks.peers.on_meshbook"),
     Peer("monarch", "torchmonarch", "benchmarks.peers.on_monarch"),
     Peer("ray", "ray", "benchmarks.peers.on_ray"),
-    Peer("ipyparallel", "ipyparallel", "benchmarks.peers.on_ipyparallel"),
-    Peer("dask", "dask[distributed]", "benchmarks.peers.on_dask"),
 )
-ACTOR_PEERS = tuple(
-    peer._replace(module=f"benchmarks.peers.actors_on_{peer.name}")
-    for peer in PEERS
-    if peer.name in ("meshbook", "monarch", "ray")
-)
-"""Those that have actors, and what asks them about these."""
+ACTOR_PEERS = tuple(peer._replace(module=f"benchmarks.peers.actors_on_{peer.name}") for peer in PEERS)
+"""The same peers, with the modules that ask them about actors."""
 
 
 class InstallError(Exception):
@@ -64,8 +58,7 @@ def python_of(peer: Peer, *, timeout_s: float = 1800) -> Path:
 
 def version_of(peer: Peer, python: Path) -> str:
     """Return the installed version of the peer, "unknown" when its metadata does not say."""
-    distribution = peer.requirement.partition("[")[0] or peer.name
-    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    code = f"import importlib.metadata as m; print(m.version({peer.requirement or peer.name!r}))"
     answer = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=60)
     return answer.stdout.strip() or "unknown"
 
@@ -78,20 +71,3 @@ def _run(command: list[str], timeout_s: float) -> None:
     if done.returncode:
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-6:])
         raise InstallError(f"{' '.join(command)} failed:\n{tail}")
-
-
-def main() -> int:
-    """Make every environment now; returns the number that failed."""
-    failed = 0
-    for peer in PEERS:
-        try:
-            python = python_of(peer)
-            print(f"{peer.name} {version_of(peer, python)}: {python}", flush=True)
-        except InstallError as error:
-            failed += 1
-            print(f"{peer.name}: {error}", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())
