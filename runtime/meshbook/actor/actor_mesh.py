@@ -1,6 +1,6 @@
 """Meshes of actors, and meshes of processes as their ranks know them: views that can be sliced, spawned on and sent.
 
-`ActorMesh` is one actor per point, or a view of some of them: what `ProcMesh.spawn` returns, and what travels. A
+`ActorMesh` is one actor per point, or a view of some of them. `ProcMesh.spawn` returns it, and messages carry it. A
 reference is small: session, mesh, mailbox, members, and the names and parameters of the endpoints; not the class. It
 works in every process of the session.
 """
@@ -101,9 +101,9 @@ class ActorMesh(MeshView, Generic[TActor_co]):
         return sorted({*super().__dir__(), "reload", *self._group.cls.endpoints})
 
     def _reload(self, cls: type | None = None, *, timeout: float | None = None) -> None:
-        """Give all of them, views' others included, their class as it is defined now; they keep their state.
+        """Give all actors of the mesh, those outside this view too, their class as it is now; they keep their state.
 
-        Waits until they have handled what was sent before. cls: by default the notebook's class of the same name.
+        Waits until they have handled all earlier messages. cls: by default the notebook's class of the same name.
         timeout: seconds. Raises: ReloadError where living actors cannot take it; as calls do.
         """
         group = self._group
@@ -119,10 +119,11 @@ class ActorMesh(MeshView, Generic[TActor_co]):
         group.cls = described
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
-        """End all of them, views' others included, when they have handled what was sent before; `__cleanup__` runs.
+        """End all actors of the mesh, those outside this view too, after all earlier messages; `__cleanup__` runs.
 
-        What takes longer than 3 s is interrupted, or dropped: its callers are told that the actors were stopped. What
-        the actors have spawned ends after them. The processes live on. Done when the actors have ended. Idempotent.
+        A call that takes longer than 3 s is interrupted, or dropped: its callers are told that the actors were stopped.
+        Actors that they have spawned end after them. The processes live on. Done when the actors have ended.
+        Idempotent.
         Raises, when asked: ActorError of an ActorStuckError where one takes no interrupt.
         """
         group = self._group
@@ -205,7 +206,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
     """Have an actor made in every process of ``members``; does not wait for it.
 
     generation: in which these are numbered so.
-    Raises: RanksLeft, UsageError for what is no class of actors, ArgumentsError, SerializationError.
+    Raises: RanksLeft, UsageError if ``cls`` is no class of actors, ArgumentsError, SerializationError.
     """
     described = describe_class(cls, RESERVED)
     check_construction(cls, name, args, kwargs)
@@ -299,7 +300,7 @@ def _nothing(values: object) -> None:
 
 
 class ProcRef(MeshView):
-    """A `ProcMesh` that was sent to a rank. Sent back to whoever drives the mesh, it is a ProcMesh again."""
+    """A `ProcMesh` that was sent to a rank. Sent back to the process that drives the mesh, it is a ProcMesh again."""
 
     def __init__(self, session: str, mesh: int, name: str, members: Members, generation: int) -> None:
         """generation: in which ``members`` have their numbers (`meshbook.shape.members`)."""

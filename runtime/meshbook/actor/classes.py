@@ -1,4 +1,4 @@
-"""Classes of actors: what they say of their endpoints, and how they are described to processes that lack the class.
+"""Classes of actors: their endpoints, and the description for processes that lack the class.
 
 A method with the decorator `endpoint` or `concurrent_endpoint` stays a plain method of the object, callable as
 ``self.step()``. On a mesh of actors it is an `Endpoint`, which is how type checkers and editors see it:
@@ -123,7 +123,8 @@ else:
     def endpoint(method=None, /, *, propagate=None, explicit_response_port=False, instrument=True):
         """Let a method be called from other processes; it may be ``async def``.
 
-        explicit_response_port: its first argument is a `Port`, on which it, or whoever it gives that to, answers.
+        explicit_response_port: its first argument is a `Port`, on which it answers, or another actor that it passes the
+        port to.
         propagate, instrument: accepted, since Monarch has them; without effect.
         """
 
@@ -258,7 +259,7 @@ class ActorClass(NamedTuple):
 def describe_class(cls: object, reserved: frozenset[str]) -> ActorClass:
     """Describe a class to its meshes. reserved: names that endpoints cannot have.
 
-    Raises: UsageError for what is no class of actors.
+    Raises: UsageError if ``cls`` is no class of actors.
     """
     if not isinstance(cls, type) or not issubclass(cls, Actor):
         name = getattr(cls, "__qualname__", repr(cls))

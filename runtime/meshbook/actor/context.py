@@ -1,4 +1,4 @@
-"""The actor that runs now: who it is, who asks it and by which call, what it owns, and how its log records look.
+"""The actor that runs now: its identity, its caller and call, the actors that it owns, and the form of its log records.
 
 Log records of actors begin with ``[actor=<root>.<train.Learner learners{'gpus': 0/2}>]``. On stdout and stderr the
 rank is left out, which a notebook and `logging_option` show anyhow, so that equal lines of several ranks become one.
@@ -38,10 +38,10 @@ class ActorControl(Protocol):
     """Ends the actor that runs; on its own thread."""
 
     def stop_itself(self, reason: str) -> None:
-        """Take no more messages, and end after those that have come."""
+        """Take no more messages, and end after the messages that have come."""
 
     def fail_itself(self, reason: str, *, now: bool) -> None:
-        """End as failed, which the owner is told. now: without waiting for what runs, and without ``__cleanup__``."""
+        """End as failed, which the owner is told. now: without waiting for its call, and without ``__cleanup__``."""
 
 
 _NOWHERE = Point(0, Extent((), ()))
@@ -157,7 +157,7 @@ class ActorInstance:
 
 
 def path_of(creator: str, module: str, class_name: str, name: str, point: Point) -> str:
-    """An actor below whoever has spawned it: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
+    """Return the path of an actor below its creator: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
     where = repr(point) if len(point) else ""
     kind = f"{module}.{class_name}" if module else class_name
     return f"{creator}.<{kind} {name}{where}>"
@@ -216,7 +216,7 @@ class Belongings:
 
 
 class Context(msgspec.Struct, eq=False):
-    """The answer of `context`: the actor, its place among those that were called, and the call."""
+    """The answer of `context`: the actor, its place among the called actors, and the call."""
 
     actor_instance: ActorInstance
     find_message_rank: Callable[[], Point]
@@ -267,7 +267,7 @@ current_context: ContextVar[Context] = ContextVar("meshbook_actor", default=_cli
 
 
 def context() -> Context:
-    """The actor that runs now, and its place among those that were called together with it."""
+    """Return the actor that runs now, and its place among the actors that were called together with it."""
     return current_context.get()
 
 

@@ -102,7 +102,7 @@ class ActorFuture(MappedFuture[Values, T], Generic[T]):
     """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
     def __init__(self, source: Answers, make: Callable[[Values], T], actor: ActorIdentity | str, endpoint: str) -> None:
-        """actor, endpoint: what was called, as in `translate`."""
+        """actor, endpoint: the called actor and its endpoint, as in `translate`."""
         super().__init__(source, make)
         self._call, self._names = source, (actor, endpoint)
 
@@ -286,7 +286,7 @@ class ActorEndpoint(Generic[P, R]):
         return stream
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call it on every actor without waiting; what fails is told to the owner of the actors."""
+        """Call it on every actor without waiting; failures are told to the owner of the actors."""
         self.post(args, kwargs, None, one=False)
 
     def rref(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -369,8 +369,8 @@ def send(
 ) -> None:
     """Call an endpoint without waiting; every answer is sent to ``port``.
 
-    selection: all actors, or one of them, chosen at random. What is raised goes to ``port`` as an exception; without
-    a port it is told to the owner of the actors.
+    selection: all actors, or one of them, chosen at random. An error goes to ``port`` as an exception; without a port
+    it is told to the owner of the actors.
     """
     if not isinstance(endpoint, ActorEndpoint):
         raise UsageError(f"send takes an endpoint of actors, as in send(actors.step, (), {{}}); got {endpoint!r}.")
@@ -401,7 +401,7 @@ class Accumulator(Generic[P, R, A]):
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
     def accumulate(self, *args: P.args, **kwargs: P.kwargs) -> Future[A]:
-        """Call, and fold in the order in which the answers come. Raises, when asked: what the call raises."""
+        """Call, and fold in the order in which the answers come. Raises, when asked: the errors of the call."""
         parts = list(self._endpoint.stream(*args, **kwargs))
         return MappedFuture(_when_all_have_come(parts), lambda _: self._fold(parts))
 

@@ -67,11 +67,11 @@ class ActorError(CallFailed):
 
 
 _PRINTERS = ("traceback", "threading")
-"""Modules that print exceptions, with what they were raised from."""
+"""The modules that print exceptions with their causes."""
 
 
 def _printed_by_python() -> bool:
-    """Whether ``str`` of an error is asked for by what prints it below its ``__cause__``, which tells the rest.
+    """Whether ``str`` of an error is called by a printer that shows its ``__cause__`` too, which tells the rest.
 
     An interpreter without a frame does so too: that of a script which ends with the error.
     """
@@ -291,7 +291,7 @@ _CIRCLES = (CircularCallError, CallsTooDeepError)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error itself; of calls that go in circles the first one, not what each actor on the way has made of it."""
+    """Return the error itself; of calls that go in circles the first error, not those made of it on the way."""
     if isinstance(error, ActorError) and isinstance(inner := error.exception, _CIRCLES):
         return inner
     return error

@@ -97,7 +97,7 @@ class ActorIdentity:
         return self.names_of([rank]).get(rank, self.name)
 
     def find(self, members: Members, *, partly: bool = False, endpoint: str = INIT) -> Address:
-        """Return the address of the processes of ``members``. partly: without those that left, unless all did.
+        """Return the address of the processes of ``members``. partly: without the ranks that left, unless all did.
 
         endpoint: which is to be called. Raises: ActorsLeftError, ProcsStoppedError.
         """
@@ -215,7 +215,7 @@ def argument_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> di
 
 def name_view(members: Members) -> CalledView:
     """Return the view that is called, as its members need it to find their place: labels suffice on one host and from
-    the notebook; what a rank calls is parted by host on its way."""
+    the notebook; a call from a rank is split by host on its way."""
     if isinstance(members, Region) and (max(members.layout.sizes, default=1) == 1 or not is_rank()):
         return ",".join(members.labels)
     return members
@@ -246,7 +246,7 @@ class ActorState(NamedTuple):
 
 
 def actor_table(states: Iterable[ActorState]) -> str:
-    """A row for each mesh of actors and what its members do; those that do the same share a row."""
+    """Return a table of the meshes of actors and their members' activity; members that do the same share a row."""
     rows: list[tuple[str, str, str, str]] = []
     meshes: dict[int, list[ActorState]] = {}
     for state in states:

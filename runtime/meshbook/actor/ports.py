@@ -33,7 +33,7 @@ class Port(Generic[R]):
         """rank: of the actor that answers on it, which a `RankedPortReceiver` gets as well."""
         self._session, self._place, self._mailbox, self._rank = session, Place(*place), mailbox, rank
         self.return_undeliverable = True
-        """False: what can no longer be delivered is dropped in silence."""
+        """False: a message that can no longer be delivered is dropped in silence."""
 
     def of_rank(self, rank: int) -> Port[R]:
         """Return the same port for the answers of one actor of several."""
@@ -226,12 +226,12 @@ def make_port(router: Router, receiver: PortReceiver[R], *, once: bool = False) 
 
 
 class ResponsePort(Port[R]):
-    """The port of an explicit response: what is sent on it is the answer to the call. Can be passed on."""
+    """The port of an explicit response: a value sent on it answers the call. It can be passed on."""
 
     def __init__(self, reply: ReplyTo, fail: Callable[[BaseException], Outcome]) -> None:
         self._reply, self._fail, self.return_undeliverable = reply, fail, True
         self.passed_on = False
-        """Whether others may answer, whatever becomes of the actor."""
+        """Whether other actors may answer, even if this actor ends."""
 
     def send(self, obj: R) -> None:
         self._reply(Outcome(wire.OK, obj, has_value=True, what="the response"))

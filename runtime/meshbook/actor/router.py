@@ -69,7 +69,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def find_now(moves: Moves, members: Members, generation: int, *, partly: bool = False) -> Address:
-    """Return the present ranks of ``members`` of a generation. partly: leave out those that left, unless all did.
+    """Return the present ranks of ``members`` of a generation. partly: leave out the ranks that left, unless all did.
 
     Raises: RanksLeft.
     """

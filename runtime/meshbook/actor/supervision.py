@@ -58,7 +58,7 @@ class MeshFailure:
     ) -> None:
         """mesh: the mesh whose owner is told. what: the endpoint that failed, as in ``loaders.read``.
 
-        actors: the actor of each rank that failed, below whoever has spawned it, where that is known.
+        actors: the actor of each rank that failed, below its creator, where that is known.
         """
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))

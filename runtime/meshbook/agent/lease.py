@@ -7,9 +7,9 @@ silence counts against the lease.
 
     controller           the agent waits, with meshes that are up         without
     runs                 10 min of silence                                the same
-    has ended, has left  the lease: 10 min, or what it said on leaving    5 s
+    has ended, has left  the lease: 10 min, or as told on leaving         5 s
     is out of reach      the lease, counted from the last sign of life    5 s, if the pipe at stdin has ended
-    was never reached                                                     20 s, `Ticket.arrive_s`, whoever holds stdin
+    was never reached                                                     20 s, `Ticket.arrive_s`, in any case
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class RankOutput:
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[StreamText | ShownDisplay], dict[int, int]]:
         """Return the parts that may be sent now, and the total cut so far of each output whose total grew. final: send
-        all parts, whatever the rate, since an output ended; parts before rich output are sent in any case."""
+        all parts at any rate, since an output ended; parts before rich output are sent in any case."""
         self._budget = min(BURST_BYTES, self._budget + (now - self._refilled) * RATE_BYTES_S)
         self._refilled = now
         if final:

@@ -74,7 +74,7 @@ class OutputPump:
             self._loop.call_later(FLUSH_S, self.flush)
 
     def flush(self) -> None:
-        """Send what all ranks have printed."""
+        """Send the prints of all ranks."""
         self._is_due = False
         if not self._quota.listening:
             return  # it waits, and what is too much is counted and cut

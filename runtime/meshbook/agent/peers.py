@@ -1,7 +1,7 @@
-"""The agents of other hosts, as an agent knows them: a client for each that it calls, a port for those that call it.
+"""The agents of other hosts, as an agent knows them: a client for each one to call, a port for the callers.
 
 The controller says where ranks live (`meshbook.controller.mail.PeerDirectory`); calls wait for that once, in their
-order. `ForwardedCalls` are those that have left this host by one uplink, until they are answered or it ends.
+order. `ForwardedCalls` holds the calls that have left this host by one uplink, until they are answered or it ends.
 """
 
 from __future__ import annotations

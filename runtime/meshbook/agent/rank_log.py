@@ -3,8 +3,8 @@
     the agent's loop ── write ──> queue, at most `QUEUE_BYTES` of each log ──> the thread, one for all logs ──> file
 
 A rank that prints faster than its disk writes waits for the disk: its pipes are not read meanwhile. After `PATIENCE_S`
-the disk counts as hanging and the rank goes on; output that is not written then is counted, and the log says what it
-lacks. `read_on` reads logs for the controller: their last lines, or the text that was added.
+the disk counts as hanging and the rank goes on; output that is not written then is counted, and the log tells the gap.
+`read_on` reads logs for the controller: their last lines, or the text that was added.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def settle_logs(timeout_s: float) -> None:
 
 class RankLog:
     """The log of all text that a rank wrote, up to the quota; a full disk loses the log, not the rank. Text that cannot
-    be written is counted. Later writes try again, once in `RETRY_S`, and the log then says what it lacks."""
+    be written is counted. Later writes try again, once in `RETRY_S`, and the log then tells the gap."""
 
     def __init__(self, path: Path) -> None:
         """Raises: OSError if the file cannot be opened."""

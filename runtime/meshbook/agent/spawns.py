@@ -160,7 +160,7 @@ class Spawns:
             self._loop.call_later(TELL_S, self._tell)
 
     def _import_of(self, starting: _Starting) -> str:
-        """Return what its template of workers imports now, in words."""
+        """Return the import that its template of workers is at now, in words."""
         plain = [template for (_, torch), template in self._plain.items() if torch == starting.spawn.torch]
         if starting.spawn.preload and any(template.is_ready for template in plain):
             return f"importing {', '.join(starting.spawn.preload)}"

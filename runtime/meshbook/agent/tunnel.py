@@ -1,8 +1,8 @@
 """An agent that dials its controller through the connection that has started it, as by ssh.
 
 It ends with that connection: nobody can reach it any more. Its stdin tells that its launcher has ended, which is no
-reason to end (`meshbook.agent.lease`); that nobody reads its stdout tells that the connection has. From then on what
-it says goes to its log.
+reason to end (`meshbook.agent.lease`); that nobody reads its stdout tells that the connection has. From then on its
+output goes to its log.
 """
 
 from __future__ import annotations

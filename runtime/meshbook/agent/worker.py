@@ -97,8 +97,7 @@ class WorkerLane:
             pass
 
     def read_waiting(self) -> None:
-        """Deliver the messages that are there now: at most what a socket holds, so that no writer holds the
-        agent up."""
+        """Deliver the messages that are there now: at most a socket's content, so that no writer holds the agent up."""
         for _ in range(1 + READ_BYTES // min(self._read_bytes, FIRST_READ_BYTES)):
             if not self._on_readable():
                 break

@@ -1,4 +1,4 @@
-"""The workers of one mesh on one host: started, told to leave, numbered anew. Who is asked for what is not known here.
+"""The workers of one mesh on one host: started, told to leave, renumbered. This module knows nothing of calls.
 
 Spawn ──> _Batch: forked together, reported together once all have answered
 Retire ─> leaving: nothing reaches them any more, their ranks are free at once, their ends are awaited

@@ -86,8 +86,8 @@ _NO_RANKS: frozenset[int] = frozenset()
 class OpenCall:
     """A call with the answers that have come so far; only its own methods write here.
 
-    Owned by the controller's I/O thread; others read it to tell who is silent. What it goes through is
-    `meshbook.lifecycle.CallPhase`; that ranks failed, or that its end was asked for, are facts that stay.
+    Owned by the controller's I/O thread; others read it to tell which ranks are silent. Its phases are
+    `meshbook.lifecycle.CallPhase`; failed ranks, or a request to end it, are facts that stay.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class OpenCall:
         """The ranks that came back from an operation that was aborted."""
         self._failed_at = self._freed_s = 0.0
         self.hurried = False
-        """Failures more like those that have come are not to be waited for."""
+        """Wait for no more failures."""
         self._torn: dict[str, set[int]] = {}
         """The operations that were left half done, with their ranks, as in `CallError`."""
 
@@ -194,7 +194,8 @@ class OpenCall:
         self._places.update({rank: place for rank, place in places.items() if rank in self.waiting})
 
     def tear(self, rank: int, torn: Iterable[str], restored: Iterable[str]) -> None:
-        """Note what operations have left half done on ``rank``, and what of that is as it was, as in `CallError`."""
+        """Note the tensors that operations left half done on ``rank``, and those of them that were restored, as in
+        `CallError`."""
         for text in torn:
             self._torn.setdefault(text, set()).add(rank)
         for text in restored:
@@ -246,7 +247,8 @@ class OpenCall:
     # ---- its outcome ----------------------------------------------------------------------------------------------
 
     def settle(self, groups: str = "") -> None:
-        """Complete the future with what has come in. groups: why the process groups are not back, if they are not."""
+        """Complete the future with the answers that have come. groups: why the process groups are not back, if they are
+        not."""
         if self.lost:
             self._fail(WorkerLost.of(self.lost, partial=self.results), groups)
         elif self.failures:

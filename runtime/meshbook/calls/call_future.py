@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WAIT_NOTE_S = 1.5
-"""A wait that takes longer says what it waits for, when that is a rank that did not stop at an interrupt."""
+"""A wait that takes longer names the ranks that did not stop at an interrupt."""
 
 _NO_OUTCOME = None, TimeoutError(), None
 
@@ -56,8 +56,8 @@ class RequestFuture(Future[T], Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Wait for all ranks and return their values.
 
-        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once; what the handler of
-        another signal raises, as that of a time limit: the call is interrupted then, too.
+        timeout: seconds. Raises: CallFailed, WorkerLost, CallTimeout; KeyboardInterrupt, at once; errors of other
+        signal handlers, as of a time limit: these interrupt the call, too.
         """
         self._timeout_s = timeout
         try:
@@ -82,7 +82,7 @@ class RequestFuture(Future[T], Generic[T]):
         """Serve the sockets until ``done()``, at most ``timeout`` seconds, if that is for this thread to do."""
 
     def on_interrupt(self, pressed: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Pass an interrupt of a wait on to the ranks; returns what the wait raises."""
+        """Pass an interrupt of a wait on to the ranks; returns the error that the wait raises."""
         self.cancel()
         return pressed
 
@@ -214,7 +214,7 @@ class CallFuture(RequestFuture[T], Generic[T]):
         return bool(self._final) or self._control.wants_person(self.call)
 
     def end_on_ranks(self, timeout_s: float) -> None:
-        """Interrupt the ranks that are still at it, whatever the outcome was, and wait until none is."""
+        """Interrupt the ranks that still run the call, also where it has an outcome, and wait until none does."""
         ended = threading.Event()
         self.call.when_ended(ended.set)
         self._control.cancel(self.call.id)
@@ -226,7 +226,7 @@ class CellRun:
 
     def __init__(self, id: int, listener: OutputListener) -> None:
         self.durations_s: dict[int, float] = {}
-        """Seconds that each rank took, for those that have ended."""
+        """Return the seconds that each rank took, for ranks that have ended."""
         self.waited_s: dict[int, float] = {}
         """Seconds of these that each rank waited in collectives."""
         self.id = id
@@ -240,7 +240,7 @@ class CellRun:
 
     @property
     def future(self) -> CallFuture[ValueMesh[object]]:
-        """Completes with the values of the last expressions, or with what went wrong."""
+        """The future of the values of the last expressions, or of the error."""
         assert self._future is not None
         return self._future
 
@@ -292,7 +292,7 @@ class BufferedListener:
             self._listener(event)
 
     def listen(self, listener: OutputListener) -> None:
-        """Hand on what has come, and from now on all that comes."""
+        """Hand on the output so far, and from now on all that comes."""
         with self._lock:
             self._listener = listener
             while self._events:
@@ -318,7 +318,7 @@ class ResumedCall(CellRun):
         )))  # fmt: skip
 
     def listen(self, listener: OutputListener) -> None:
-        """Have ``listener`` called with what it has printed and shown unheard, then with all that comes."""
+        """Call ``listener`` with the output so far that nothing has shown, then with all that comes."""
         self._events.listen(listener)
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
 """An interrupt as the controller carries it out: in stages, each of which gives the prompt back within a second.
 
     1  KeyboardInterrupt in the calls, where they run; calls that wait behind others are dropped where they wait
-    2  whoever interrupts again insists: process groups are aborted, stopped processes continued, and KeyboardInterrupt
+    2  a second interrupt insists: process groups are aborted, stopped processes continued, and KeyboardInterrupt
        is raised again and again (`meshbook.worker.interrupt_gate`)
-    3  what still does not move is named, with the reason and the ways out
+    3  ranks that still do not stop are named, with the reason and the ways out
 
 A press while a stage waits begins the next one at once. A rank that obeys later is usable again from then on.
 """
@@ -80,7 +80,7 @@ def _one_stage(
     stage: int,
     interrupt_counter: InterruptCounter,
 ) -> bool:
-    """Send what the stage sends, and wait; whether another press cut it short."""
+    """Send the messages of the stage, and wait. Returns: whether another press cut it short."""
     insist = stage >= 2
     for call in calls:
         call.interrupt(stage)
@@ -145,7 +145,7 @@ def _waiting(call: OpenCall, ranks: Collection[int] | None) -> set[int]:
 
 
 def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
-    """Whether ranks are to obey, or have and the outcome is not told yet: whoever asks for it next is to find it."""
+    """Whether ranks are to obey, or have obeyed and the outcome is kept for the next request."""
     return bool(_waiting(call, ranks)) or (not call.waiting and call.phase is not CallPhase.CLOSED)
 
 
@@ -188,7 +188,7 @@ def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[i
 def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = False) -> str:
     """Return the calls that a call waits behind, a line per place; empty when it runs everywhere.
 
-    only_stuck: tell of calls that were interrupted and did not stop, not of those that take their time.
+    only_stuck: report calls that were interrupted and did not stop, not slow ones.
     """
     ahead = _ahead_of(control, [call], set(call.waiting))
     ahead = {

@@ -82,7 +82,7 @@ def pack(
 ) -> Packed:
     """Make a reply of an outcome; where its value cannot travel, the one that says so.
 
-    write: copies large buffers into shared memory. describe: makes a failure of what a value raises.
+    write: copies large buffers into shared memory. describe: makes a failure of an error that pickling a value raises.
     """
     if answer.failure is not None:
         return answer.status, pack_failure(answer.failure), b"", None
@@ -129,7 +129,7 @@ expects no answer (``call.reply``): it lets go of arguments that nobody has load
 
 
 class Handler(Protocol):
-    """Runs on the thread that reads the mail and must not block; what it raises becomes the reply."""
+    """Runs on the thread that reads the mail and must not block; an error that it raises becomes the reply."""
 
     def __call__(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None: ...
 
@@ -159,7 +159,7 @@ class Mailboxes:
         self._rest = Mailbox(handler)
 
     def close(self, id: int, why: str = "") -> None:
-        """Refuse what comes from now on; calls that were handed out are still the handler's to answer. Idempotent.
+        """Refuse messages from now on; the handler still answers the calls that it has. Idempotent.
 
         why: for the error, as in ``actor "counter" was stopped``.
         """
@@ -229,7 +229,7 @@ class IncomingCalls:
         """The calls that wait for their reply; the sender of the reply takes its call out."""
 
     def deliver(self, incoming: IncomingCall, rank: int, host: str) -> Exception | None:
-        """Hand a call to its mailbox; what that raises is the answer, and returned. rank, host: ours."""
+        """Hand a call to its mailbox; an error of that is the answer, and returned. rank, host: ours."""
         call = incoming.call
         if call.reply:
             self.open[call.origin, call.id] = incoming

@@ -1,7 +1,7 @@
 """The states of ranks: their answers when they are asked, causes of silence, and stops at a prompt.
 
-Ranks tell of each prompt unasked (`meshbook.wire.messages.ranks.Prompted`); what they told to a former controller is
-asked for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
+Ranks report each prompt unasked (`meshbook.wire.messages.ranks.Prompted`); prompts that a former controller was told of
+are asked for (`meshbook.mesh.states.stopped`). While any rank is stopped, the deadlines of the mesh stand still:
 `StoppedRanks.clock`, and on the ranks `meshbook.groups.group_state.GroupState.clock`.
 """
 

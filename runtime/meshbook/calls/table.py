@@ -1,13 +1,13 @@
-"""The open calls and questions of a controller, and the listeners to what calls print. I/O thread only.
+"""The open calls and questions of a controller, and the listeners to the prints of calls. I/O thread only.
 
-The first failure of a call waits for more like it (`FailingCall`), so that one error tells of them all. What a rank
-raises takes a few milliseconds from there to here, and eight ranks share the cores of a machine: they fail one after
-the other though they failed together. So the agents are asked which ranks run, and for how long they have. A rank that
-runs and has not answered may be about to fail as well, until it has had the time for that; when all others sleep, wait
-in collectives or compute something, nobody will.
+The first failure of a call waits for more like it (`FailingCall`), so that one error tells of them all. An error takes
+a few milliseconds from a rank to here, and eight ranks share the cores of a machine: they fail one after the other
+though they failed together. So the agents are asked which ranks run, and for how long they have. A rank that runs and
+has not answered may be about to fail as well, until it has had the time for that; when all others sleep, wait in
+collectives or compute something, nobody will.
 
     failure ──> which ranks run? ──some may fail──> `LOOK_S`, ask again
-                      └──none──> the error: what they had said by then came before the answer
+                      └──none──> the error: earlier messages came before the answer
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class StateSource(Protocol):
     """An object that can ask the agents of a mesh."""
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Call ``on_done`` with the states of their processes, of those that are known.
+        """Call ``on_done`` with the known states of their processes.
 
-        What ranks had answered when their states were read has come by then.
+        Answers that ranks sent before their states were read have come by then.
         """
 
 
@@ -136,7 +136,7 @@ class OpenQuestion(Generic[TAnswer]):
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def answer(self, host: str, message: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Take in what came from a host."""
+        """Handle a message from a host."""
         self.hosts.discard(host)
         for reply, mine in split_replies(message, frames):
             self.ranks.discard(reply.rank)
@@ -173,7 +173,7 @@ class CallTable:
         """watchers: by mesh; the calls of other meshes are over when all ranks have answered."""
         self._watchers = watchers
         self.default_listener: OutputListener = ConsoleOutput()
-        """Gets what belongs to no cell."""
+        """The listener to output that belongs to no cell."""
         self._calls: dict[int, OpenCall] = {}
         self.find: Callable[[int], OpenCall | None] = self._calls.get
         self.ids, self.open_now = self._calls.keys(), self._calls.values()

@@ -5,13 +5,13 @@
       a memfd, one byte per buffer: 1 = to be had
                        <── /proc/<pid>/fd/<n> ───────   opened for each access, read-locked while it lasts
 
-The name of the memfd holds a random token: whoever opens it knows that the pid is still that of the owner, not of a
-process that came after it. Who drops a buffer writes 0, then waits for the write lock before it lets go of the memory;
-the kernel ends the locks of those who die. Where one process may not look at another (other users, containers, Yama)
-`NotDirect` is raised, and the caller goes by mail.
+The name of the memfd holds a random token, which shows that the pid is still the owner's and not that of a later
+process. To drop a buffer the owner writes 0, then waits for the write lock before it frees the memory; the kernel ends
+the locks of processes that die. Where one process may not look at another (other users, containers, Yama) `NotDirect`
+is raised, and the caller goes by mail.
 
-Counters in buffers are changed by the owner's process alone, on a side thread and under one lock, whatever its own
-threads are doing, so that changes never overlap. Direct copies of the same bytes are not kept apart from them.
+Counters in buffers are changed by the owner's process alone, on a side thread and under one lock, also while its own
+threads are busy, so that changes never overlap. Direct copies of the same bytes are not kept apart from them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class AtomicChange(NamedTuple):
     compare: int | None = None
 
     def make(self, memory: Memory) -> bytes:
-        """Change the memory; returns what was there."""
+        """Change the memory; returns the bytes that were there."""
         word = memory.view(0, WORD_BYTES)
         with _changing:
             before = bytes(word)
@@ -246,7 +246,7 @@ class AtomicChange(NamedTuple):
 
 
 def check_operand(name: str, value: int) -> int:
-    """Raises: UsageError for what does not fit 8 bytes."""
+    """Raises: UsageError for a number that does not fit 8 bytes."""
     if not isinstance(value, int) or not -_VALUES // 2 <= value < _VALUES:
         raise UsageError(f"{name} is a whole number of 8 bytes, with a sign or without, not {value!r}.")
     return value

@@ -180,8 +180,8 @@ class RDMAAction:
     def read_remote(self, dst: object, src: RDMABuffer) -> RDMAAction:
         """Add a copy of the whole of ``src`` to the begin of ``dst``.
 
-        Raises: BufferKindError, BufferSizeError, as `RDMABuffer.read_into`; BufferKindError where ``dst`` has memory in
-        common with what another copy of the action reads or writes.
+        Raises: BufferKindError, BufferSizeError, as `RDMABuffer.read_into`; BufferKindError where ``dst`` shares memory
+        with another copy of the action.
         """
         return self._add(src.reading_into, dst, reads=True)
 
@@ -220,7 +220,7 @@ class RDMAAction:
     def submit(self, *, timeout: float | None = 60) -> TransferFuture:
         """Make the copies. The future completes when all have ended, well or not.
 
-        timeout: seconds, for each. Raises, when asked: what the first of them raises, with notes of the others.
+        timeout: seconds, for each. Raises, when asked: the first error of a copy, with notes of the others.
         """
         transfers = [queued.begin(timeout) for queued in self._queued]
         return _SubmittedCopies(transfers).begin()

@@ -75,7 +75,7 @@ class BufferListener:
         self.door = Rendezvous(address, port, secrets.token_bytes(32))
 
     def accept(self, look: Callable[[int], None]) -> socket.socket:
-        """Wait for the owner. look: called again and again with the bytes done; what it raises ends the wait."""
+        """Wait for the owner. look: called again and again with the bytes done; an error of it ends the wait."""
         while True:
             look(0)
             if not self._knocks.poll(LOOK_S * 1000):

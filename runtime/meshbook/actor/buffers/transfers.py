@@ -2,9 +2,9 @@
 
     memory of the machine    the owner's memory is within reach (`meshbook.actor.buffers.memory`); it takes no part
     a stream between hosts   a connection for one copy (`meshbook.actor.buffers.stream`); where there can be none, and
-                             for what is small, the mail of the session, in pieces
+                             for small copies, the mail of the session, in pieces
 
-The owner's side of the stream runs on side threads, whatever the owner is doing: requests come to a mailbox of each
+The owner's side of the stream runs on side threads, even while the owner is busy: requests come to a mailbox of each
 buffer. Memory is kept alive until its buffer is dropped.
 """
 
@@ -348,7 +348,7 @@ class Transfer:
         return False
 
     def _stream(self, listener: BufferListener, future: Answers) -> None:
-        """Raises: OSError, StreamError, and what `finish` does once the owner has failed."""
+        """Raises: OSError, StreamError, and the errors of `finish` once the owner has failed."""
 
         def look(done: int) -> None:
             self._check()
