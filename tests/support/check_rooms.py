@@ -5,7 +5,8 @@
 One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
 a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
 each room's ``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
-back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, links, and names that tests replace.
+back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, links, names that tests replace, and
+imports in programs, those too that stand as texts in tests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")
 LINK = re.compile(r"\]\(([^)#: ]+)(?:#[^)]*)?\)")
 PLACE = re.compile(r"`((?:\w+/)+\w+\.py)(?::([\w.]+))?`")
 PATCHED = re.compile(r"""(?:setattr|patch)\(\s*["'](meshbook[\w.]+)["']""")
+IMPORT = re.compile(r"\bfrom (meshbook[\w.]*) import (?:\\?\(\s*)?(\w+(?: as \w+)?(?:,\s*\w+(?: as \w+)?)*)")
+PROGRAMS = ("tests/**/*.py", "benchmarks/**/*.py", "notebooks/*.ipynb", "*.md", "docs/**/*.md")
+"""Files with programs in them, as texts that no other tool reads."""
 PAGES = ("*.md", "docs/*.md", "changes/*.md")
 """Names in these, too, and their links."""
 
@@ -153,6 +157,23 @@ def dead_patches(modules: Modules, tests: Iterable[Path]) -> Iterator[str]:
                 yield f"{path.name} replaces {name}, which is not there"
 
 
+def dead_imports(modules: Modules, programs: Iterable[Path]) -> Iterator[str]:
+    """One line for each name that a program imports, perhaps within a text, and that is not there."""
+    for path in programs:
+        for module, names in IMPORT.findall(path.read_text()):
+            for name in re.findall(r"(\w+)(?: as \w+)?", names):
+                if module in modules and not _exports(modules, module, name):
+                    yield f"{path.relative_to(ROOT)} imports {name} from {module}, which has none"
+            if module not in modules:
+                yield f"{path.relative_to(ROOT)} imports {module}, which is not there"
+
+
+def _exports(modules: Modules, module: str, name: str) -> bool:
+    text = modules[module][0].read_text()
+    is_open = "def __getattr__" in text or "import *" in text
+    return f"{module}.{name}" in modules or is_open or _leads_somewhere(modules, f"{module}.{name}", depth=1)
+
+
 def dead_references(modules: Modules, pages: Iterable[Path]) -> Iterator[str]:
     """One line for each name in back quotes, in a module or a page, that leads nowhere."""
     for path in itertools.chain((path for path, _ in modules.values()), pages):
@@ -191,7 +212,14 @@ def main(arguments: list[str]) -> int:
     pages = [] if arguments else [page for pattern in PAGES for page in ROOT.glob(pattern)]
     wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
     tests = [] if arguments else ROOT.glob("tests/**/*.py")
-    wrong += [*dead_patches(modules, tests), *dead_references(modules, pages), *dead_links(pages), *dead_places(pages)]
+    programs = [] if arguments else [path for pattern in PROGRAMS for path in ROOT.glob(pattern)]
+    wrong += [
+        *dead_patches(modules, tests),
+        *dead_imports(modules, programs),
+        *dead_references(modules, pages),
+        *dead_links(pages),
+        *dead_places(pages),
+    ]
     print("\n".join(wrong) or f"Rooms are in order: {len(modules)} modules.")
     return 1 if wrong else 0
 

@@ -27,7 +27,7 @@ time.sleep(60)
 
 ATTACH = """
 import mail_ranks
-from meshbook.shape.view import members_of
+from meshbook.shape.members import members_of
 kept = attach("kept")
 mesh = kept.mesh("kept")
 before = mesh.execute(mail_ranks.talked).get(30).values()

@@ -64,7 +64,6 @@ class HostOptions(argparse.ArgumentParser):
         )
         for name in texts:
             self.add_argument(f"--{name}", default="", metavar=name.upper())
-        self.add_argument("--template", default="", metavar="TEMPLATE")
         self.add_argument("--gpus", type=int, default=0, metavar="N")
         self.add_argument("--resource", type=_pair, action="append", default=[], metavar="NAME=AMOUNT")
         self.add_argument("--node-selector", type=_pair, action="append", default=[], metavar="LABEL=VALUE")
