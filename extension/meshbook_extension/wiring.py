@@ -9,7 +9,6 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
-from meshbook_extension.cells.hang_watch import HangWatch
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell
 from meshbook_extension.cells.running import Jobs
@@ -150,5 +149,4 @@ def close_session(session: Session) -> None:
     for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
         session.shell.events.unregister("post_run_cell", listener)
     served_cell.unwatch()
-    session.part(HangWatch).close()
     session.publisher.stop()

@@ -1,8 +1,7 @@
 """The watch over running cells: a cell that is held up says by which rank, without being asked.
 
-A thread of its own asks the ranks how far they are, first `FIRST_S` after the cell began, then less and less often. It
-lives while such cells run: most are over before, and cost no thread. `HangDetector`, which is pure, decides from looks
-some seconds apart what is a sign:
+`WatchedCell` asks the ranks how far they are, first `FIRST_S` after the cell began, then less and less often.
+`HangDetector`, which is pure, decides from looks some seconds apart what is a sign:
 
     held      ranks have waited for `HELD_S` without a break for one that does not come; or all wait for each other
     slow      ranks spend most of their time waiting, and one hardly any: it has more to do, or does it slower
@@ -14,21 +13,21 @@ Cells whose ranks keep pace give no sign, however long they run. Each sign is gi
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshbook.concurrency.background import run_in_background
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook.groups.stragglers import RankProgress, find_stragglers
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import RankTold, predicate
 from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.output.publisher import Publisher, Scheduled
 
 if TYPE_CHECKING:
     from meshbook_extension.cells.running import RunningCell
-    from meshbook_extension.output.publisher import Publisher
 
 HELD_S = 5.0
 CIRCLE_S = 2.0
@@ -161,122 +160,70 @@ ANSWER_S = 0.3
 READ_S = 1.0
 
 
-class _WatchedCell:
-    """A watched cell, with the time of the next look at it."""
+class WatchedCell(Scheduled):
+    """A running cell under watch: the publisher's thread times the looks, which run aside, as ranks may not answer."""
 
-    def __init__(self, cell: RunningCell, now: float, stop: str) -> None:
-        self.cell, self.signs, self.stop = cell, HangDetector(), stop
-        self.pause_s, self.due = EVERY_S, now + FIRST_S
+    def __init__(self, cell: RunningCell, publisher: Publisher, stop: str = "interrupt") -> None:
+        """Watch a cell until it ends. stop: how the person ends it."""
+        self._cell = cell
+        self._publisher = publisher
+        self._stop = f"stop: {stop}"
+        self._signs = HangDetector()
+        self._pause_s = EVERY_S
         self._ended_at: dict[int, float] = {}
-        self.told_suspects = False
+        self._told_suspects = False
+        publisher.schedule(self, time.monotonic() + FIRST_S)
+        cell.run.future.add_done_callback(lambda _future: publisher.forget(self))
 
-    def note_ended(self, now: float) -> Ended | None:
+    @property
+    def is_over(self) -> bool:
+        """Whether the cell has ended, failed or was interrupted, of which its own output tells."""
+        cell = self._cell
+        return cell.run.future.done() or cell.output.hide_interrupts or bool(cell.failures) or self._signs.spent
+
+    def pump(self, now: float) -> float | None:
+        """Begin a look, which schedules the next one."""
+        if not self.is_over and not self._publisher.is_stopping:
+            run_in_background(self._look)
+        return None
+
+    def _look(self) -> None:
+        due = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * SLOWER, SELDOM_S)
+        try:
+            self._look_at_ranks()
+        except Exception:  # the mesh was stopped, detached, changed: the cell says so, and this is a service only
+            return
+        if not self.is_over:
+            self._publisher.schedule(self, due)
+
+    def _look_at_ranks(self) -> None:
+        cell = self._cell
+        mesh = cell.procs.base()
+        if mesh.lost or not mesh.alive:
+            return
+        if states.suspects(mesh) and not self._told_suspects:
+            self._told_suspects = True
+            hosts = "; ".join(f"host {name} is {why}" for name, why in states.suspects(mesh).items())
+            cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    {self._stop}")
+        told = ask(mesh, RankTold, "progress", timeout_s=ANSWER_S)
+        now = time.monotonic()
+        sign = self._signs.look(now, told, set(cell.waiting), self._note_ended(now))
+        if sign is not None and (text := self._describe(sign, told)) and not self.is_over:
+            self._signs.given(sign)
+            cell.output.note(text)
+
+    def _note_ended(self, now: float) -> Ended | None:
         """Return the ranks that have ended by now."""
-        done = dict(self.cell.output.done)
+        done = dict(self._cell.output.done)
         for rank in done:
             self._ended_at.setdefault(rank, now)
         longest_s = max((one.duration_s for one in done.values()), default=0.0)
         return Ended(len(done), longest_s, max(self._ended_at.values())) if done else None
 
-    @property
-    def over(self) -> bool:
-        """Whether the cell has ended, failed or was interrupted, of which its own output tells."""
-        cell = self.cell
-        return cell.run.future.done() or cell.output.hide_interrupts or bool(cell.failures) or self.signs.spent
-
-
-class HangWatch:
-    """The watch over the running cells of a session."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._watched: list[_WatchedCell] = []
-        self._thread: threading.Thread | None = None
-
-    def add(self, cell: RunningCell, publisher: Publisher, stop: str = "interrupt") -> None:
-        """Watch a cell until it ends. publisher: the clock until our thread runs. stop: how the cell is ended."""
-        watched = _WatchedCell(cell, time.monotonic(), stop)
-        with self._changed:
-            self._watched.append(watched)
-            self._changed.notify()
-        publisher.schedule(self, watched.due)
-        cell.run.future.add_done_callback(lambda _future: self._forget(watched))
-
-    def pump(self, now: float) -> float | None:
-        """Start our thread if a cell is due, else return when one is; called on the publisher's thread."""
-        with self._changed:
-            if self._thread is not None or (first := min((each.due for each in self._watched), default=None)) is None:
-                return None
-            if first > now:
-                return first
-            self._thread = threading.Thread(target=self._run, name="meshbook.watch", daemon=True)
-            self._thread.start()
-            return None
-
-    def fail(self, error: Exception) -> None:
-        """Ignore the error: no cell waits for it."""
-
-    def close(self) -> None:
-        """Watch no cell any more."""
-        with self._changed:
-            self._watched.clear()
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(5)
-
-    def _forget(self, watched: _WatchedCell) -> None:
-        """Drop a cell that has ended."""
-        with self._changed:
-            if watched in self._watched:
-                self._watched.remove(watched)
-            self._changed.notify()
-
-    # ---- the thread ---------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while (watched := self._next()) is not None:
-            try:
-                self._look_at(watched)
-            except Exception:  # the mesh was stopped, detached, changed: the cell says so, and this is a service only
-                watched.due = float("inf")
-
-    def _next(self) -> _WatchedCell | None:
-        """Wait until a cell is due and return it; None when no cell is left, and then the thread ends."""
-        with self._changed:
-            while True:
-                self._watched = [each for each in self._watched if not each.over and each.due < float("inf")]
-                if not self._watched:
-                    self._thread = None
-                    return None
-                first = min(self._watched, key=lambda each: each.due)
-                left_s = first.due - time.monotonic()
-                if left_s <= 0:
-                    first.due = time.monotonic() + first.pause_s
-                    first.pause_s = min(first.pause_s * SLOWER, SELDOM_S)
-                    return first
-                self._changed.wait(left_s)
-
-    def _look_at(self, watched: _WatchedCell) -> None:
-        cell = watched.cell
-        mesh = cell.procs.base()
-        if mesh.lost or not mesh.alive:
-            return
-        if states.suspects(mesh) and not watched.told_suspects:
-            watched.told_suspects = True
-            hosts = "; ".join(f"host {name} is {why}" for name, why in states.suspects(mesh).items())
-            cell.output.note(f"{hosts}\n  its ranks keep their state and go on when it answers    stop: {watched.stop}")
-        told = ask(mesh, RankTold, "progress", timeout_s=ANSWER_S)
-        now = time.monotonic()
-        running = set(cell.waiting)
-        sign = watched.signs.look(now, told, running, watched.note_ended(now))
-        if sign is not None and (text := self._describe(sign, watched, told)) and not watched.over:
-            watched.signs.given(sign)
-            cell.output.note(text)
-
-    def _describe(self, sign: Sign, watched: _WatchedCell, told: dict[int, RankTold]) -> str:
+    def _describe(self, sign: Sign, told: dict[int, RankTold]) -> str:
         """Return the text of a sign; nothing if a closer look does not confirm it."""
-        cell, stop = watched.cell, f"stop: {watched.stop}"
+        cell, stop = self._cell, self._stop
         if sign.kind == SLOW:
             (odd,) = sign.odd
             place = told[odd].where

@@ -34,7 +34,7 @@ from meshbook_extension.output.labels import (
 )
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
-from meshbook_extension.output.publisher import CellSink, Publisher, sink_for
+from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -78,7 +78,7 @@ class Concluded(NamedTuple):
     invalid: frozenset[int]
 
 
-class CellOutput:
+class CellOutput(Scheduled):
     """The output of one cell, which takes events and shows them. The main thread makes it, and `finish` waits there."""
 
     def __init__(

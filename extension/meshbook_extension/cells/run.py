@@ -11,7 +11,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
-from meshbook_extension.cells.hang_watch import HangWatch
+from meshbook_extension.cells.hang_watch import WatchedCell
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -21,7 +21,7 @@ from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, pars
 from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, Setup
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.output.publisher import parent_of, sink_for
+from meshbook_extension.output.publisher import Scheduled, parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def wait_for(
     Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
     """
     session.part(Jobs).foreground.append(cell)
-    session.part(HangWatch).add(cell, session.publisher)
+    WatchedCell(cell, session.publisher)
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
     try:
@@ -243,16 +243,15 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and report its end in the output of its cell."""
-    session.part(HangWatch).add(job.cell, session.publisher, f"%mesh cancel {job.number}")
-    job.cell.run.future.add_done_callback(lambda _future: _on_job_end(session, job, out, show_time))
+    WatchedCell(job.cell, session.publisher, f"%mesh cancel {job.number}")
 
+    def on_end(_future: object) -> None:  # on the thread that completes the future, where nothing may wait
+        try:
+            _tell_of_end(session, job, out, show_time)
+        finally:
+            job.told.set()
 
-def _on_job_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
-    """Report the end of a job, on the thread that completes the future, where nothing may wait."""
-    try:
-        _tell_of_end(session, job, out, show_time)
-    finally:
-        job.told.set()
+    job.cell.run.future.add_done_callback(on_end)
 
 
 def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
@@ -271,7 +270,7 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
         job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"))
 
 
-class _Deadline:
+class _Deadline(Scheduled):
     """The deadline of a job, which the publisher's thread watches."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
@@ -281,17 +280,13 @@ class _Deadline:
 
     def pump(self, now: float) -> float | None:
         """Interrupt the job at its deadline, which time at a prompt puts off."""
-        if self._job.ended is None and (left_s := self._until - self._clock()) > 0.01:
+        job, left_s = self._job, self._until - self._clock()
+        if job.ended is None and left_s > 0.01:
             return now + max(left_s, 0.1)
-        if self._job.ended is None:
-            self._job.cell.output.note(
-                f"job {self._job.number} took more than {self._timeout_s:g} s and is interrupted"
-            )
-            self._job.cell.run.cancel()
+        if job.ended is None:
+            job.cell.output.note(f"job {job.number} took more than {self._timeout_s:g} s and is interrupted")
+            job.cell.run.cancel()
         return None
-
-    def fail(self, error: Exception) -> None:
-        """Ignore the error: no cell waits for it."""
 
 
 def _whole_cell(session: Session) -> str:

@@ -15,7 +15,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshError
 from meshbook.mesh import states
 from meshbook_extension.output.labels import format_duration
-from meshbook_extension.output.publisher import CellSink, Publisher
+from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -38,7 +38,7 @@ class Limit(msgspec.Struct, frozen=True):
     """The time of its spawn, in seconds since the epoch: the next kernel goes on counting."""
 
 
-class TimeLimit:
+class TimeLimit(Scheduled):
     """The watch over one mesh, on the publisher's thread; another thread stops the mesh."""
 
     def __init__(self, procs: ProcMesh, limit: Limit, sink: CellSink) -> None:
@@ -49,10 +49,6 @@ class TimeLimit:
         self._warned = False
         self.is_over = False
         """Whether another limit has taken its place."""
-
-    def start(self, publisher: Publisher) -> None:
-        """Watch the mesh from now on, until it ends."""
-        publisher.schedule(self, time.monotonic())
 
     def pump(self, now: float) -> float | None:
         """Look at the mesh; returns when to look again, None once it has ended."""
@@ -113,7 +109,7 @@ class TimeLimits:
             before.is_over = True
         if limit.idle_s or limit.total_s:
             self._limits[procs.id] = TimeLimit(procs, limit, sink)
-            self._limits[procs.id].start(publisher)
+            publisher.schedule(self._limits[procs.id], time.monotonic())
 
     def of(self, procs: ProcMesh) -> Limit:
         """Return the limit of a mesh; without one, that of no limits."""
@@ -124,4 +120,4 @@ class TimeLimits:
         """Watch the meshes of an earlier session, whose publisher has stopped."""
         self._limits = earlier._limits
         for limit in self._limits.values():
-            limit.start(publisher)
+            publisher.schedule(limit, time.monotonic())

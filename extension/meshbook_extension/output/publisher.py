@@ -227,14 +227,15 @@ def frame_bytes(frame: bytes | Frame) -> bytes:
     return frame if isinstance(frame, bytes) else frame.bytes
 
 
-class Scheduled(Protocol):
+class Scheduled:
     """An object that publishes something from time to time."""
 
     def pump(self, now: float) -> float | None:
         """Publish everything due by ``now``; returns when to call again, None: when it is scheduled again."""
+        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
-        """Take the error that `pump` raised, for callers that wait."""
+        """Take the error that `pump` raised, for callers that wait; mostly there are none."""
 
 
 class Publisher:
@@ -260,6 +261,11 @@ class Publisher:
                 self._thread.start()
             if at < self._wakes_at:
                 self._changed.notify()
+
+    def forget(self, output: Scheduled) -> None:
+        """Drop an output that has nothing to publish any more. From any thread."""
+        with self._changed:
+            self._due.pop(output, None)
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Publish everything that is there and end the thread. Idempotent."""

@@ -123,9 +123,3 @@ def test_a_rank_that_runs_on_alone_is_named(run_until_told) -> None:
 def test_a_healthy_cell_says_nothing(run_until_told) -> None:
     code = "%%mesh\nimport time\nwhile True:\n    time.sleep(0.02 * (1 + rank % 2))\n    dist.all_reduce(torch.ones(1))"
     assert run_until_told(code, wait_s=10.0) == []
-
-
-def test_a_cell_that_is_soon_over_has_no_thread_of_its_own(notebook) -> None:
-    before = {thread.ident for thread in threading.enumerate() if thread.name == "meshbook.watch"}
-    notebook.run("%%mesh\nx = 1")
-    assert {thread.ident for thread in threading.enumerate() if thread.name == "meshbook.watch"} <= before
