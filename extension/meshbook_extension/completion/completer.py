@@ -6,13 +6,12 @@ Code for ranks is completed by a rank that answers within `TIMEOUT_S`, our own l
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
@@ -53,7 +52,7 @@ CODE_MAX = 200_000
 
 
 class LivingRanks:
-    """The ranks of a session's meshes, which answer questions unless they have been silent lately."""
+    """The ranks of a session's meshes, which answer unless they have been silent lately; and all names (`Known`)."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -72,18 +71,46 @@ class LivingRanks:
         _, code, cursor = _around(code, cursor)
         return self._ask(view, str, "inspect", code, cursor, detail)
 
-    def names(self, view: ProcMesh, prefix: str) -> list[str]:
-        """Return the ranks' variables; none when no rank answers."""
-        return self._ask(view, list[str], "user_names", prefix) or []
-
-    def view(self, words: Sequence[str], pairs: Mapping[str, str]) -> ProcMesh | None:
-        """Return the ranks that a command means, as far as it is typed."""
+    def view(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh | None:
+        """Return the ranks that a command means, as far as it is typed; without a command the current mesh."""
         for chosen in ((words, pairs), (words, {}), ((), {})):
             try:
                 return self._session.target(*chosen)
             except MeshError:
                 continue
         return None
+
+    def sizes(self) -> Mapping[str, int]:
+        view = self.view()
+        return view.sizes if view is not None else {}
+
+    def ranks(self) -> Sequence[int]:
+        view = self.view()
+        return view.ranks if view is not None else ()
+
+    def names(self, kind: str, prefix: str) -> Iterable[str]:
+        match kind:
+            case "SLICE":
+                return [*self._session.slices, *self._session.meshes]
+            case "meshes":
+                return list(self._session.meshes)
+            case "ID":
+                return [str(job.number) for job in self._session.part(Jobs).all()]
+            case "notebook":
+                return user_names(self._session.shell, prefix)
+            case "ranks":
+                view = self.view()
+                return (self._ask(view, list[str], "user_names", prefix) or ()) if view is not None else ()
+            case "waiting":
+                from meshbook.sessions.listing import sessions
+
+                return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
+            case "PROFILE":
+                with contextlib.suppress(UsageError):  # said where one is used
+                    return find_profiles(Path.cwd()).lines
+            case "MOD,..":
+                return [name for name in top_level() if name.startswith(prefix)]
+        return ()
 
     def _ask(self, view: ProcMesh, kind: type[T], endpoint: str, *args: object) -> T | None:
         ranks = self._candidates(view)
@@ -124,14 +151,6 @@ def _around(code: str, cursor: int) -> tuple[int, str, int]:
 _LOG = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """The words that may stand in place of ``cell[start:end]``."""
-
-    start: int
-    end: int
-    matches: list[Word]
-
-
 class Completer:
     """The completer of a session. Its methods may be called on any thread, and take at most a quarter of a second."""
 
@@ -143,7 +162,7 @@ class Completer:
         """Whether code for the ranks, or a line of ours, stands at ``cursor``."""
         return self._locate(cell, cursor) is not None
 
-    def complete(self, cell: str, cursor: int) -> Found | None:
+    def complete(self, cell: str, cursor: int) -> Completions | None:
         """Return completions at ``cursor``, in code points; None: IPython completes there, or no rank answers."""
         try:
             place = self._locate(cell, cursor)
@@ -163,8 +182,6 @@ class Completer:
             _LOG.debug("no inspection", exc_info=True)
             return None
 
-    # ---- private ------------------------------------------------------------------------------------------------
-
     def _inspect(self, place: RankCode | MagicLine | None, detail: int) -> str | None:
         if isinstance(place, MagicLine):
             code = self._expression(place)
@@ -180,28 +197,25 @@ class Completer:
     def _locate(self, cell: str, cursor: int) -> RankCode | MagicLine | None:
         return locate(cell, cursor, auto=AutoMode.of(self._session.shell).is_on)
 
-    def _complete_code(self, place: RankCode) -> Found | None:
+    def _complete_code(self, place: RankCode) -> Completions | None:
         view = self._view(place.arguments)
         found = None if view is None else self._living.complete(view, place.code, place.cursor)
-        if found is None:
-            return None
-        matches = [Word(*item) for item in found.items]
-        return Found(found.start + place.start, found.end + place.start, matches)
+        return found and found._replace(start=found.start + place.start, end=found.end + place.start)
 
-    def _complete_line(self, line: MagicLine, cursor: int) -> Found | None:
+    def _complete_line(self, line: MagicLine, cursor: int) -> Completions | None:
         grammar, text = _grammar_of(line)
         if grammar is None:
             words = [Word(name, "magic") for name in (*COMMANDS, "help") if name.startswith(text.lstrip())]
             return _found(Follow(len(text.lstrip()), words), cursor)
-        following = follow(grammar, text, _Names(self._session, self._living))
+        following = follow(grammar, text, self._living)
         if following.expression is None:
             return _found(following, cursor)
         code = self._expression(line)
         live = self._complete_code(code) if code is not None else None
-        if live is None or not live.matches:
+        if live is None or not live.items:
             return _found(following, cursor) if following.words else live
         own = following.words if live.start == cursor - following.replaced else []
-        return live._replace(matches=[*own, *live.matches])
+        return live._replace(items=[*own, *live.items])
 
     def _expression(self, line: MagicLine) -> RankCode | None:
         """Return the code in a line of ours, of ``%mesh eval`` say, if the cursor stands in it."""
@@ -228,46 +242,6 @@ class Completer:
         return self._living.view(words, pairs)
 
 
-@dataclasses.dataclass
-class _Names:
-    """The session's and the ranks' names, as `meshbook_extension.completion.grammar.Known` asks for them."""
-
-    session: Session
-    living: LivingRanks
-
-    def sizes(self) -> Mapping[str, int]:
-        view = self.living.view((), {})
-        return view.sizes if view is not None else {}
-
-    def ranks(self) -> Sequence[int]:
-        view = self.living.view((), {})
-        return view.ranks if view is not None else ()
-
-    def names(self, kind: str, prefix: str) -> Iterable[str]:
-        match kind:
-            case "SLICE":
-                return [*self.session.slices, *self.session.meshes]
-            case "meshes":
-                return list(self.session.meshes)
-            case "ID":
-                return [str(job.number) for job in self.session.part(Jobs).all()]
-            case "notebook":
-                return user_names(self.session.shell, prefix)
-            case "ranks":
-                view = self.living.view((), {})
-                return self.living.names(view, prefix) if view is not None else ()
-            case "waiting":
-                from meshbook.sessions.listing import sessions
-
-                return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
-            case "PROFILE":
-                with contextlib.suppress(UsageError):  # said where one is used
-                    return find_profiles(Path.cwd()).lines
-            case "MOD,..":
-                return [name for name in top_level() if name.startswith(prefix)]
-        return ()
-
-
 def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
     """Return the grammar of a line and the typed arguments; no grammar while the command itself is being typed."""
     if line.is_cell:
@@ -282,8 +256,8 @@ def _grammar_of(line: MagicLine) -> tuple[Grammar | None, str]:
     return (command[0] if command else _NOTHING_KNOWN), line.text[found.end() :]
 
 
-def _found(following: Follow, cursor: int) -> Found:
-    return Found(cursor - following.replaced, cursor, following.words)
+def _found(following: Follow, cursor: int) -> Completions:
+    return Completions(cursor - following.replaced, cursor, [*following.words])
 
 
 _NOTHING_KNOWN = Grammar(name="", summary="", examples=("",))
@@ -293,18 +267,18 @@ TYPES = "_jupyter_types_experimental"
 """The metadata in which front ends look for the kinds of completions."""
 
 
-def complete_reply(found: Found | None, cursor: int) -> JupyterMessage:
+def complete_reply(found: Completions | None, cursor: int) -> JupyterMessage:
     """Return the content of a complete_reply; found is None where there is nothing at ``cursor``."""
-    found = found or Found(cursor, cursor, [])
+    start, end, items = found or (cursor, cursor, [])
     kinds = [
-        {"start": found.start, "end": found.end, "text": match.text, "type": match.kind, "signature": match.signature}
-        for match in found.matches
+        {"start": start, "end": end, "text": text, "type": kind, "signature": signature}
+        for text, kind, signature in items
     ]
     return {
         "status": "ok",
-        "matches": [match.text for match in found.matches],
-        "cursor_start": found.start,
-        "cursor_end": found.end,
+        "matches": [text for text, _, _ in items],
+        "cursor_start": start,
+        "cursor_end": end,
         "metadata": {TYPES: kinds},
     }
 

@@ -18,15 +18,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
-from meshbook_extension.completion.completer import Completer, Found, complete_reply, inspect_reply
-from meshbook_extension.output.publisher import JupyterMessage, frame_bytes, kernel_of, parent_of, session_of
+from meshbook.calls.rank_state import Completions
+from meshbook_extension.completion.completer import Completer, complete_reply, inspect_reply
+from meshbook_extension.output.publisher import JupyterMessage, kernel_of, parent_of, session_of
 from meshbook_extension.widget.busy_comms import BusyComms
 
 if TYPE_CHECKING:
     from ipykernel.ipkernel import IPythonKernel
     from IPython.core.completer import Completion
     from IPython.core.interactiveshell import InteractiveShell
-    from zmq import Frame, Socket
+    from zmq import Socket
     from zmq.eventloop.zmqstream import ZMQStream
 
 Original: TypeAlias = Callable[..., object]
@@ -92,13 +93,13 @@ async def _own(reply: object) -> object:
     return await reply if inspect.isawaitable(reply) else reply
 
 
-def _as_completions(found: Found) -> Iterator[Completion]:
+def _as_completions(found: Completions) -> Iterator[Completion]:
     from IPython.core.completer import Completion
 
-    for match in found.matches:
+    for text, kind, signature in found.items:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "provisional API"
-            made = Completion(found.start, found.end, match.text, type=match.kind, signature=match.signature)
+            made = Completion(found.start, found.end, text, type=kind, signature=signature)
         yield made
 
 
@@ -122,32 +123,27 @@ class BusyCompletion:
         """Put the kernel's own methods back."""
         self._shell.events.unregister("pre_execute", self._begin)
         self._shell.events.unregister("post_execute", self._end)
-        BusyComms.of(self._kernel).take_with(None)
+        BusyComms.of(self._kernel).serve(_KINDS, None)
 
     def _begin(self) -> None:
         """Begin with the first cell, when the kernel has all of its sockets."""
         self._running = parent_of(self._shell)
-        BusyComms.of(self._kernel).take_with(self._take)
+        BusyComms.of(self._kernel).serve(_KINDS, self._take)
 
     def _end(self) -> None:
         with self._ending:
             self._running = {}
 
-    def _take(self, message: list[Frame]) -> bool:
-        """Answer ``message``, as it came from the socket, if it is about ours; returns whether it is."""
-        if not self._running:
-            return False
-        session = session_of(self._kernel)
-        idents, frames = session.feed_identities(message, copy=False)
-        if not any(kind.encode() in frame_bytes(frames[1]) for kind in _KINDS):
-            return False
-        request = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
-        content = session.unpack(frame_bytes(frames[4]))
-        if request["msg_type"] not in _KINDS or request["header"].get("subshell_id"):
-            return False
+    def _take(self, request: JupyterMessage, idents: list[bytes]) -> Callable[[], None] | None:
+        """Return what answers ``request`` if a cell runs and it is about ours; else None."""
+        content = request["content"]
+        if not self._running or request["header"].get("subshell_id"):
+            return None
         if not self._completer.is_ours(content["code"], content["cursor_pos"]):
-            return False
-        request = session.deserialize(frames, content=True, copy=False)
+            return None
+        return lambda: self._answer(idents, request)
+
+    def _answer(self, idents: list[bytes], request: JupyterMessage) -> None:
         if threading.current_thread() is threading.main_thread():  # ipykernel 6, in the wait loop of a magic
             stream = self._kernel.shell_stream
             self._send(idents, request, self._reply(request), stream and stream.socket)
@@ -155,7 +151,6 @@ class BusyCompletion:
             task = asyncio.get_running_loop().create_task(self._answer_aside(idents, request))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
-        return True
 
     async def _answer_aside(self, idents: list[bytes], request: JupyterMessage) -> None:
         reply = await asyncio.to_thread(self._reply, request)

@@ -16,11 +16,11 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook_extension.notebook.waiting import WHILE_WAITING
-from meshbook_extension.output.publisher import frame_bytes, session_of
+from meshbook_extension.output.publisher import JupyterMessage, frame_bytes, session_of
 
 if TYPE_CHECKING:
     from ipykernel.ipkernel import IPythonKernel
@@ -31,8 +31,8 @@ _LOG = logging.getLogger(__name__)
 Listener: TypeAlias = Callable[[Mapping[str, object]], None]
 """A function that takes the content of a custom message, on any thread, and returns soon."""
 
-Taker: TypeAlias = "Callable[[list[Frame]], bool]"
-"""A function that looks at a message as it came from the socket, and returns whether it has served it."""
+Taker: TypeAlias = Callable[[JupyterMessage, list[bytes]], "Callable[[], None] | None"]
+"""A function that looks at a message and its sender's identities; it returns what serves it, None if it is not ours."""
 
 _MARK = "_meshbook_busy_comms"
 
@@ -43,7 +43,7 @@ class BusyComms:
     def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel = kernel
         self._listeners: dict[str, Listener] = {}
-        self._taker: Taker | None = None
+        self._takers: dict[str, Taker] = {"comm_msg": self._take_comm}
         self._schedule: Callable[..., None] = lambda dispatch, message: None
         """The function that puts a message into ipykernel 6's queue."""
 
@@ -65,9 +65,13 @@ class BusyComms:
         """Forget a comm that was closed."""
         self._listeners.pop(comm_id, None)
 
-    def take_with(self, taker: Taker | None) -> None:
-        """Show every message to ``taker`` before others."""
-        self._taker = taker
+    def serve(self, kinds: Iterable[str], taker: Taker | None) -> None:
+        """Show messages of these types to ``taker`` before the kernel has them; None: to the kernel alone."""
+        for kind in kinds:
+            if taker is None:
+                self._takers.pop(kind, None)
+            else:
+                self._takers[kind] = taker
 
     def _drain(self) -> None:
         """Serve messages that wait in the shell socket; called on the main thread while it waits, under ipykernel 6."""
@@ -108,33 +112,28 @@ class BusyComms:
     def _take(self, message: list[Frame]) -> bool:
         """Serve ``message`` if it is ours; returns whether it was."""
         try:
-            if self._taker is not None and self._taker(message):
-                return True
-            found = self._read(message)
+            session = session_of(self._kernel)
+            idents, frames = session.feed_identities(message, copy=False)
+            header = frame_bytes(frames[1])
+            if not any(kind.encode() in header for kind in tuple(self._takers)):
+                return False
+            peeked = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
+            peeked["content"] = session.unpack(frame_bytes(frames[4]))
+            taker = self._takers.get(peeked["msg_type"])
+            serve = taker(peeked, idents) if taker is not None else None
+            if serve is None:
+                return False
+            session.deserialize(frames, content=True, copy=False)  # now it counts as received, and cannot be sent again
         except Exception:  # whatever it is, the kernel itself says what is wrong with it
             return False
-        if found is None:
-            return False
-        listener, content = found
         try:
-            listener(content)
+            serve()
         except Exception:
-            _LOG.exception("a message of the health widget could not be served")
+            _LOG.exception("a message of the front end could not be served")
         return True
 
-    def _read(self, message: list[Frame]) -> tuple[Listener, Mapping[str, object]] | None:
-        if not self._listeners:
+    def _take_comm(self, message: JupyterMessage, idents: list[bytes]) -> Callable[[], None] | None:
+        listener, data = self._listeners.get(message["content"].get("comm_id")), message["content"].get("data")
+        if listener is None or data.get("method") != "custom":
             return None
-        session = session_of(self._kernel)
-        _, frames = session.feed_identities(message, copy=False)
-        packed = frame_bytes(frames[4])
-        if not any(comm_id.encode() in packed for comm_id in tuple(self._listeners)):
-            return None
-        peeked = session.deserialize(frames, content=False, copy=False)  # checks the signature, keeps no trace
-        content = session.unpack(packed)
-        listener = self._listeners.get(content.get("comm_id"))
-        data = content.get("data")
-        if peeked["msg_type"] != "comm_msg" or listener is None or data.get("method") != "custom":
-            return None
-        session.deserialize(frames, content=True, copy=False)  # now it counts as received, and cannot be sent again
-        return listener, data["content"]
+        return lambda: listener(data["content"])
