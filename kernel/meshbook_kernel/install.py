@@ -19,12 +19,6 @@ KERNEL_NAME = "meshbook"
 RESOURCES = Path(__file__).parent / "kernelspec"
 
 
-def kernel_dict() -> dict[str, Any]:
-    """Return the content of ``kernel.json``, as it is shipped."""
-    content: dict[str, Any] = json.loads((RESOURCES / "kernel.json").read_text())
-    return content
-
-
 def install(
     *, name: str = KERNEL_NAME, display_name: str | None = None, user: bool = False, prefix: str | None = None
 ) -> Path:
@@ -37,7 +31,7 @@ def install(
     from ipykernel.kernelapp import IPKernelApp
     from jupyter_client.kernelspec import KernelSpecManager
 
-    spec = kernel_dict()
+    spec: dict[str, Any] = json.loads((RESOURCES / "kernel.json").read_text())
     if not hasattr(IPKernelApp, "curve_secretkey"):  # ipykernel below 7.3
         del spec["metadata"]["supported_encryption"]
     spec["argv"][0] = sys.executable

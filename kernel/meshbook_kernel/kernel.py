@@ -118,7 +118,7 @@ class MeshbookKernel(IPythonKernel):
         if os.environ.get("MESHBOOK_PREWARM", "1") != "0":
             timer = threading.Timer(PREWARM_AFTER_S, self._prewarm)
             timer.name, timer.daemon = "meshbook.prewarm", True  # a kernel that ends at once does not wait for it
-            timer.start()  # and `_stop_meshes` ends what it began
+            timer.start()  # and `_end_meshes` ends what it began
             self._idle: object = None
             assert self.shell is not None
             self.shell.events.register("pre_run_cell", self._end_idle)
@@ -129,10 +129,7 @@ class MeshbookKernel(IPythonKernel):
 
         A restart leaves them to the next kernel, and so does the end of the Jupyter server itself.
         """
-        if restart or (self._server is not None and self._server.is_going_down()):
-            self._leave_meshes()
-        else:
-            self._stop_meshes()
+        self._end_meshes(leave=restart or (self._server is not None and self._server.is_going_down()))
         # Outside a cell ipykernel ignores SIGINT, so this ends what runs and nothing else.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         reply = super().do_shutdown(restart)
@@ -160,22 +157,18 @@ class MeshbookKernel(IPythonKernel):
             self.shell.extension_manager.load_extension(EXTENSION)
         except Exception as error:
             self.log.exception("The Meshbook extension could not be loaded.")
-            self._show_at_first_cell(
+            events = self.shell.events
+            text = (
                 "The Meshbook extension could not be loaded, so %mesh and %%mesh are missing.\n"
                 f"{''.join(traceback.format_exception_only(error))}"
                 f"Look for the cause with: import {EXTENSION}\n"
             )
 
-    def _show_at_first_cell(self, text: str) -> None:
-        """Print ``text`` at the first cell, since front ends drop earlier output."""
-        assert self.shell is not None
-        events = self.shell.events
+            def show(*_info: object) -> None:  # at the first cell, since front ends drop earlier output
+                events.unregister("pre_run_cell", show)
+                print(text, file=sys.stderr)
 
-        def show(*_info: object) -> None:
-            events.unregister("pre_run_cell", show)
-            print(text, file=sys.stderr)
-
-        events.register("pre_run_cell", show)
+            events.register("pre_run_cell", show)
 
     def _prewarm(self) -> None:
         session = getattr(self.shell, "_meshbook_session", None)
@@ -206,22 +199,17 @@ class MeshbookKernel(IPythonKernel):
             with contextlib.suppress(Exception):  # the cell that wants it says what is wrong
                 importlib.import_module("torch")
 
-    def _leave_meshes(self) -> None:
+    def _end_meshes(self, *, leave: bool) -> None:
+        """Leave the meshes to the next kernel, or stop them."""
         try:
             if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
                 from meshbook_extension.reattach.notebook_state import StateWriter
 
-                session.part(StateWriter).close()
-            driven.detach(timeout_s=LEAVE_TIMEOUT_S)
+                session.part(StateWriter).close(leave=leave)
+            if leave:
+                driven.detach(timeout_s=LEAVE_TIMEOUT_S)
+            else:
+                driven.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
         except Exception:
-            self.log.exception("The meshes were not left in order; the next kernel takes them over all the same.")
-
-    def _stop_meshes(self) -> None:
-        try:
-            if (session := getattr(self.shell, "_meshbook_session", None)) is not None:
-                from meshbook_extension.reattach.notebook_state import StateWriter
-
-                session.part(StateWriter).drop_traces()  # the next kernel need not be told that they have ended
-            driven.shutdown(timeout_s=SHUTDOWN_TIMEOUT_S)
-        except Exception:
-            self.log.exception("The meshes were not stopped in order; their processes end after this one.")
+            then = "the next kernel takes them over all the same" if leave else "their processes end after this one"
+            self.log.exception(f"The meshes were not {'left' if leave else 'stopped'} in order; {then}.")

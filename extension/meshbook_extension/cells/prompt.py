@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook_extension.cells.output import CellOutput
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
 
@@ -100,7 +99,12 @@ class CallOutput:
 POLL_S = 0.05
 """The time between two looks of a prompt whether its rank is still there."""
 
-REOPEN = "%mesh pdb opens the prompt again"
+
+def who_stays(procs: ProcMesh) -> str:
+    """Describe the ranks that stay stopped when the person leaves their prompt."""
+    stopped = states.stopped_ranks(procs).of(procs.ranks)
+    stay = "stays" if len(stopped) == 1 else "stay"
+    return f"{name_ranks(stopped)} {stay} stopped; %mesh pdb opens the prompt again"
 
 
 class CellLeft(Exception):
@@ -183,11 +187,8 @@ class CellPrompt:
     def open(self) -> None:
         """Have the person type while ranks of the cell are stopped. Raises: KeyboardInterrupt, CellLeft."""
         if self._prompt.attend(self._cell.run.future.done):
-            stopped = states.stopped_ranks(self._cell.procs).of(self._cell.ranks)
             self._cell.output.stops_where = "; look: %mesh pdb"
-            self._cell.output.note(
-                f"{name_ranks(stopped)} {'stays' if len(stopped) == 1 else 'stay'} stopped; {REOPEN}"
-            )
+            self._cell.output.note(who_stays(self._cell.procs))
             raise CellLeft
 
 

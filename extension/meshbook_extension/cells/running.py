@@ -324,18 +324,13 @@ class Jobs:
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
-        self._next = 1
+        self.next_number = 1
         self.foreground: list[RunningCell] = []
         """The cells that magics wait for; one, unless subshells run some too."""
 
-    @property
-    def next_number(self) -> int:
-        """The number of the next job."""
-        return self._next
-
     def add(self, cell: RunningCell, mesh: str, number: int | None = None) -> Job:
         """Give a running cell a number: the next one, or the one that it had in an earlier kernel."""
-        job = Job(self._next if number is None else number, cell, mesh)
+        job = Job(self.next_number if number is None else number, cell, mesh)
         self.count_from(job.number + 1)
         self._jobs[job.number] = job
         ended = [number for number, old in self._jobs.items() if old.ended is not None]
@@ -345,7 +340,7 @@ class Jobs:
 
     def count_from(self, number: int) -> None:
         """Note that numbers below ``number`` are taken."""
-        self._next = max(self._next, number)
+        self.next_number = max(self.next_number, number)
 
     def all(self) -> list[Job]:
         """Return every job, oldest first."""

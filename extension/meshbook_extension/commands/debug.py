@@ -13,7 +13,7 @@ from meshbook.mesh import states
 from meshbook.mesh.dap import HOST, TOKEN, prepare
 from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
-from meshbook_extension.cells.prompt import REOPEN, CallOutput, NotebookTerminal, why_no_prompt
+from meshbook_extension.cells.prompt import CallOutput, NotebookTerminal, who_stays, why_no_prompt
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
@@ -97,12 +97,7 @@ def _attend(session: Session, procs: ProcMesh) -> None:
         )
         raise stopped.interrupt() from None
     if detached:
-        _say_who_stays(procs)
-
-
-def _say_who_stays(procs: ProcMesh) -> None:
-    stay = states.stopped_ranks(procs).of(procs.ranks)
-    print(f"{name_ranks(stay)} {'stays' if len(stay) == 1 else 'stay'} stopped; {REOPEN}")
+        print(who_stays(procs))
 
 
 def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt:
@@ -148,7 +143,7 @@ def postmortem(session: Session, arguments: Arguments) -> None:
         if cast is not None:
             prompt.cast(cast)
         elif prompt.attend(future.done, first=chosen):
-            _say_who_stays(view)
+            print(who_stays(view))
             return
         prompt.end()
         future.get(OPEN_S)

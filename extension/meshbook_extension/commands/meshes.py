@@ -237,8 +237,6 @@ def describe_age(mesh: SavedMesh) -> str:
 
 def describe(saved: SavedSession) -> str:
     """Describe a session in a list: its meshes, its owner, and how long it waits."""
-    from meshbook.formatting import format_sizes
-
     meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
     if saved.owner_pid is not None:
         return f"{meshes}; belongs to {owner_of(saved)}"

@@ -19,7 +19,6 @@ from meshbook_extension.output.labels import label_block
 if TYPE_CHECKING:
     from meshbook.concurrency.future import Future
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.value_mesh import ValueMesh
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
@@ -54,7 +53,8 @@ def evaluate(session: Session, arguments: Arguments) -> None:
     values = answer(target_of(session, arguments).evaluate(expression))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
-    print(show_values(values))
+    equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
+    print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
 
 
 def _written(session: Session, found: re.Match[str]) -> str:
@@ -186,12 +186,6 @@ def answer(future: Future[T]) -> T:
         if not any(failure.where for failure in error.failures):
             show_as(error, brief(error))
         raise error from None
-
-
-def show_values(values: ValueMesh[object]) -> str:
-    """Write a block per different value, with its ranks."""
-    equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
-    return "\n".join(label_block(ranks, text) for text, ranks in equal.items())
 
 
 def target_of(session: Session, arguments: Arguments) -> ProcMesh:

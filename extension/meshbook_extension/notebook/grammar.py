@@ -175,20 +175,17 @@ def parse(grammar: Grammar, line: str) -> Arguments:
 
     Raises: UsageError naming what is wrong, the near match, and an example.
     """
-    if grammar.tail:
-        return _parse_with_tail(grammar, line)
-    return _Reader(grammar, split(grammar, line)).read()
-
-
-def split(grammar: Grammar, line: str) -> list[str]:
-    """Split a line into its parts; quotes keep spaces together.
-
-    Raises: UsageError for a quote that is not closed.
-    """
+    if grammar.tail:  # options and pairs first; the expression begins at the first part that is neither
+        head, rest = _split_tail(grammar, line.strip())
+        arguments = _Reader(grammar, head).read()
+        if not rest and not arguments.wants_help:
+            raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
+        return replace(arguments, tail=rest)
     try:
-        return shlex.split(line)
+        parts = shlex.split(line)
     except ValueError:
         raise grammar.refuse(f"a quote is not closed in: {line}") from None
+    return _Reader(grammar, parts).read()
 
 
 def expression_start(grammar: Grammar, line: str) -> int | None:
@@ -196,15 +193,6 @@ def expression_start(grammar: Grammar, line: str) -> int | None:
     head, rest = _split_tail(grammar, line.lstrip())
     is_in_head = not rest and (head[-1:] == [""] or line[-1:].strip())
     return None if is_in_head or not grammar.tail else len(line) - len(rest)
-
-
-def _parse_with_tail(grammar: Grammar, line: str) -> Arguments:
-    """Read options and pairs first; the expression begins at the first part that is neither."""
-    head, rest = _split_tail(grammar, line.strip())
-    arguments = _Reader(grammar, head).read()
-    if not rest and not arguments.wants_help:
-        raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
-    return replace(arguments, tail=rest)
 
 
 def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:

@@ -12,11 +12,14 @@ of saved notebooks drop both. Pure.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.formatting import format_some_ranks
 from meshbook_extension.output.labels import columns, format_seconds, label
+
+if TYPE_CHECKING:
+    from meshbook.calls.call_future import CellRun
 
 ROWS = 16
 """The most ranks that are shown one by one; more are grouped."""
@@ -52,17 +55,9 @@ class Bin(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Timed(Protocol):
-    """The times of a cell that ran."""
-
-    durations_s: dict[int, float]
-    waited_s: dict[int, float]
-
-
-def times_of(run: Timed) -> list[RankTime]:
+def times_of(run: CellRun) -> list[RankTime]:
     """Return the times of the ranks that have ended, by rank."""
-    waited_s: Mapping[int, float] = run.waited_s
-    return [RankTime(rank, run.durations_s[rank], waited_s.get(rank, 0.0)) for rank in sorted(run.durations_s)]
+    return [RankTime(rank, run.durations_s[rank], run.waited_s.get(rank, 0.0)) for rank in sorted(run.durations_s)]
 
 
 def has_waits(times: Sequence[RankTime]) -> bool:

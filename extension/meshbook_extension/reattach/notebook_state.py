@@ -132,14 +132,20 @@ class StateWriter:
     """The writer of a session's `NotebookState` when something has changed."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self.notebook = session, session.notebook
+        self._session = session
+        self.notebook = session.notebook
         self._written: dict[str, NotebookState] = {}
         self._traces: list[Trace] | None = None
         self._closed = False
 
-    def close(self) -> None:
-        """Write no more: meshes that are left to the next kernel must not be removed by a cell that ends later."""
+    def close(self, *, leave: bool) -> None:
+        """Write no more, as the kernel ends: a cell that ends later must not remove meshes that are left to the next.
+
+        leave: whether they are; else the trace goes, since the next kernel need not be told that they have ended.
+        """
         self._closed = True
+        if not leave:
+            drop_traces(self.notebook)
 
     def save(self, *_: object) -> None:
         """Write the state if it is new; called after each cell, and when a job begins."""
@@ -156,10 +162,6 @@ class StateWriter:
         self._leave_traces(
             [Trace(folder.id, {mesh.name: mesh.sizes for mesh in folder.state.meshes.values()}) for folder in folders]
         )
-
-    def drop_traces(self) -> None:
-        """Remove the notebook's trace: the person ends the meshes with the kernel."""
-        drop_traces(self.notebook)
 
     def _make(self, id: str) -> NotebookState:
         session, limits = self._session, self._session.part(TimeLimits)

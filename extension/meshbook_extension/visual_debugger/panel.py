@@ -26,9 +26,6 @@ from meshbook.mesh.dap import DebugTunnel, Message, answer
 from meshbook.mesh.proc_view import ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meshbook.mesh.dap import Message
     from meshbook.mesh.proc_mesh import ProcMesh
 
 _ON_RANK = re.compile(r"<cell @(\w+)>")
@@ -111,7 +108,7 @@ class RankPanel:
         self._handlers: dict[str, Callable[[Message], Awaitable[Message]]] = {
             "initialize": self._initialize,
             "attach": self._attach,
-            "configurationDone": self._done_already,
+            "configurationDone": self._accept,
             "dumpCell": self._dump_cell,
             "setBreakpoints": self._set_breakpoints,
             "source": self._source,
@@ -247,8 +244,8 @@ class RankPanel:
         await self._forward(_request("configurationDone"))
         return response
 
-    async def _done_already(self, message: Message) -> Message:
-        return answer(message)
+    async def _accept(self, message: Message) -> Message:
+        return answer(message)  # `_attach` has done it
 
     async def _dump_cell(self, message: Message) -> Message:
         path = panel_path(message["arguments"]["code"])

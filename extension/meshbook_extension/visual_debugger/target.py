@@ -94,11 +94,6 @@ class DebugTarget:
         panel = self.switch.panel if self.switch is not None else None
         return panel is not None and panel.is_started
 
-    def name_cell(self, procs: ProcMesh, text: str) -> str:
-        """Return the name of a cell's file on ranks; nothing when the panel does not look at them."""
-        watched = self.is_attached and procs.name == self.rank.name and self.rank.ranks[0] in procs.ranks
-        return rank_name(text) if watched else ""
-
     def close(self, *, keep_panel: bool = False) -> None:
         """Leave the rank without a debugger, and the panel to the notebook, unless it is to move on."""
         if self.switch is not None and not keep_panel:
@@ -131,7 +126,11 @@ class Debugged:
         return target
 
     def _name_cell(self, procs: ProcMesh, text: str) -> str:
-        return self._target.name_cell(procs, text) if self._target is not None else ""
+        """Return the name of a cell's file on ranks; nothing when the panel does not look at them."""
+        if self._target is None or not self._target.is_attached:
+            return ""
+        rank = self._target.rank
+        return rank_name(text) if procs.name == rank.name and rank.ranks[0] in procs.ranks else ""
 
     def _on_forget(self, mesh: str) -> None:
         if self._target is not None and self._target.rank.name == mesh:

@@ -20,7 +20,6 @@ from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.states import RankStatus
-    from meshbook_extension.notebook.session import Session
 
 ROWS = 64
 """The most rows of ranks; a larger mesh gets a row per host and state."""
@@ -112,11 +111,6 @@ def _line(tag: str, row: Sequence[str]) -> str:
     return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in row) + "</tr>"
 
 
-def _memory_of(one: RankStatus) -> str:
-    own = format_bytes(one.rss_bytes) if one.rss_bytes else ""
-    return f"{own}; GPU {one.gpu}" if one.gpu is not None else own
-
-
 def _rows(snapshot: Snapshot) -> list[list[str]]:
     states = snapshot.states
     if len(states) <= ROWS:
@@ -125,7 +119,7 @@ def _rows(snapshot: Snapshot) -> list[list[str]]:
                 str(one.rank),
                 one.host,
                 NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
-                _memory_of(one),
+                (format_bytes(one.rss_bytes) if one.rss_bytes else "") + (f"; GPU {one.gpu}" if one.gpu else ""),
                 one.where if one.where != one.state else "",
             ]
             for one, letter in zip(snapshot.statuses, states, strict=True)
@@ -221,8 +215,6 @@ class ShownWidget:
             sink.display(self._bundle(snapshot), {}, display_id, update=True)
 
     def _bundle(self, snapshot: Snapshot) -> dict[str, object]:
-        from meshbook_extension.widget.display import status_text
-
         return {
             WIDGET_VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id},
             "text/html": as_html(snapshot),

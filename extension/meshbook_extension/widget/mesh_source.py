@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from meshbook.mesh.states import RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
-    from meshbook_extension.widget.snapshot import Snapshot
 
 LOG_LINES = 20
 LOG_RANKS = 16

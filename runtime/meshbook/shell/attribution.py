@@ -23,11 +23,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import is_hidden
 from meshbook.concurrency.patches import patch
+
+if TYPE_CHECKING:
+    from meshbook.shell.streams import RankStream
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,25 +39,15 @@ BEGIN_AFTER = 32
 """The number of lines in a row after which a run begins."""
 
 
-class RunStream(Protocol):
-    """A stream that C code may write to for a while."""
-
-    def begin_run(self) -> bool:
-        """Have C code write from now on; returns False where it cannot."""
-
-    def end_run(self) -> None:
-        """Write in Python again; what C code has begun is written out."""
-
-
 class LineRuns:
     """The runs of a process, in which C code writes; one stream at a time has one. Any thread may end it."""
 
     def __init__(self) -> None:
-        self.stream: RunStream | None = None
+        self.stream: RankStream | None = None
         self._held_off: set[int] = set()
         self._generation = forks.generation
 
-    def begin(self, stream: RunStream) -> None:
+    def begin(self, stream: RankStream) -> None:
         """Begin a run on ``stream``, on which many lines were printed, if no other thread or task can print."""
         is_alone = (
             threading.get_ident() == forks.main_thread

@@ -62,14 +62,21 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
     drop_own_frames(error)
     if not ran:
         error.__traceback__ = None
-    shown = _explain_exit(error) if isinstance(error, SystemExit) else error
-    if isinstance(error, BdbQuit):
-        shown = _explain_quit(error)
+    shown = error
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        text = f"sys.exit({code}) ended the cell, not the rank. End the ranks with: {advice().stop}"
+        shown = SystemExit(text).with_traceback(error.__traceback__)
+    elif isinstance(error, BdbQuit):  # without its frames, since the person has quit the debugger
+        error.args = error.args or (QUIT,)
+        shown = type(error)(*error.args)
+    # the place that Python puts into the text of a syntax error is `Failure.where`
+    value = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_of(shown)
     return Failure(
         rank=rank,
         host=host,
         ename=str(type(error).__name__)[:NAME_MAX_CHARS],
-        evalue=cut_text(_value_of(shown), EVALUE_MAX_CHARS),
+        evalue=cut_text(value, EVALUE_MAX_CHARS),
         traceback=_limit(format_error(shell, shown)),
         where=_where(error),
         exception=error,
@@ -82,14 +89,13 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
     try:
         if hasattr(error, "_render_traceback_"):
             return list(error._render_traceback_())
-        if isinstance(error, KeyboardInterrupt):  # seldom looked at, and IPython's drawing takes up to a second
-            return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
         if isinstance(error, IPythonUsageError):
             return [f"UsageError: {error}"]
         if isinstance(error, SyntaxError):
             entries: Any = traceback.extract_tb(frames)
             return list(shell.SyntaxTB.structured_traceback(kind, error, entries, tb_offset=0))
-        if _holds_group(error):
+        # an interrupt is seldom looked at, and IPython's drawing takes up to a second
+        if isinstance(error, KeyboardInterrupt) or _holds_group(error):
             return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
         know_modules(frames)
         if frames is None:
@@ -100,11 +106,6 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
             return [part.rstrip("\n") for part in traceback.format_exception(kind, error, frames)]
         except Exception:
             return [f"{kind.__name__}: {text_of(error)}"]
-
-
-def _value_of(error: BaseException) -> str:
-    """Return `text_of` the error, without a place that Python puts there: `Failure.where` has it."""
-    return error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else text_of(error)
 
 
 def text_of(error: BaseException) -> str:
@@ -155,18 +156,6 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return name_line(error.filename, error.lineno)
     return ""
-
-
-def _explain_exit(error: SystemExit) -> SystemExit:
-    code = "" if error.code is None else repr(error.code)
-    explained = SystemExit(f"sys.exit({code}) ended the cell, not the rank. End the ranks with: {advice().stop}")
-    return explained.with_traceback(error.__traceback__)
-
-
-def _explain_quit(error: BdbQuit) -> BdbQuit:
-    """Return the error without its frames, since the person has quit the debugger."""
-    error.args = error.args or (QUIT,)
-    return type(error)(*error.args)
 
 
 def _holds_group(error: BaseException | None) -> bool:

@@ -21,8 +21,6 @@ from meshbook.system.processes import resident_bytes
 if TYPE_CHECKING:
     from types import FrameType
 
-    import torch
-
     from meshbook.shell.shell import KeptError, RankShell
 
 DEPTH = 4
@@ -151,7 +149,8 @@ def _storages(values: Iterable[object]) -> Iterator[tuple[int, int]]:
         seen.add(id(value))
         try:
             if torch is not None and isinstance(value, torch.Tensor):
-                yield from _of_tensor(value)
+                storage = getattr(value, "_local_tensor", value).untyped_storage()  # a DTensor's part on this rank
+                yield storage.data_ptr(), storage.nbytes()
                 left += [(value.grad, depth)] if value.is_leaf and value.grad is not None else []
             elif numpy is not None and isinstance(value, numpy.ndarray):
                 yield value.ctypes.data, value.nbytes
@@ -159,12 +158,6 @@ def _storages(values: Iterable[object]) -> Iterator[tuple[int, int]]:
                 left += [(inner, depth + 1) for inner in _inside(value)]
         except Exception:  # a tensor subclass or a container that does not want to be looked at
             continue
-
-
-def _of_tensor(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
-    storage = local.untyped_storage()
-    yield storage.data_ptr(), storage.nbytes()
 
 
 def _inside(value: object) -> list[object]:

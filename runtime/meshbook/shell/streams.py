@@ -110,11 +110,8 @@ class RankPipe:
         """Lead the descriptor to the agent again; returns whether it led elsewhere, or nowhere."""
         if descriptors.fill(self._fd, self._kept):
             return True
-        try:
-            if os.path.samestat(os.fstat(self._fd), os.fstat(self._kept)):
-                return False
-        except OSError:
-            return True  # it was closed just now: the next try finds out
+        if self.leads_to_agent():
+            return False
         descriptors.replace(self._fd, self._kept)
         return True
 

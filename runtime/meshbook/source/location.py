@@ -56,11 +56,6 @@ def cell_label(file_name: str) -> str | None:
     return _labels.get(file_name)
 
 
-def is_cell_name(file_name: str) -> bool:
-    """Whether a file name stands for a cell, of this process or of another."""
-    return file_name in _labels or _NAME.fullmatch(file_name) is not None
-
-
 def name_line(file_name: str, line: int | None) -> str:
     """``cell 7, line 3``; empty when the file is no cell. Understands the names that other processes gave, and those
     that the kernel of this process gives its own cells."""
@@ -198,16 +193,23 @@ def describe_frame(frame: FrameType | None) -> str:
     Returns: ``in all_reduce (cell 7, line 5)``, ``in time.sleep (train.py:41)``, ``at train.py:41`` where no call can
     be named, ``in the runtime (form)`` where no code of the user's runs, ``idle`` for no frame at all.
     """
+    frame, called = _users_frame(frame)
+    collective = _name_collective(called)
+    if frame is None:
+        ours = [each.f_code.co_name for each in called if is_runtimes_code(each.f_code)]
+        return f"in {collective}" if collective else f"in the runtime ({ours[0]})" if ours else "idle"
+    place = name_place(frame.f_code.co_filename, frame.f_lineno)
+    operation = collective or _name_running_call(frame)
+    return f"in {operation} ({place})" if operation else f"at {place}"
+
+
+def _users_frame(frame: FrameType | None) -> tuple[FrameType | None, list[FrameType]]:
+    """Return the innermost frame of the user's own code, and the frames that it has called, innermost first."""
     called: list[FrameType] = []
     while frame is not None and not is_users_code(frame.f_code):
         called.append(frame)
         frame = frame.f_back
-    collective = _name_collective(called)
-    if frame is None:
-        return f"in {collective}" if collective else _describe_runtime(called)
-    place = name_place(frame.f_code.co_filename, frame.f_lineno)
-    operation = collective or _name_running_call(frame)
-    return f"in {operation} ({place})" if operation else f"at {place}"
+    return frame, called
 
 
 class Activity(enum.Enum):
@@ -226,10 +228,7 @@ class Activity(enum.Enum):
 
 def frame_activity(frame: FrameType | None) -> Activity:
     """The kind of code that `describe_frame` describes."""
-    called: list[FrameType] = []
-    while frame is not None and not is_users_code(frame.f_code):
-        called.append(frame)
-        frame = frame.f_back
+    frame, called = _users_frame(frame)
     if _name_collective(called):
         return Activity.COLLECTIVE
     return Activity.RUNTIME if frame is None else Activity.CODE
@@ -237,8 +236,7 @@ def frame_activity(frame: FrameType | None) -> Activity:
 
 def users_place(frame: FrameType | None) -> str:
     """The innermost line of the user's own code: ``cell 7, line 5``; nothing where none runs."""
-    while frame is not None and not is_users_code(frame.f_code):
-        frame = frame.f_back
+    frame, _ = _users_frame(frame)
     return "" if frame is None else name_place(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -259,7 +257,7 @@ def is_users_code(code: CodeType) -> bool:
 
 def kind_of_file(filename: str) -> str:
     """Return the owner of a file's code: `USER`, `LIBRARY` or `RUNTIME`; by its path, so for other hosts' files too."""
-    if is_cell_name(filename):
+    if filename in _labels or _NAME.fullmatch(filename) is not None:  # a cell, of this process or of another
         return USER
     if filename.startswith(PACKAGE) or ("/meshbook/" in filename and "/site-packages/" in filename):
         return RUNTIME
@@ -280,11 +278,6 @@ def _name_collective(called: list[FrameType]) -> str:
         if code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_"):
             return code.co_name
     return ""
-
-
-def _describe_runtime(called: list[FrameType]) -> str:
-    ours = [frame.f_code.co_name for frame in called if frame.f_code.co_filename.startswith(PACKAGE)]
-    return f"in the runtime ({ours[0]})" if ours else "idle"
 
 
 def _name_running_call(frame: FrameType) -> str:
@@ -318,7 +311,7 @@ def drop_own_frames(error: BaseException) -> None:
     """Take the frames of this package out of the exception's traceback."""
     kept: TracebackType | None = None
     for entry in reversed(list(traceback_entries(error.__traceback__))):
-        if not entry.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        if not is_runtimes_code(entry.tb_frame.f_code):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = kept
 
