@@ -1,4 +1,4 @@
-"""Tensors across a mesh: what a program with tensors needs beside the names of `meshbook` itself.
+"""Tensors across a mesh: the names that a program with tensors needs beside those of `meshbook` itself.
 
 A module of its own because it is the name that programs import.
 

@@ -159,7 +159,7 @@ def _hear_signals() -> int:
 
 
 def _wait(agent: subprocess.Popen[bytes], signals: int) -> str:
-    """Wait until the agent has ended, or we are to end: then say why. Until it has a log, show what it says."""
+    """Wait until the agent has ended, or we are to end: then say why. Until it has a log, show its output."""
     assert agent.stdout is not None
     poll = select.poll()
     poll.register(agent.stdout, select.POLLIN)

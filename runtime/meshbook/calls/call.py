@@ -135,7 +135,7 @@ class OpenCall:
         """The ranks that came back from an operation that was aborted."""
         self._failed_at = self._freed_s = 0.0
         self.hurried = False
-        """Wait for no more failures."""
+        """Whether to wait for no more failures before the error is made."""
         self._torn: dict[str, set[int]] = {}
         """The operations that were left half done, with their ranks, as in `CallError`."""
 
@@ -247,8 +247,7 @@ class OpenCall:
     # ---- its outcome ----------------------------------------------------------------------------------------------
 
     def settle(self, groups: str = "") -> None:
-        """Complete the future with the answers that have come. groups: why the process groups are not back, if they are
-        not."""
+        """Complete the future with the answers that have come. groups: why process groups are missing, if they are."""
         if self.lost:
             self._fail(WorkerLost.of(self.lost, partial=self.results), groups)
         elif self.failures:

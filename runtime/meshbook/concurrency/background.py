@@ -1,11 +1,11 @@
 """Threads of our own: jobs that run aside, and faults that no thread of ours may end by.
 
 A call into C++ that blocks cannot be interrupted, so a thread aside makes it and the main thread waits in Python. These
-threads are kept for the next call and end when idle, so their number follows what blocks at the same time.
+threads are kept for the next call and end when idle, so their number follows the calls that block at the same time.
 
-Users' errors are answers to calls, and what a peer sends that it must not costs that peer its link. What is left is a
-fault of ours: it is told once in full, as ours, and costs the action or the message that met it, never the thread,
-since all meshes hang on that.
+Users' errors are answers to calls, and a forbidden message costs its sender the link. Any other error is a fault of
+ours: it is told once in full, as ours, and costs the action or the message that met it, never the thread, since all
+meshes hang on that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORDS = "meshbook: a fault of its own in"
 _told: dict[tuple[str, int], float] = {}
 
 serving: set[int] = set()
-"""Threads that serve the sockets, while they do: what would complete a future is done by them, so they cannot wait."""
+"""The threads that serve the sockets now: they complete futures, so they cannot wait for one."""
 forks.at_fork(in_child=serving.clear)
 
 
@@ -54,7 +54,7 @@ def tell(error: BaseException, what: str) -> None:
 
 
 _OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec", "_pickle", "struct", "zlib"})
-"""Packages that define what our own code, and what it calls, raises on the thread that serves."""
+"""The packages whose errors on a serving thread are faults of ours."""
 
 
 def is_from_outside(error: BaseException) -> bool:

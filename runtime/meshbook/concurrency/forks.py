@@ -1,10 +1,10 @@
-"""Forks by user code: DataLoader workers, process pools, ``os.fork()``. What our parts do about them.
+"""Forks by user code (DataLoader workers, process pools, ``os.fork()``), and the duties of our parts in a child.
 
 A forked child has one thread, and a copy of all else: sockets whose other end takes it for its parent, locks of threads
 that it lacks, counters that will give the same names again. So
 
-    what speaks for a process    notes the `generation` that made it, and refuses in any other (`refuse_inherited`)
-    what acts by itself          registers what makes it harmless (`at_fork`)
+    a voice of a process        notes the `generation` that made it, and refuses in any other (`refuse_inherited`)
+    a thing that acts alone     registers a function that makes it harmless (`at_fork`)
     memory of others             is given back when no child sees it any more (`meshbook.values.lent_memory`)
 
 A process that is started afresh (`subprocess`, multiprocessing's ``spawn``) inherits nothing, and runs none of this.
@@ -51,7 +51,7 @@ def at_fork(
 
 
 def refuse_inherited(made_in: int) -> None:
-    """Raises: UsageError where what was made in generation ``made_in`` belongs to a process that forked this one."""
+    """Raises: UsageError where generation ``made_in`` is that of a process that forked this one."""
     if made_in != generation:
         raise UsageError(
             f"process {os.getpid()} was forked from process {_pids[made_in]}, and cannot use its meshes, actors, ports "

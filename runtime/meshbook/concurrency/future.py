@@ -5,7 +5,7 @@ no event loop is needed, and one that runs in this thread (every notebook has on
 works in any running asyncio loop.
 
 There is no lock around the state, so that signal handlers and finalisers may complete futures too. Three steps
-that the interpreter never splits stand in for it: the outcome is whatever `dict.setdefault` stored first; waiters
+that the interpreter never splits stand in for it: the outcome is the value that `dict.setdefault` stored first; waiters
 and callbacks are appended before they look for an outcome, and the outcome is stored before they are popped;
 ``popleft`` gives each of them to one thread only. Their queues are made when there is a first of them: thousands of
 futures may be open at a time, of which hardly one has any, and the garbage collector looks at each queue.
@@ -95,7 +95,7 @@ class Future(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """Wait for the result, at most ``timeout`` seconds.
 
-        Raises: the error with which the future was completed; at the timeout what ``on_timeout`` makes, else
+        Raises: the error with which the future was completed; at the timeout the error of ``on_timeout``, else
         TimeoutError (the work goes on); KeyboardInterrupt at once, on the main thread; UsageError where there would be
         none: in a process that was forked before, and in a callback, finalizer or handler of a signal that runs on the
         thread that brings it.
@@ -156,7 +156,7 @@ class Future(Generic[T]):
         return self.get()
 
     def _is_served_by(self, thread: int) -> bool:
-        """Whether the event loop of ``thread`` completes it now itself, and looks what is ready before it sleeps."""
+        """Whether the event loop of ``thread`` completes it now itself, before it sleeps."""
         return False
 
     def as_asyncio(self) -> asyncio.Future[T]:
@@ -171,7 +171,7 @@ class Future(Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` once there is an outcome: on the completing thread, or now if there is one.
 
-        What it raises is logged.
+        Its errors are logged.
         """
         self._listeners.setdefault(_CALLBACKS, deque()).append(callback)
         if self._final:
@@ -279,7 +279,7 @@ class MappedFuture(Future[U], Generic[T, U]):
         self._source, self._function = source, function
 
     def get(self, timeout: float | None = None) -> U:
-        """Wait for the source, then compute. Raises: what the source or the function raises."""
+        """Wait for the source, then compute. Raises: the errors of the source or the function."""
         return self._function(self._source.get(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

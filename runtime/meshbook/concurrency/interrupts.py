@@ -4,15 +4,15 @@
 main thread serves sockets (`meshbook.controller.io_turns`), awaits, and deals with one interrupt while further presses
 are counted (`meshbook.calls.interrupt`). In `held_back` something short is finished.
 
-*Coroutines.* Whoever runs the event loop handles SIGINT by cancelling the task of the cell (ipykernel, `asyncio.run`).
+*Coroutines.* The runner of the event loop handles SIGINT by cancelling the task of the cell (ipykernel, `asyncio.run`).
 A handler in Python does not wake an event loop that sleeps, so the cancellation would come when something else happens:
 seconds later, or never. While a future is awaited on the main thread our handler stands before the other one: it notes
 the press, lets the other do its work, and wakes the loop. `is_interrupt` then tells an interrupt from other cancels.
 
 *Other threads.* Python can have an exception raised in another thread, at its next line of Python; it cannot wake that
 thread from a sleep or a lock. So in threads that have a `ThreadGate`, `time.sleep` and `threading.Condition` (which
-events, queues, semaphores and barriers are made of) wait in short steps, and so do our futures. What waits in native
-code notices when it returns.
+events, queues, semaphores and barriers are made of) wait in short steps, and so do our futures. A wait in native code
+notices when it returns.
 
     control thread    gate.interrupt(call)     raises it now, or at the end of a section that must not be torn
     the thread        gate.open(call) ... gate.close()    nothing is raised outside of the two
@@ -96,7 +96,7 @@ class SigintScope:
 class held_back(SigintScope):  # used as a function is, like `contextlib.suppress`
     """A block that SIGINT interrupts only at its end, when the things that it makes have an owner.
 
-    Not on ranks: there SIGINT is a message, which whoever takes it must act on (`meshbook.worker.interrupt_gate`).
+    Not on ranks: there SIGINT is a message that its receiver must act on (`meshbook.worker.interrupt_gate`).
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ def is_interrupt(error: BaseException) -> bool:
 def in_a_cell() -> bool:
     """Whether the running task is IPython's own for a cell: only there may KeyboardInterrupt be raised.
 
-    IPython catches whatever its cell raises; out of any other task a KeyboardInterrupt would end the event loop.
+    IPython catches every error of its cell; out of any other task a KeyboardInterrupt would end the event loop.
     """
     import asyncio
 
@@ -278,7 +278,7 @@ class ThreadGate:
                 is_late = True
 
     def _forget_raised(self) -> None:
-        """Raise what is due here after all, under another name.
+        """Raise the pending interrupt here after all, under another name.
 
         Python can also be told that nothing is due; but 3.11 goes on looking for it then, at every call and jump, and
         never gets past a call once a debugger or profiler traces it.

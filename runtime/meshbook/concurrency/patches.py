@@ -1,8 +1,8 @@
 """The one way to put something of ours in the place of an attribute of other people's code.
 
-What is replaced, why and where, is a table in docs/design.md; a test holds the two together, and looks whether what is
-replaced is still what our code takes it for. Hooks that are there to be set (``sys.breakpointhook``, signal handlers,
-traitlets, subclasses) are none.
+A table in docs/design.md lists the replaced names with the reasons and the places; a test holds the two together, and
+checks that the originals are still as our code expects. Hooks that are there to be set (``sys.breakpointhook``, signal
+handlers, traitlets, subclasses) are none.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def patches_undone() -> Iterator[None]:
 
 
 def unpatch(owner: object, name: str) -> None:
-    """Put back what was there before `patch`, if it was called."""
+    """Put back the original, if `patch` was called."""
     if (known := _originals.pop((id(owner), name), None)) is not None:
         setattr(owner, name, known[1])

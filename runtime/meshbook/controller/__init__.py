@@ -1,1 +1,1 @@
-"""The controller's process: sockets, calls, what it knows of hosts and meshes, recovery of groups."""
+"""The controller's process: sockets, calls, the state of hosts and meshes, recovery of groups."""

@@ -1,8 +1,8 @@
-"""A call on its way to the hosts (`OutgoingCall`), and the queue of those that may not be sent yet. Under the turn.
+"""A call on its way to the hosts (`OutgoingCall`), and the queue of calls that may not be sent yet. Under the turn.
 
-A rank that has failed a call would begin the next at once, and its collectives would meet those that other ranks still
-wait in. So calls made meanwhile queue here, not on the ranks. A call that shares ranks and the mailbox with one that
-queues is queued behind it: each rank gets its calls in the order of sending.
+A rank that has failed a call would begin the next at once, and its collectives would meet older ones that other ranks
+still wait in. So calls made meanwhile queue here, not on the ranks. A call that shares ranks and the mailbox with one
+that queues is queued behind it: each rank gets its calls in the order of sending.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CallQueue:
         return self._wake_at if self.queued else math.inf
 
     def release(self) -> None:
-        """Send what need not queue any more, in the order in which it came."""
+        """Send the calls that need not queue any more, in the order in which they came."""
         if not self.queued:
             return
         queued, self.queued = self.queued, []

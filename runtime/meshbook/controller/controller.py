@@ -1,7 +1,7 @@
-"""The controller: what any thread may ask of the hosts.
+"""The controller: the requests to hosts that any thread may make.
 
-The state (`meshbook.controller.dispatcher`) belongs to whoever has the turn (`meshbook.controller.io_turns`). User
-threads hand closures over (`submit`) and wait on futures; they pickle payloads before and unpickle results after.
+The state (`meshbook.controller.dispatcher`) belongs to the thread that has the turn (`meshbook.controller.io_turns`).
+User threads hand closures over (`submit`) and wait on futures; they pickle payloads before and unpickle results after.
 
     user thread ── submit(closure), eventfd ──> I/O thread ──> ROUTER ──> agents
     user thread <── Future ────────────────────      │    <── ROUTER <── agents
@@ -122,7 +122,7 @@ class Controller:
         return list(self._dispatcher.hosts.values())
 
     def endpoint(self, address: str) -> str:
-        """Listen at ``address`` as well, once; return what to dial."""
+        """Listen at ``address`` as well, once; return the address to dial."""
         endpoints = self.folder.state.endpoints
         if address not in endpoints:
             endpoints[address] = self.ask(lambda: self._socket.bind(address))
@@ -348,7 +348,7 @@ class Controller:
         self.submit(abort)
 
     def where(self, mesh_id: int, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the activity of the ranks' main threads; for those that cannot answer, the reason."""
+        """Return the activity of the ranks' main threads; for ranks that cannot answer, the reason."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
             return dict.fromkeys(ranks, SilenceCause.MESH_STOPPED.value)

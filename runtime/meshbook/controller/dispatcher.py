@@ -340,7 +340,7 @@ class Dispatcher:
     def renumber(
         self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float
     ) -> Future[None]:
-        """Give ranks other numbers, and end those that get none, within ``grace_s``; the future is done when these are
+        """Renumber ranks, and end the ranks without a new number within ``grace_s``; the future is done when these are
         gone.
 
         check: raises if it cannot be done; takes the ranks that have a call to answer. Hosts are told whose workers may

@@ -4,7 +4,7 @@ Aborting frees every rank that waits in operations; forming makes the same group
 handles stay good. Whether groups are to be aborted is decided elsewhere (`meshbook.controller.stuck_watch`); here it is
 done, in an order that matters:
 
-    1  phase first     what is decided while messages are under way must find the groups aborted already
+    1  phase first     decisions while messages are under way must find the groups aborted already
     2  then the calls  a GroupAborted that comes back is no failure of its rank, if the call knows of the abort
     3  then the ranks  on the urgent lane, so before any call that is sent after
     4  then the store  a rank that waits there, still forming, is answered with an error and comes back too

@@ -113,7 +113,7 @@ class GroupRecovery:
         return due
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
+        """Take the steps that are due."""
         self._watch.expire(now)
         self._former.expire(now)
         self._queue.release()

@@ -1,4 +1,4 @@
-"""A host as the controller knows it: how it was started, what it said of itself, when it was last heard of.
+"""A host as the controller knows it: its start, its own report, and the time of its last message.
 
 A host that was given up may come back, and is told to end as soon as it can be reached:
 

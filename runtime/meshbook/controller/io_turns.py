@@ -102,7 +102,7 @@ class SocketTurn:
         """Serve on the main thread until ``done()``, the timeout, or an interrupt, which is raised afterwards.
 
         On any other thread, or when the main thread has the turn already, nothing happens: wait as usual.
-        Raises: what the handler of another signal raises meanwhile, or another thread in this one.
+        Raises: the errors of other signal handlers, and those that another thread raises in this one.
         """
         me = threading.get_ident()
         if self._driving or me != forks.main_thread:

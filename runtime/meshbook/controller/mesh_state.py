@@ -1,4 +1,4 @@
-"""A mesh as the controller knows it: where its ranks live, which are dead, and what its hosts may say of them.
+"""A mesh as the controller knows it: where its ranks live, which are dead, and the reports of its hosts.
 
 A host has proved who it is, and it runs the user's code; it must still not speak for ranks of other hosts, break our
 bookkeeping, or make us map memory that it does not share. `check` sees to that before a message is acted upon, so a

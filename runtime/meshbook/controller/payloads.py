@@ -4,7 +4,7 @@
                                               │              others get views of it, in pieces (`meshbook.wire.bulk`)
                                               └──────> drop: the message will not be sent
 
-A segment goes back to the pool when the last of those that it was sent to is done with it, or is gone.
+A segment goes back to the pool when the last of its receivers is done with it, or is gone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Payloads:
     def _lend(
         self, segment: wire.SegmentRef, hosts: Sequence[HostState]
     ) -> tuple[Sequence[HostState], Sequence[memoryview]]:
-        """Lend a segment to ``hosts``; return those that map it, and the pieces for the others."""
+        """Lend a segment to ``hosts``; return the hosts that map it, and the pieces for the others."""
         assert segment.segment in self._unsent, "a payload is sent once, and not after it was dropped"
         self._unsent.discard(segment.segment)
         shared = [host for host in hosts if host.shares_memory]

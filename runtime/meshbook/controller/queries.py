@@ -138,7 +138,7 @@ class Questions:
 def look(
     questions: Questions, mesh: MeshState, ranks: Iterable[int], endpoint: str, kind: type[T], timeout_s: float
 ) -> dict[int, T | Unresponsive]:
-    """Return the answers of ``ranks`` to a query, as ``kind``; for those that do not answer in time, the reason."""
+    """Return the answers of ``ranks`` to a query, as ``kind``; for ranks that do not answer in time, the reason."""
     ranks = sorted(ranks)
     told = questions.gather(mesh, ranks, ask_rank(endpoint), kind, timeout_s)
     return {**told, **explain_silence(questions, mesh, [rank for rank in ranks if rank not in told])}

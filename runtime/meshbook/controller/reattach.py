@@ -1,7 +1,7 @@
-"""Meshes and calls of a former controller, put together from what the hosts report. I/O thread only.
+"""Meshes and calls of a former controller, put together from the reports of hosts. I/O thread only.
 
-Each host reports its part (`wire.Hosted`), then sends what the former controller did not acknowledge. A mesh takes
-calls when all its hosts have reported or are given up.
+Each host reports its part (`wire.Hosted`), then sends the messages that the former controller did not acknowledge. A
+mesh takes calls when all its hosts have reported or are given up.
 """
 
 from __future__ import annotations

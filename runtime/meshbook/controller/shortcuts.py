@@ -88,7 +88,7 @@ class Shortcuts:
         return None
 
     def _on_spread_ended(self, call: OpenCall, lanes: Sequence[_RankLane]) -> None:
-        """Note that all ranks of a call have answered, or will not: those that have are acknowledged."""
+        """Note that all ranks of a call have answered, or will not, and acknowledge the answers."""
         del self._spread[call.id]
         self._unheard.update(dict.fromkeys(lanes, call.id))
         for head, buffers in call.results.raw.values():
@@ -130,7 +130,7 @@ class Shortcuts:
         self.due = due if is_first else min(self.due, due)
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
+        """Take the steps that are due."""
         if now >= self.due:
             for host in self._deferring:
                 host.send_deferred()

@@ -173,7 +173,7 @@ class PendingWorkers:
         self.moves, self.last_line, self._steps[host] = self.moves + 1, progress.last_line, progress.step
 
     def describe(self) -> str:
-        """Say what the missing workers wait for, as in ``importing torch on local-2, local-3``."""
+        """Return the step that the missing workers are at, as in ``importing torch on local-2, local-3``."""
         late = [host for host, here in self.seats.items() if any(seat.known_as in self.waiting for seat in here)]
         steps = {host.name: self._steps.get(host, "starting ranks") for host in late}
         step = next(iter(steps.values()), "starting ranks")
@@ -223,5 +223,5 @@ class CrashLoops:
             self._deaths.pop(rank, None)
 
     def renumber(self, moved: Mapping[int, int]) -> None:
-        """Follow ranks to their new numbers; ``moved`` maps the old numbers of those that stay."""
+        """Follow ranks to their new numbers; ``moved`` maps the old numbers of ranks that stay."""
         self._deaths = {moved[rank]: deaths for rank, deaths in self._deaths.items() if rank in moved}

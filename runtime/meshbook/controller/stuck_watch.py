@@ -163,8 +163,7 @@ class StuckWatch:
     # ---- calls ------------------------------------------------------------------------------------------------------
 
     def ended_on(self, call: OpenCall) -> list[OpenCall]:
-        """Return the calls that the report with an answer to ``call`` concerns: forming reports what others have
-        torn."""
+        """Return the calls that a report with an answer to ``call`` concerns: forming reports tensors of others."""
         return [ended.call for ended in self._ended.values()] if self.former.is_forming(call) else [call]
 
     def has_ended_well(self, call: OpenCall) -> bool:
@@ -278,7 +277,7 @@ class StuckWatch:
         return due
 
     def expire(self, now: float) -> None:
-        """Do what is due."""
+        """Take the steps that are due."""
         self._poll.expire(now)
         if not self._poll.busy and (self._poll.is_due(now) or self._long.is_due(now)):
             self._ask()
@@ -306,8 +305,7 @@ class StuckWatch:
         return self.former.is_sound or self.former.phase is GroupPhase.DRAINING
 
     def _on_look(self, look: ProgressSnapshot) -> None:
-        """Free ranks that are stuck, then those that disagree; compare the sound groups; form those that were
-        aborted."""
+        """Free ranks that are stuck, then ranks that disagree; compare the sound groups; form the aborted ones."""
         former = self.former
         former.on_look(look)
         asked, self._asked = [call for call in self._asked if call.waiting], []

@@ -58,7 +58,7 @@ class DebuggerStart(NamedTuple):
 
 
 class DebugBytes(NamedTuple):
-    """A piece of what the tracer has said."""
+    """A piece of the tracer's output."""
 
     at: int
     data: bytes

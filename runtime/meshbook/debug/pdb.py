@@ -147,7 +147,7 @@ class RankPdb(pdb.Pdb):
         self.cmdloop()
 
     def default(self, line: str) -> None:
-        """A statement: what it assigns to a function's variables is theirs at once."""
+        """Run a statement; assignments to a function's variables hold at once."""
         super().default(line)
         frame = self.curframe
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # until Python 3.12
@@ -181,7 +181,7 @@ class RankPdb(pdb.Pdb):
     # ---- commands that cannot work here -------------------------------------------------------------------------
 
     def do_run(self, arg: str) -> None:
-        """A rank runs what the notebook sends."""
+        """The rank's input: it runs the lines that the notebook sends."""
         self.error("not available on a rank: run the cell again in the notebook")
 
     do_restart = do_run

@@ -3,11 +3,12 @@
     stopped thread   pdb writes and asks ──> `AtPrompt`, told to the controller among the rank's output, in its order
     control thread   `RankDebugger.command(number, line)` ──> the thread takes it for a line that was typed
 
-Each prompt has a number, and a line is for one number only: what was typed for an earlier one is never run at a later.
-A stopped rank waits for as long as it takes, also without a controller: the next one finds its prompt by asking.
+Each prompt has a number, and a line is for one number only: a line that was typed for an earlier prompt is never run at
+a later one. A stopped rank waits for as long as it takes, also without a controller: the next one finds its prompt by
+asking.
 
-Any thread of the rank may stop, one at a time; the others wait. What is to be debugged elsewhere than in cells and
-calls (an actor's endpoint) needs nothing but a thread and, while it runs, the right `refusal`.
+Any thread of the rank may stop, one at a time; the others wait. To debug code outside of cells and calls (an actor's
+endpoint) needs nothing but a thread and, while it runs, the right `refusal`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RankDebugger:
         self._own = threading.local()
 
     def begin(self, tell: Callable[[AtPrompt], None] | None = None) -> None:
-        """Take over what opens debuggers, on the rank's main thread. tell: called with each prompt, on its thread."""
+        """Take over the hooks that open debuggers, on the rank's main thread. tell: gets each prompt, on its thread."""
         self._pid, self._main = os.getpid(), threading.get_ident()
         if tell is not None:
             self._tell, self.refusal = tell, ""
@@ -122,7 +123,7 @@ class RankDebugger:
                 self._tell(AtPrompt(next(self._numbers), "", debugger.why, "", debugger.console.take()))
 
     def _debugger(self, why: str) -> RankPdb:
-        """The thread's own, which remembers what is displayed; another one for a stop within a stop."""
+        """The thread's own debugger, which remembers its displays; another one for a stop within a stop."""
         known: RankPdb | None = getattr(self._own, "debugger", None)
         if known is None or known.stays:
             debugger = RankPdb(self)

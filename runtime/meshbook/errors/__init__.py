@@ -6,7 +6,7 @@
     │   ├── RankError
     │   └── LayoutError         a view that no (offset, sizes, strides) can describe
     ├── UsageError              a command or an argument that makes no sense as given; a ValueError too
-    │   └── NotOwnerError       a reference to hosts, which whoever has started them shuts down; a RuntimeError too
+    │   └── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
     ├── SpawnError              hosts or workers that did not come up
     │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
     │   ├── DeviceError         fewer devices than ranks
@@ -22,7 +22,7 @@
     │   └── WorkerLost          workers ended while the call was open
     ├── MailboxClosed           a message to an actor or a port that is not there (any more)
     ├── GroupAborted            a collective of groups that the controller has aborted; raised on the ranks
-    ├── RanksDisagree           ranks that entered different operations; what their call fails with
+    ├── RanksDisagree           ranks that entered different operations; the error of their call
     ├── HostLost                a host agent went silent or ended
     ├── SerializationError      a value that cannot travel; names the attribute path
     ├── MessageTooLarge         a message of which a part is larger than any link carries

@@ -1,6 +1,6 @@
-"""The words for what helps, as the user of a front end types it: Python calls in a script, others in a notebook.
+"""The advice in errors, as the user of a front end types it: Python calls in a script, magics in a notebook.
 
-Errors say what to do. What that is called depends on the front end, which replaces the table (`set_advice`); ranks get
+Errors advise a command. Its name depends on the front end, which replaces the table (`set_advice`); ranks get
 it when they start, and again when another process takes their mesh over, since some texts are made there.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Advice(NamedTuple):
-    """Commands and calls by what they do. What stands in braces is filled in by `str.format`."""
+    """The commands and calls by their purpose. Names in braces are filled in by `str.format`."""
 
     heal: str = "mesh.heal()"
     heal_call: str = "mesh.heal()"
@@ -29,7 +29,7 @@ class Advice(NamedTuple):
     spawn_hosts: str = 'start_hosts({"hosts": 3}, launcher).spawn_procs({"gpus": 4})'
     grow_hosts: str = "mesh.grow(launcher, hosts=1)"
     heal_elsewhere: str = "mesh.heal(launcher=launcher)"
-    """The ways in which another launcher starts hosts beside those that there are, and in the place of lost ones."""
+    """The ways in which another launcher adds hosts, and replaces lost ones."""
     shared_network: str = 'spawn with env={"MESHBOOK_INTERFACE": NETWORK} that they share'
     no_groups: str = "with group=False"
     stop: str = "mesh.stop()"

@@ -22,7 +22,7 @@ DeviceMeshError = MeshError
 
 
 class UsageError(MeshError, ValueError):
-    """A command or an argument that makes no sense as given; the message shows what would."""
+    """A command or an argument that makes no sense as given; the message shows a valid one."""
 
 
 class ProtocolError(MeshError):
@@ -234,7 +234,7 @@ class MeshDetachedError(MeshStoppedError):
 
 
 class AttachError(MeshError):
-    """A session that cannot be attached; the message says why and what to do."""
+    """A session that cannot be attached; the message gives the reason and the remedy."""
 
 
 class SessionInUse(AttachError):

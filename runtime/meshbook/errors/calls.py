@@ -17,7 +17,7 @@ GRADIENTS = "gradients of backward()"
 class GroupAborted(MeshError):
     """A rank's collective was given up, or not begun, since the process groups were aborted.
 
-    reason: why, on its first line; what helps on the others, where running it again is not enough.
+    reason: the cause, on its first line; the remedy on the others, where running it again is not enough.
     """
 
     def __init__(self, reason: str) -> None:
@@ -36,7 +36,7 @@ class GroupAborted(MeshError):
 class RanksDisagree(MeshError):
     """Ranks entered different operations of a process group as one: the numbers that came of it mean nothing.
 
-    It is the failure of each of these ranks, in the `CallFailed` of their call. ranks: those that disagree.
+    It is the failure of each of these ranks, in the `CallFailed` of their call. ranks: the ranks that disagree.
     """
 
     def __init__(self, ranks: Iterable[int], text: str) -> None:
@@ -55,7 +55,7 @@ def disagreeing(ranks: Iterable[int], text: str) -> list[Failure]:
 
 
 Partial: TypeAlias = Mapping[int, Any]
-"""Rank to result, of those that succeeded."""
+"""The result of each rank that succeeded."""
 
 
 class CallError(MeshError):
@@ -65,7 +65,7 @@ class CallError(MeshError):
         super().__init__(*args)
         self.partial: Partial = {} if partial is None else partial
         self.freed: Mapping[int, str] = {}
-        """Ranks that waited for others in vain and were freed, with what they waited in."""
+        """The ranks that waited for others in vain and were freed, each with its operation."""
         self.freed_s = 0.0
         """The time from the first failure until the last of them was free."""
         self.groups = ""
@@ -153,7 +153,7 @@ class CallInterrupted(CallError, KeyboardInterrupt):
     """The person pressed interrupt; says who obeyed and who did not within the grace time.
 
     stuck: rank to where it is and why it did not stop. stage: 1, or more when the person insisted.
-    skipping: ranks that had not begun, and never will, to what they are busy with instead (may be empty).
+    skipping: ranks that had not begun, and never will, to the work that they are busy with instead (may be empty).
     """
 
     def __init__(

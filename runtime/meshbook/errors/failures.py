@@ -25,7 +25,7 @@ class Failure(NamedTuple):
     exception: BaseException | bytes | None = None
     """The exception, or its pickle, where it could travel; `load` returns it."""
     unmade: bool = False
-    """Whether it is what the constructor of an actor has raised."""
+    """Whether the constructor of an actor has raised the error."""
 
     def __repr__(self) -> str:
         where = f" ({self.where})" if self.where else ""
@@ -65,7 +65,7 @@ def without_colours(text: str) -> str:
 
 
 class RemoteTraceback(Exception):
-    """The tracebacks of ranks: what Python, which does not know our rendering, shows as the cause of their error."""
+    """The tracebacks of ranks, which Python, without our rendering, shows as the cause of their error."""
 
     def __init__(self, failures: Iterable[Failure]) -> None:
         self.failures = tuple(failures)

@@ -1,15 +1,15 @@
 """Whether the members of process groups entered the same operations. Pure.
 
-Each rank describes every operation that it begins: its name, and of shape, dtype, reduction and root what must be equal
-on all members (`meshbook.groups.operands`). Per group it keeps a *digest* of all of these, with their number, and the
-last ones. Digests travel with its answers to calls. Equal digests at equal numbers are equal operations; where they
+Each rank describes every operation that it begins: its name, and those of shape, dtype, reduction and root that must be
+equal on all members (`meshbook.groups.operands`). Per group it keeps a *digest* of all of these, with their number, and
+the last ones. Digests travel with its answers to calls. Equal digests at equal numbers are equal operations; where they
 differ the ranks are asked for their last operations, and `find_disagreements` says which one they disagree in.
 
     rank 0   1 all_reduce (5,)     2 barrier        digest at 2: a
     rank 1   1 all_reduce (4,)     2 barrier        digest at 2: b      asked: they disagree in operation 1
 
-So it is with what one member sends to another: the digests of the sender and of the receiver are compared. Of what the
-members of an all_to_all give each other the weights are summed, once all members have told theirs: 0 where it matches.
+Likewise for a message between two members: the digests of the sender and of the receiver are compared. For an
+all_to_all the weights of the parts are summed, once all members have told theirs: 0 where it matches.
 
 Ranks that are not equally far prove nothing by their digests, so digests of several numbers are kept.
 """
@@ -55,9 +55,9 @@ class Told(NamedTuple):
     epoch: int
     groups: tuple[Progress, ...]
     torn: tuple[str, ...] = ()
-    """Texts on what operations that were given up have left half done, for good: ``x may be half reduced``."""
+    """The texts on tensors that abandoned operations left half done for good: ``x may be half reduced``."""
     copied: tuple[str, ...] = ()
-    """The same of what there is a copy of: it is put back when the groups are formed again."""
+    """The same texts on tensors with a copy, which is put back when the groups are formed again."""
     restored: tuple[str, ...] = ()
     """The texts of ``copied`` whose tensors are as they were before, by now."""
     broken: bool = False
@@ -93,7 +93,7 @@ class Agreements:
         """Per group: number to the weight of each rank."""
 
     def compare(self, rank: int, told: Told) -> None:
-        """Take in what came with an answer of ``rank``."""
+        """Note the report that came with an answer of ``rank``."""
         if told.epoch != self._epoch:
             if told.epoch < self._epoch:
                 return  # of groups that are no more
@@ -115,7 +115,7 @@ class Agreements:
                 del numbers[next(iter(numbers))]
 
     def clear(self) -> None:
-        """Forget what was noted, since the ranks were asked."""
+        """Forget the notes, since the ranks were asked."""
         self.doubted = False
         self._digests.clear()
         self._weights.clear()
@@ -124,7 +124,7 @@ class Agreements:
 def find_disagreements(snapshots: Mapping[int, Collectives]) -> list[Disagreement]:
     """The first disagreement of each group, as far back as its members remember.
 
-    Snapshots need not be of one moment: what a rank has entered under a number stays so while the epoch does.
+    Snapshots need not be of one moment: a rank's operation of a number stays the same within an epoch.
     """
     groups: dict[tuple[str, int], dict[int, GroupProgress]] = {}
     for rank, told in snapshots.items():
@@ -153,7 +153,7 @@ def _find_in(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | 
 def _find_between_parts(
     name: str, number: int, members: tuple[int, ...], entered: Mapping[int, Entered]
 ) -> Disagreement | None:
-    """Compare what the members of an all_to_all gave each other with what these took."""
+    """Compare the parts that members of an all_to_all gave with those that the others took."""
     parts = {at: entered[rank].parts for at, rank in enumerate(members) if rank in entered}
     told = {at: each for at, each in parts.items() if each is not None}
     pairs = [(i, j) for i, j in itertools.product(told, told) if told[i].given[j] != told[j].taken[i]]
@@ -175,7 +175,7 @@ def _more_pairs(count: int) -> str:
 
 
 def _find_between(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
-    """Compare the messages that members sent with those that others received."""
+    """Compare the messages that members sent with the messages that others received."""
     pairs: dict[tuple[int, int], dict[int, Messages]] = {}
     for rank, group in sorted(members.items()):
         for each in group.messages:

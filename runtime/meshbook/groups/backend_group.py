@@ -1,11 +1,11 @@
 """The C++ group behind an `AbortableGroup`, one incarnation of it, from its making to its end.
 
 Each gloo group has a device of its own, that is a listening socket and a thread: groups that share one confuse their
-connections when these are made lazily. The device's address is what finds the sockets of a group that was given up.
+connections when these are made lazily. By the device's address the sockets of an abandoned group are found.
 
 A group must not be destroyed while an operation is under way: its destructor waits for it. `dispose` ends them first.
-Accepted connections are shut down, which ends what waits for a peer on both sides. What waits for a peer to connect has
-no socket yet: a connection of our own, which greets as that peer would and then ends, takes its place. The listening
+Accepted connections are shut down, which ends the waits for a peer on both sides. A wait for a peer to connect has no
+socket yet: a connection of our own, which greets as that peer would and then ends, takes its place. The listening
 socket is left alone, since gloo ends the process when it fails.
 """
 
@@ -45,7 +45,7 @@ NcclOptions: TypeAlias = "dist.ProcessGroupNCCL.Options"
 """torch without CUDA has none."""
 
 _NUMBERS_ARE_SET = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
-"""Later versions of torch begin at 0 by themselves, and warn of whoever sets them."""
+"""Later versions of torch begin at 0 by themselves, and warn where it is set."""
 
 HELD_MAX_S = 24 * 3600.0
 """C++ cannot be told that a deadline stands still (`meshbook.groups.group_state.GroupState.hold`): it gets one so
@@ -82,7 +82,7 @@ BegunOperation: TypeAlias = "tuple[dist.Work, str, int, int | None, float, Opera
 
 
 class BackendGroup:
-    """A C++ group with what is under way in it."""
+    """A C++ group with its operations under way."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class BackendGroup:
         self.begun.append((work, operation, number, peer, time.monotonic(), operands))
 
     def note_torn(self, operation: str, number: int, operands: Operands | None, raw: dist.Work, waited: bool) -> str:
-        """An operation is given up, or has failed: what it may have left half done, in words."""
+        """Return the tensors that an abandoned or failed operation may have left half done, in words."""
         noted, key = self._torn, (operation, number)
         if operands is None or noted is None:
             return ""
@@ -255,7 +255,7 @@ class BackendGroup:
                 work.fail_future()
 
     def lose_thread(self) -> None:
-        """gloo's thread has met what it cannot go on from; on that thread."""
+        """Handle an error after which gloo's thread cannot go on; runs on that thread."""
         self.is_lost = True
         self.give_up(_TOO_MUCH)
 
@@ -265,7 +265,7 @@ class BackendGroup:
         return any(device.type == "cuda" for device in self.group._device_types)
 
     def abort_communicators(self) -> None:
-        """Abort what runs on CUDA devices; may block, and frees whoever waits for the device."""
+        """Abort the operations on CUDA devices; may block, and frees threads that wait for the device."""
         for device in self.group._device_types:
             if device.type == "cuda":
                 with contextlib.suppress(RuntimeError):  # aborted already, or never connected

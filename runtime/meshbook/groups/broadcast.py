@@ -1,6 +1,6 @@
 """A variable from one rank to all others over the process group: the data plane, not the controller.
 
-    1. header     broadcast_object_list: what comes, or why nothing comes
+    1. header     broadcast_object_list: the kind of content, or why none comes
     2. content    one broadcast per piece: the tensor itself, or a pickle and its out-of-band buffers
     3. verdict    for pickles by reference: could all ranks build it? If not, it comes again, by value
 

@@ -1,4 +1,4 @@
-"""The proof that ranks wait for something that can never come, from what the ranks tell of their groups. Pure.
+"""The proof that ranks wait for something that can never come, from their reports of groups. Pure.
 
 `WaitGraph` says whom a rank waits for at one moment; `meshbook.groups.stragglers` asks it too.
 
@@ -17,7 +17,7 @@ known before it is asked, so its counters are final, and a rank that is stuck st
 that did not answer proves nothing, neither does one whose groups are of another epoch.
 
 All this is told thread by thread. A rank that has ended a cell may have an actor, or a thread of the user's, at work in
-the same group, which may still do its part; and what such a thread waits in is no matter of the cell.
+the same group, which may still do its part; and the operation that such a thread waits in does not concern the cell.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WaitGraph:
         self._groups = {rank: {group.name: group for group in told.groups} for rank, told in snapshots.items()}
         self._missing: dict[tuple[str, int, bool], tuple[int, ...]] = {}
         """Members that have not begun a collective, for whom all others wait in it; by its group and number, and
-        whether what aborted members have sent for it has arrived."""
+        whether the parts of aborted members have arrived."""
 
     def group(self, rank: int, name: str) -> GroupProgress | None:
         """Return what the rank told of the group; None where it has not made the group, as far as is known."""
@@ -53,7 +53,7 @@ class WaitGraph:
         return group.issued if group is not None else 0
 
     def awaited(self, rank: int, waiting: Waiting) -> tuple[int, ...]:
-        """The members whose part is missing in what a rank waits in.
+        """The members whose part is missing in the operation that a rank waits in.
 
         A receive from anybody waits for any one of them, everything else for all of them.
         """
@@ -126,7 +126,7 @@ class Stuck(NamedTuple):
 def find_deadlocked(
     snapshots: Mapping[int, Collectives], ended: Collection[int], dead: Collection[int] = (), mailbox: int = 0
 ) -> dict[int, Stuck]:
-    """Return the ranks whose main threads can never be served, with what each waits in.
+    """Return the ranks whose main threads can never be served, each with the operation that it waits in.
 
     snapshots: of the ranks that answered, each taken after ``ended`` was known.
     ended: ranks whose main threads have ended the call in question, or will issue nothing more for another reason.
@@ -158,7 +158,7 @@ class _State:
         """Members that will never enter a collective, as far as is known in this pass; by its group and number."""
 
     def find_more(self) -> bool:
-        """Find threads that are stuck by what is known; whether there were any."""
+        """Find threads that are stuck, as far as is known. Returns: whether there were any."""
         found = []
         self._absent_of.clear()
         for rank, told in self._snapshots.items():
@@ -225,8 +225,7 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
     """The groups that are of no use any more, of ranks that have all come to rest.
 
     Groups with a member that did not answer, or that runs another call, are left out: nothing can be said of them.
-    Where actors or threads are at work in a group, what calls on the main threads have begun is compared: the rest is
-    theirs.
+    Where actors or threads are at work in a group, only operations of calls on the main threads are compared.
 
     of_cells: such a call has failed.
     """

@@ -1,13 +1,13 @@
 """The making of process groups on a rank, by torch's own functions: all of them are `AbortableGroup`s.
 
 `init_process_group`, `new_group`, DeviceMesh and FSDP come through ``_new_process_group_helper``, which is replaced on
-ranks (`GroupFactory`); what it enters into torch's registries is what all of them look up. Backends other than gloo and
-NCCL are left to torch. Axes of equal DeviceMeshes share groups, which are named by their ranks (`DeviceMeshes`).
+ranks (`GroupFactory`); all of them look up the entries that it makes in torch's registries. Backends other than gloo
+and NCCL are left to torch. Axes of equal DeviceMeshes share groups, which are named by their ranks (`DeviceMeshes`).
 
 `dist.init_process_group` is wrapped too (`DefaultGroup.wrap_init`): scripts made for torchrun call it, and the mesh has
-done that already. A call that asks for what is there changes nothing; after `dist.destroy_process_group()` it makes the
-default group again, over the runtime's store instead of a port. If a cell ends without that, as most such scripts do,
-the mesh forms its own again.
+done that already. A call that asks for the present group changes nothing; after `dist.destroy_process_group()` it makes
+the default group again, over the runtime's store instead of a port. If a cell ends without that, as most such scripts
+do, the mesh forms its own again.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class DefaultGroup:
             self._factory.base_store = None  # where it was not made, the next one may be over another store
 
     def _init(self, **arguments: Any) -> None:
-        """Have torch make one. What it leaves of one, interrupted, would give the next another name."""
+        """Have torch make a group, and remove its traces if interrupted: they would change the next group's name."""
         try:
             _torch_init(**arguments)
         except BaseException:

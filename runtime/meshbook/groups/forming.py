@@ -133,7 +133,7 @@ def _remember_ddp(module: torch.nn.Module, _name: str, _part: object) -> None:
 
 
 def repair_modules(groups: Collection[object] | None = None) -> None:
-    """Make DDP and FSDP2 modules ready for another iteration; names on stderr those that must be made again.
+    """Make DDP and FSDP2 modules ready for another iteration; names on stderr the modules that must be made again.
 
     groups: only modules that use one of these.
     """

@@ -3,7 +3,7 @@
 A gloo group has a thread that reads its connections. When more comes than the operation has room for (ranks disagree
 on a size), that thread throws, nobody catches, and C++'s runtime ends the process: the rank would die of a wrong shape.
 So the runtime's terminate handler is ours: the thread of a group never comes back, its group is of no use any more, and
-the rest of the process goes on. Whatever else throws like that ends the process as ever, by the handler that was there
+the rest of the process goes on. Any other such exception ends the process as ever, by the handler that was there
 before. (Not SIGABRT is answered, which also comes from outside: a handler in Python waits for the interpreter, and the
 thread that it interrupts may be the one that is just handing that on.)
 
@@ -36,7 +36,7 @@ _RUNTIMES = ("libstdc++.so.6", "libc++.1.dylib")
 """The C++ runtimes of Linux and macOS; torch has loaded the one that it uses."""
 
 _on_lost: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
-"""The kernel's numbers of threads, with what the groups that they are of do when they lose them."""
+"""The callbacks of groups that lose their thread, by the kernel's number of the thread."""
 _before: int | None = None
 """The handler that was there before ours."""
 
@@ -176,7 +176,7 @@ def internet_socket(fd: int) -> Iterator[socket.socket | None]:
 
 
 def greet_and_leave(address: tuple[str, int], peer: int) -> None:
-    """Connect as the group's rank ``peer`` would, and end the connection: whoever waits for that peer fails."""
+    """Connect as the group's rank ``peer`` would, and end the connection: the waits for that peer fail."""
     try:
         with connect_to(address, 1.0) as sock:
             sock.sendall(_GREETING.pack(peer))

@@ -447,7 +447,7 @@ def _on_cuda(value: object) -> bool:
 
 
 def _ask_for_work(args: Sequence[object]) -> None:
-    """NCCL returns no work for what its caller waits for at once, and without one nobody sees it hang."""
+    """Ask for a work object: NCCL omits it where the caller waits at once, and without one a hang is not seen."""
     for each in args:
         if hasattr(each, "asyncOp"):
             each.asyncOp = True

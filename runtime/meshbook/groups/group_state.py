@@ -1,8 +1,8 @@
 """The state that the process groups of a rank share (`GroupState`), and the users of each (`Users`, `Counts`).
 
 A cell, an actor and a thread of the user's own may use one group. Whether a call has left a group uneven can only be
-told of what that call has begun, so operations of the main thread are counted apart; and a group that other threads
-are at work in is theirs to finish.
+told from the operations of that call, so those of the main thread are counted apart; and a group that other threads are
+at work in is theirs to finish.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ EXPLAIN_S = 0.25
 """The time that the reason of an abort may take to arrive from the controller after a connection was lost."""
 
 LOST_CONNECTION = "onnection"
-"""Part of what gloo says of one."""
+"""A part of gloo's text on a lost connection."""
 
 FORMING_S = 30.0
 """The time that operations of actors and threads wait while the main thread forms the groups."""
@@ -168,7 +168,7 @@ class GroupState:
         self.torn: list[str] = []
         """Texts on tensors that operations given up may have left half done, for the next answer."""
         self.copied: list[str] = []
-        """The same of what there is a copy of."""
+        """The same texts on tensors that have a copy."""
         self.restored: list[str] = []
         """The texts of ``copied`` whose tensors are as they were before."""
         self.moved_bytes = 0
@@ -259,7 +259,7 @@ class GroupState:
             raise GroupAborted(self.reason)
 
     def describe_waits(self) -> tuple[Waiting, ...]:
-        """Return what the threads of this process wait in; from any of them.
+        """Return the operations that threads of this process wait in; callable from any of them.
 
         A backward pass that has begun operations and not seen their end counts as waiting for them: it will.
         """

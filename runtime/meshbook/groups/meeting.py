@@ -66,7 +66,7 @@ def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -
 
 
 class RankMeeting:
-    """The link over which a rank meets the others, and what they have found out about the roads between their hosts."""
+    """The link over which a rank meets the others, and their findings about the roads between hosts."""
 
     def __init__(self, roads: Roads) -> None:
         """roads: learns to which hosts there are some."""
@@ -138,7 +138,7 @@ class RankMeeting:
 def meet(
     store: LinkStore, scope: str, rank: int, world_size: int, decide: Callable[[list[str]], str], greeting: str = ""
 ) -> str:
-    """Wait until all ranks are here; return what rank 0 decides, given the greetings of all ranks in order.
+    """Wait until all ranks are here; return the decision of rank 0, given the greetings of all ranks in order.
 
     Rank 0 answers each rank by the number it came with, so a round that was interrupted leaves nothing that the next
     one could take for its own: a rank that comes again has a new number, and one that gives up withdraws.
@@ -178,7 +178,8 @@ def choose_master(on_one_host: bool) -> tuple[str, str]:
 
 
 def set_environment(place: Identity, master: tuple[str, str]) -> dict[str, str]:
-    """Set torchrun's variables, and what gloo and NCCL read when the first group is made; the user's own choices stay.
+    """Set torchrun's variables, and those that gloo and NCCL read when the first group is made; the user's own choices
+    stay.
 
     master: MASTER_ADDR and MASTER_PORT. Returns: torchrun's variables.
     """

@@ -2,18 +2,19 @@
 
     all_reduce, broadcast, reduce           the tensor
     all_gather, reduce_scatter              the list of all parts, so parts of different sizes are fine
-    all_gather_into_tensor, gather          what this rank gives
-    reduce_scatter_tensor, scatter          what it gets
+    all_gather_into_tensor, gather          the input of this rank
+    reduce_scatter_tensor, scatter          its output
     all_to_all, barrier                     no shape: each pair of ranks has sizes of its own, see below
 
 Of a message between two ranks its number of elements and dtype are described, equal for the sender and the receiver.
 
-What rank i gives to rank j in an all_to_all must be what j takes from i. So each rank weighs its parts: the sizes that
-it gives, each times a number that belongs to the pair, minus those that it takes, likewise. The weights of all ranks
-add up to 0 where all parts match, and so do their sums over many operations, multiplied before each is added.
+The part that rank i gives to rank j in an all_to_all must be the part that j takes from i. So each rank weighs its
+parts: the sizes that it gives, each times a number that belongs to the pair, minus those that it takes, likewise. The
+weights of all ranks add up to 0 where all parts match, and so do their sums over many operations, multiplied before
+each is added.
 
 Shapes that differ in dims of size 1 only are equal: the numbers come out right. A description is made once for equal
-operations, then found by what is quick to read: this runs for every operation.
+operations, then found by a key that is quick to read: this runs for every operation.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _Factors: TypeAlias = npt.NDArray[np.int64]
 
 
 class Description(NamedTuple):
-    """An operation with what must be equal on all members of its group."""
+    """An operation with the properties that must be equal on all members of its group."""
 
     code: int
     """Equal for equal descriptions, in every process."""
@@ -106,7 +107,7 @@ def parts_of(args: TorchArgs, members: int) -> Parts | None:
 
 
 IN_ONE_PIECE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"})
-"""Operations for which gloo takes the memory from a tensor's first element on, whatever its strides."""
+"""The operations for which gloo takes the memory from a tensor's first element on, and ignores its strides."""
 
 Landing: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]]"
 """Tensors of the caller, each with the copy that an operation writes in its place."""
@@ -124,7 +125,7 @@ def lies_in_one_piece(value: object) -> bool:
 
 
 def laid_in_one_piece(operation: str, args: TorchArgs) -> tuple[TorchArgs, Landing]:
-    """Put copies in the place of tensors that do not lie in one piece; of what is written they are to be copied back.
+    """Replace tensors that do not lie in one piece by copies; the copies of outputs are to be copied back.
 
     Raises: ValueError for a tensor that is written and has several elements in one place.
     """
@@ -154,7 +155,7 @@ def laid_in_one_piece(operation: str, args: TorchArgs) -> tuple[TorchArgs, Landi
 
 
 def payload_bytes(arguments: Iterable[object]) -> int:
-    """The size of an operation with these (nested) tensors: the larger of what goes in and what comes out.
+    """Return the size of an operation with these (nested) tensors: the larger of input and output.
 
     As NCCL's tests count: gathering 1 MB from each of 8 ranks is 8 MB on every rank, summing 1 MB is 1 MB.
     """

@@ -144,7 +144,7 @@ class Collectives(NamedTuple):
     """The number of collectives of each group that the rank had begun by then; further ones are of later calls."""
 
     def up_to_failure(self) -> Collectives:
-        """Return what the rank had done when its call failed; threads beside the main one go on."""
+        """Return the rank's operations as its call failed; threads beside the main one go on."""
         groups = tuple(group.up_to(self.failed_at.get(group.name, group.issued)) for group in self.groups)
         return self._replace(groups=groups, waiting=tuple(each for each in self.waiting if each.thread))
 

@@ -52,7 +52,7 @@ _OUTGROWN = (
 
 
 def warm() -> None:
-    """Do in the template, once, what would otherwise cost each rank a millisecond when its first group is made."""
+    """Do once, in the template, the work that would cost each rank a millisecond at its first group."""
     forget_traced_rules()  # torch does so before each default group; cleared caches are quick
 
 
@@ -73,13 +73,13 @@ _own: RankGroups | None = None
 
 
 class RankGroups:
-    """Owns the default process group of this rank and what is built on it. All calls come on the main thread."""
+    """The owner of this rank's default process group and the groups built on it. All calls come on the main thread."""
 
     def __init__(self) -> None:
         self._place: Identity | None = None
         self._torchrun: dict[str, str] = {}
         self.on_new_controller: Callable[[], object] = lambda: None
-        """Called when another controller has attached the mesh: what was held for the one before is let go of."""
+        """A callback when another controller has attached the mesh: values held for the former one are freed."""
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)
@@ -119,7 +119,7 @@ class RankGroups:
     ) -> None:
         """Form the default group with all other ranks and prove it with a collective.
 
-        Groups of as many ranks that are there already are formed again in place (`meshbook.groups.forming`): handles
+        Present groups of as many ranks are formed again in place (`meshbook.groups.forming`): handles
         stay. Others are closed, and their handles say what to make again.
 
         rpc: how to reach the runtime's store.
@@ -209,7 +209,7 @@ class RankGroups:
         return self._default.lineage if same else ""
 
     def _make_anew(self, place: Identity, agreement: Agreement) -> None:
-        """Make the default group, or join those that the others have."""
+        """Make the default group, or join the groups that the others have."""
         link = self._our_link
         former = dist.get_world_size() if self.formed else place.world_size
         self.close(_OUTGROWN.format(former, place.world_size) if former != place.world_size else "", keep_link=True)
@@ -225,9 +225,9 @@ class RankGroups:
         return self._meeting.link
 
     def close(self, reason: str = "", *, keep_link: bool = False) -> None:
-        """Destroy the default group and all that is built on it, if there is one.
+        """Destroy the default group and the groups built on it, if there is one.
 
-        reason: what the handles that are left then say.
+        reason: the text that remaining handles then show.
         """
         self._default.is_kept = False
         if self.formed:
@@ -308,13 +308,13 @@ class RankGroups:
         self._guard.hold(held)
 
     def interrupt_backward(self) -> None:
-        """End what a backward pass waits for in C++, where it hears no signal; from the control thread."""
+        """End the operation that a backward pass waits for in C++, deaf to signals; runs on the control thread."""
         if self._guard.backward:
             for work in list(self._guard.futures):
                 work.fail_future()
 
     def note_failed(self, call: int) -> None:
-        """Note how far the groups are as a call fails on the main thread: what begins from now on is of later calls."""
+        """Note how far the groups are as a call fails on the main thread: later operations belong to later calls."""
         counts = {name: group.issued for name, group in list(self._factory.groups.items())}
         self._guard.last_failure = self._guard.epoch, call, counts
 
@@ -342,11 +342,11 @@ class RankGroups:
         return encode_told(news)
 
     def collectives(self, call: int, *, recent: int = 0, look_deeper: bool = False) -> Collectives:
-        """Return how far the groups are and what waits.
+        """Return how far the groups are, and the waiting operations.
 
         call: the one that runs on the main thread.
         recent: so many of the last operations of each group are told too.
-        look_deeper: also what is under way, which asks the CUDA driver and may block while that is in trouble.
+        look_deeper: also operations under way, which asks the CUDA driver and may block while that is in trouble.
         """
         guard = self._guard
         groups = tuple(group.progress(recent) for group in list(self._factory.groups.values()))

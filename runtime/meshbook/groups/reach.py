@@ -8,11 +8,11 @@ Addresses are tried out as process groups are formed:
     all                         take, for their host, of its addresses that by which most of these came in, or the first
 
 So a host may have addresses that lead nowhere: of a bridge for containers, or of a network that each machine has for
-itself. What answers at such an address is no door, or another host's, and does not know the door's word.
+itself. The machine that answers at such an address has no door, or another host's, and does not know the door's word.
 
-A wait in a collective ends where a road has gone since (`Roads`). A network that drops what it is given tells nobody.
+A wait in a collective ends where a road has gone since (`Roads`). A network that drops packets reports nothing.
 The kernel repeats for a quarter of an hour, gloo waits for it, and the controller, which may reach all hosts by another
-network, sees ranks at work. But the kernel knows what is under way and unacknowledged (`meshbook.wire.connections`),
+network, sees ranks at work. But the kernel knows which bytes are unacknowledged (`meshbook.wire.connections`),
 and a process may ask it of its own sockets. A process at the other end that is stopped or busy acknowledges all the
 same, so it is never taken for a road that has gone.
 """
@@ -75,7 +75,7 @@ class Doorway(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def open_door(host: int, name: str) -> Iterator[Doorway]:
-    """A door that whoever knows an address and the port may knock at, while the block runs."""
+    """Open a door while the block runs: a port at which other hosts knock."""
     try:
         found = allowed_interfaces(name)
     except SpawnError as error:  # all ranks are to know
@@ -223,7 +223,7 @@ _set_by_us: dict[str, str] = {}
 
 
 def use_way(interface: Interface | None) -> None:
-    """Have this process, and the groups that it forms, known by an interface; None: by any. What the user set stays."""
+    """Have this process, and the groups that it forms, known by an interface (None: by any). Users' settings stay."""
     use_address(interface.address if interface is not None else "")
     chosen = f"={interface.name}" if interface is not None else ""
     if os.environ.get(_NCCL, "") == _set_by_us.get(_NCCL, ""):

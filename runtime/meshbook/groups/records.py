@@ -1,14 +1,14 @@
-"""A rank's memory of its operations: which were begun, where in the user's code, and what they may have left torn.
+"""A rank's memory of its operations: which were begun, where in the user's code, and the tensors that may be torn.
 
 `Record` keeps a digest of all operations of a group, and the last ones. `Torn` stands for tensors that an operation was
 writing when it was given up; they are put back as they were, or named:
 
-    an operation begins          what it writes is copied, where that is small (`copy_small`)
+    an operation begins          its output is copied, where that is small (`copy_small`)
     its wait ends without it     it is noted, with the name of the tensor in the code that waited (`Torn`)
     the groups are formed again  C++ has let go of it by then, so copies are put back (`settle`)
 
-Only what was waited for can have a name; what else is under way is noted when its group is given up. What is torn, and
-what is whole again, travels with the answers of the rank (`meshbook.groups.agreements.Told`).
+Only operations that were waited for can have a name; others under way are noted when their group is given up. The lists
+of torn and of restored tensors travel with the answers of the rank (`meshbook.groups.agreements.Told`).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ _arrays: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
 """Types by size; to read such an array takes half as long as `ctypes.string_at`."""
 
 Copy: TypeAlias = tuple[int, bytes]
-"""An address, and what stood there."""
+"""An address, and its former content."""
 Operands: TypeAlias = tuple[object, Copy | None]
 """The tensors that an operation writes, as torch hands them over, and a copy of them."""
 
@@ -216,7 +216,10 @@ def _in_backward() -> bool:
 
 
 def settle(torn: Sequence[tuple[Torn, bool]]) -> tuple[list[str], list[str]]:
-    """Put back what can be; returns what was, and what may be torn for good. With each: whether its group is lost."""
+    """Put back the tensors that have a copy. Returns: the names of the restored tensors, and of those torn for good.
+
+    torn: each with whether its group is lost.
+    """
     until = time.monotonic() + SETTLE_S
     restored: list[str] = []
     left: list[str] = []
@@ -226,9 +229,9 @@ def settle(torn: Sequence[tuple[Torn, bool]]) -> tuple[list[str], list[str]]:
 
 
 def name_of(tensor: torch.Tensor, frame: FrameType | None) -> str:
-    """The name of a tensor, or of what it is a view of or stands in.
+    """Return the name of a tensor, or of its base or its container.
 
-    frame: of the user's code, where it is looked for first outwards; without one among what cells have defined.
+    frame: of the user's code, searched from the inside outwards; without one the names that cells have defined.
     """
     base = tensor._base if tensor._is_view() else None
     spaces = []

@@ -26,7 +26,7 @@ from meshbook.wire.kv_store import StoreOp, StoreOpName, StoreResult
 StoreReply: TypeAlias = "queue.SimpleQueue[StoreResult]"
 
 Rpc: TypeAlias = Callable[[StoreOp, float, StoreReply], StoreResult]
-"""``rpc(op, timeout_s, answer)``: ask the server and wait for what comes in ``answer``, from whoever puts it there;
+"""``rpc(op, timeout_s, answer)``: ask the server and wait for the reply that another thread puts into ``answer``;
 callable from any thread; TimeoutError when nothing came."""
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -130,7 +130,7 @@ class LinkStore(Store):
         return bool(self._tell(StoreOp("check", tuple(keys))).number)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Store ``desired`` if ``key`` holds ``expected``; return what it holds afterwards."""
+        """Store ``desired`` if ``key`` holds ``expected``; return its value afterwards."""
         values = (_to_bytes(expected), _to_bytes(desired))
         return self._tell(StoreOp("compare_set", (key,), values)).values[0]
 

@@ -1,11 +1,11 @@
-"""The ranks that hold the others up, and a sentence that says so, from what ranks tell of their groups. Pure.
+"""The ranks that hold the others up, and a sentence that says so, from the ranks' reports of groups. Pure.
 
     ranks 0,1 wait in all_reduce, operation 41 of "0"        they wait for the members that have issued fewer: rank 3
     rank 2 waits in recv from rank 3                         it waits for rank 3
-    rank 3 waits in nothing                                  so it is the odd one, whatever it does
+    rank 3 waits in nothing                                  so it is the odd one
 
-From each rank that waits we follow whom it waits for, to those that wait in nothing. Where there are none, all wait for
-each other: in different operations under the same number, or in a circle.
+From each waiting rank we follow the ranks that it waits for, up to ranks that wait in nothing. Where there are none,
+all wait for each other: in different operations under the same number, or in a circle.
 
 This is a look at one moment, and no proof that it will stay so (`meshbook.groups.deadlock` has those).
 """
@@ -35,7 +35,7 @@ class RankProgress(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The ranks that wait, and those that they wait for."""
+    """The ranks that wait, and the ranks that they wait for."""
 
     odd: tuple[int, ...]
     """The ranks that hold the others up; where all wait for each other, the fewer ones."""

@@ -5,7 +5,7 @@ the connection when a step of a send or a receive runs out, so `PeerWork` begins
 
 Waits for the future of an operation block in C++ as well. Such futures are ours: they end with the operation, or when
 the groups are aborted. DDP waits for them in backward passes, where no signal gets through. So the thread that runs a
-pass is known (`watch_backward`), and what it waits for can be told and ended from the control thread. torch wraps the
+pass is known (`watch_backward`), and its waits can be reported and ended from the control thread. torch wraps the
 error of a future in text, which becomes the error again.
 """
 
@@ -118,7 +118,7 @@ class AbortableWork(dist.Work):
             self.inner.failures.note_given_up(self.operation)
 
     def note_torn(self) -> None:
-        """It is given up, or has failed: what it writes may be torn."""
+        """Mark it as abandoned or failed: its output may be torn."""
 
     def _note_failed(self, error: BaseException) -> None:
         """Note, once, that it does nothing for the other members any more."""
@@ -190,7 +190,7 @@ class CollectiveWork(AbortableWork):
             self._keep_error(self._raw.wait)
 
     def _keep_error(self, ask: Callable[..., Any], *args: object) -> Any:
-        """Return what C++ answers. Raises: its error, which is kept."""
+        """Return the answer of C++. Raises: its error, which is kept."""
         try:
             return ask(*args)
         except Exception as error:
@@ -392,7 +392,7 @@ class PeerWork(AbortableWork):
         self._done.set()
 
     def wake(self) -> None:
-        """The groups were aborted: whoever waits is freed; the side thread follows when the connection is shut."""
+        """Free the waiters, since the groups were aborted; the side thread follows when the connection is shut."""
         self._done.set()
 
     def is_completed(self) -> bool:
