@@ -53,22 +53,17 @@ class Spawns:
         inherited: StartedTemplate | None,
     ) -> None:
         self._loop, self._mesh_of, self._report = loop, mesh_of, report
-        self._plain: dict[tuple[_Interpreter, bool], TemplateProcess] = {}  # by interpreter, with torch and without
-        # by the modules, too, that they have imported besides
-        self._special: dict[tuple[_Interpreter, bool, tuple[str, ...]], TemplateProcess] = {}
+        # by interpreter, with torch and without, and by the modules that they have imported besides
+        self._templates: dict[tuple[_Interpreter, bool, tuple[str, ...]], TemplateProcess] = {}
         self._waiting: list[wire.Spawn] = []
         self._starting: list[_Starting] = []
         self._was_asked = False
         if inherited is not None:
-            self._plain[_OURS, inherited.has_torch] = TemplateProcess.start(loop, inherited)
-
-    @property
-    def _templates(self) -> list[TemplateProcess]:
-        return [*self._plain.values(), *self._special.values()]
+            self._templates[_OURS, inherited.has_torch, ()] = TemplateProcess.start(loop, inherited)
 
     @property
     def template_pids(self) -> set[int]:
-        return {template.pid for template in self._templates}
+        return {template.pid for template in self._templates.values()}
 
     def start(self, spawn: wire.Spawn, again: bool = False) -> None:
         """Start workers, once their template is ready. again: the template that was asked first has ended; another one
@@ -102,14 +97,14 @@ class Spawns:
         command, python = spawn.command, _OURS
         if command.python not in ("", sys.executable):
             python = _Interpreter(command.python, spawn.mesh if command.anew else 0)
-        template = self._special.get((python, spawn.torch, spawn.preload))
-        if template is not None and not template.failure and not template.problem:
-            return template
         plain = self._plain_template(python, spawn.torch)
-        if not spawn.preload or (template is not None and not template.failure):
+        if not spawn.preload:
             return plain
-        forked = self._special[python, spawn.torch, spawn.preload] = plain.fork_template(spawn.preload, spawn.sys_path)
-        return forked
+        key = python, spawn.torch, spawn.preload
+        template = self._templates.get(key)
+        if template is None or template.failure:
+            template = self._templates[key] = plain.fork_template(spawn.preload, spawn.sys_path)
+        return plain if template.problem else template
 
     def expect_torch(self) -> None:
         """Have torch imported before ranks are asked for, unless some were: they may want none."""
@@ -119,13 +114,13 @@ class Spawns:
 
     def _plain_template(self, python: _Interpreter, torch: bool) -> TemplateProcess:
         """Return the template without modules. Raises: OSError."""
-        template = self._plain.get((python, torch))
+        template = self._templates.get((python, torch, ()))
         if template is None or template.failure:
             if torch:
                 template = self._plain_template(python, torch=False).fork_template(WITH_TORCH, ())
             else:
                 template = TemplateProcess.start(self._loop, python=python.path)
-            self._plain[python, torch] = template
+            self._templates[python, torch, ()] = template
         return template
 
     def _fork(self, spawn: wire.Spawn, mesh: AgentMesh, template: TemplateProcess, again: bool) -> None:
@@ -134,10 +129,12 @@ class Spawns:
         self._waiting.remove(spawn)
         if template.failure:
             self._fail(spawn, f"the workers' template failed:\n{template.failure}")
-        elif template.problem and template not in self._plain.values():
+            return
+        is_plain = any(template is each for (*_, modules), each in self._templates.items() if not modules)
+        if template.problem and not is_plain:
             self.start(spawn, again)  # from the plain one
         else:
-            in_workers = bool(spawn.preload) and template in self._plain.values()
+            in_workers = bool(spawn.preload) and is_plain
             retry = None if again else functools.partial(self.start, spawn, again=True)
             mesh.worker_pool.start(spawn, template, in_workers, retry)
 
@@ -161,10 +158,10 @@ class Spawns:
 
     def _import_of(self, starting: _Starting) -> str:
         """Return the import that its template of workers is at now, in words."""
-        plain = [template for (_, torch), template in self._plain.items() if torch == starting.spawn.torch]
-        if starting.spawn.preload and any(template.is_ready for template in plain):
-            return f"importing {', '.join(starting.spawn.preload)}"
-        return "importing torch" if starting.spawn.torch else "starting Python"
+        spawn, templates = starting.spawn, self._templates.items()
+        if spawn.preload and any(each.is_ready for (_, *key), each in templates if key == [spawn.torch, ()]):
+            return f"importing {', '.join(spawn.preload)}"
+        return "importing torch" if spawn.torch else "starting Python"
 
     def _fail(self, spawn: wire.Spawn, reason: str) -> None:
         self._report(wire.SpawnFailed(spawn.mesh, reason, request=spawn.request))
@@ -177,18 +174,16 @@ class Spawns:
 
     def forget(self, mesh: int) -> None:
         """Close the templates that a mesh, which has ended, had for itself."""
-        for plain in [key for key in self._plain if key[0].mesh == mesh]:
-            self._plain.pop(plain).close()
-        for special in [key for key in self._special if key[0].mesh == mesh]:
-            self._special.pop(special).close()
+        for key in [key for key in self._templates if key[0].mesh == mesh]:
+            self._templates.pop(key).close()
 
     def end_strays(self) -> None:
         """End processes that ranks have left in sessions of their own; the last mesh has ended."""
-        if all(template.pid or template.failure for template in self._templates):
+        if all(template.pid or template.failure for template in self._templates.values()):
             kill_strays(self.template_pids)
 
     def close(self) -> None:
-        for template in self._templates:
+        for template in self._templates.values():
             template.close()
         kill_strays(())
 

@@ -27,7 +27,7 @@ class LocalLauncher(Launcher):
     """Agents as child processes on this machine, each in a session of its own so that Ctrl-C passes them by.
 
     separate_hosts: every agent acts as if it were alone on its machine: payloads go over the sockets, over TCP.
-    torch: several hosts share one import of torch, and wait for it; else each imports it once ranks ask for it.
+    torch: several hosts are forked from a template that has imported it; else each imports it once ranks ask for it.
     """
 
     name = "local"
@@ -51,7 +51,7 @@ class LocalLauncher(Launcher):
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start the agents; each reads its ticket from stdin and watches that pipe for our end.
 
-        Several are forked from one template, and wait for what it imports; so is another one while that template runs.
+        Several are forked from one template, and wait for its imports; so is another one while that template runs.
         """
         hosts: list[LaunchedHost] = []
         with _launching:
@@ -70,13 +70,13 @@ def _template_for(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
     """Return the template to fork hosts from; None where each is better started by itself."""
     global _template
     try:
-        if _template is not None and _template.fits and _template.has_torch >= torch:
+        if _template is not None and _template.fits:
             return _template
         if (path := os.environ.get(LASTING)) is not None:
             _template = HostTemplate.connect(path)
             return _template
-        if len(tickets) > 1:
-            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log", torch)
+        if torch and len(tickets) > 1:
+            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
             return _template
     except OSError:
         pass  # who starts the agents one by one says what is wrong

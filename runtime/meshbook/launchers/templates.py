@@ -43,6 +43,8 @@ from meshbook.system.processes import begin_as_host, is_same_process, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
 
+HOST_TEMPLATE = "meshbook.worker.host_template"
+
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # read at import: any other value starts threads that do not survive a fork
     "OPENBLAS_NUM_THREADS": "1",
@@ -72,7 +74,7 @@ FORK_S, REAP_S = 5.0, 2.0
 UNSEEN = 256
 """Stands for the exit code of a process whose parent has ended before it could be asked."""
 
-_IMPORT_TIME = ("KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
+_IMPORT_TIME = ("KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
 """Variables that begin so are read as modules are imported, so a template that has imported them cannot change them."""
 
 _INHERITED = (
@@ -82,7 +84,7 @@ _INHERITED = (
 
 
 class StartedTemplate(NamedTuple):
-    """A template that was started: its process, our end of its socket, and a pipe with what it writes."""
+    """A template that was started: its process, our end of its socket, and a pipe with its output."""
 
     pid: int
     sock: socket.socket
@@ -140,29 +142,25 @@ def exec_template(python: str = "") -> StartedTemplate:
     return StartedTemplate(process.pid, sock, output)
 
 
-def _exec(
-    module: Sequence[str], output: int, own_session: bool = False, python: str = ""
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _exec(module: Sequence[str], output: int, python: str = "") -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run a module whose last argument is its socket. Raises: OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
-            return _exec_with(theirs, module, output, own_session, python), ours
+            return _exec_with(theirs, module, output, python), ours
         except OSError:
             ours.close()
             raise
 
 
-def _exec_with(
-    sock: socket.socket, module: Sequence[str], output: int, own_session: bool = False, python: str = ""
-) -> subprocess.Popen[bytes]:
+def _exec_with(sock: socket.socket, module: Sequence[str], output: int, python: str = "") -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [python or sys.executable, "-m", *module, str(sock.fileno())],
         pass_fds=[sock.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        start_new_session=own_session,
+        start_new_session=module[0] == HOST_TEMPLATE,
         env={**os.environ, **_ENVIRONMENT},
     )
 
@@ -183,11 +181,6 @@ def inherited() -> list[object]:
     return [sys.executable, os.getpriority(os.PRIO_PROCESS, 0), own, files, namespaces, read_early]
 
 
-def surroundings() -> list[object]:
-    """List all that a process that this thread starts inherits, to be compared. Raises: OSError."""
-    return [os.getpid(), dict(os.environ), os.getcwd(), *inherited()]
-
-
 def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start a template of hosts that listens at ``path``, and ends with this process.
 
@@ -196,53 +189,47 @@ def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open_log(log) as output:
         listener.bind(str(path))
         listener.listen()
-        module = ["meshbook.worker.host_template", agent, "torch"]
-        return _exec_with(listener, module, output.fileno(), own_session=True)
+        return _exec_with(listener, [HOST_TEMPLATE, agent], output.fileno())
 
 
 class HostTemplate:
-    """A template of hosts, used by any thread. One of this process alone ends with the last of its hosts."""
+    """A template of hosts, used by any thread. A template of this process alone ends with the last of its hosts."""
 
-    def __init__(
-        self,
-        here: list[object],
-        sock: socket.socket,
-        process: subprocess.Popen[bytes] | None = None,
-        path: str = "",
-        torch: bool = True,
-    ) -> None:
-        """here: our `surroundings`. process: the template; None for one that listens at ``path`` and serves all."""
-        self._surroundings = here
-        self._sock, self._process, self._path = sock, process, path
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, path: str = "") -> None:
+        """process: the template; None for a template that listens at ``path`` and serves every process."""
+        self._sock = sock
+        self._process = process
+        self._path = path
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._hosts: set[int] = set()
         self._inherited = ""
+        """The inheritance of its forks, as `inherited` lists it."""
         self._ready = False
-        self.has_torch = torch
         self.has_ended = False
-        """Whether we have done with it."""
+        """Whether this process has done with the template."""
 
     @classmethod
-    def start(cls, agent: str, log: Path, torch: bool) -> HostTemplate:
-        """Start one that imports meanwhile. agent: the module whose ``main`` is an agent. Raises: OSError."""
-        here = surroundings()
-        module = ["meshbook.worker.host_template", agent, *(["torch"] if torch else [])]
+    def start(cls, agent: str, log: Path) -> HostTemplate:
+        """Start a template, which imports meanwhile. agent: the module whose ``main`` is an agent. Raises: OSError."""
         with open_log(log) as output:
-            process, sock = _exec(module, output.fileno(), own_session=True)
-        return cls(here, sock, process, torch=torch)
+            process, sock = _exec([HOST_TEMPLATE, agent], output.fileno())
+        template = cls(sock, process)
+        template._inherited = repr(inherited())
+        return template
 
     @classmethod
     def connect(cls, path: str) -> HostTemplate:
-        """Speak to the one that listens at ``path``, and wait for what it imports.
+        """Connect to the template that listens at ``path``, and wait for its imports.
 
-        Raises: OSError, also where another user has it, or its agents would not be as those that are started here.
+        Raises: OSError, also where another user has it, or its agents would differ from those that are started here.
         """
         if os.stat(path).st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.connect(path)
-            template = cls(surroundings(), sock, path=path)
+            template = cls(sock, path=path)
             template._await_ready()
             if not template.fits:
                 raise OSError(f"the template at {path} inherited something else")
@@ -253,23 +240,24 @@ class HostTemplate:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs, and an agent forked from it now is as one that is started here. Raises: OSError."""
-        if self.has_ended or self._surroundings[0] != os.getpid():
+        """Whether the template runs, and an agent that is forked from it now equals one that is started here.
+
+        Raises: OSError.
+        """
+        if self.has_ended or self._owner != os.getpid() or self._inherited != repr(inherited()):
             return False
-        if self._process is None:
-            return os.environ.get(LASTING) == self._path and self._inherited == repr(inherited())
-        return self._process.poll() is None and self._surroundings == surroundings()
+        return os.environ.get(LASTING) == self._path if self._process is None else self._process.poll() is None
 
     def fork(self, stdin: int, log: int, environment: dict[str, str]) -> HostFork:
-        """Fork an agent; the descriptors stay the caller's. Raises: OSError; then the template has ended."""
+        """Fork an agent with our folder and environment; the descriptors stay the caller's.
+
+        environment: variables beyond ours. Raises: OSError; then the template has ended.
+        """
         with self._lock:
             try:
                 self._await_ready()
                 added = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
-                request = protocol.ForkHost(added)
-                if self._process is None:
-                    request = protocol.ForkHost({**os.environb, **added}, os.getcwdb())
-                self._sock.send(wire.encode(request))
+                self._sock.send(wire.encode(protocol.ForkHost({**os.environb, **added}, os.getcwdb())))
                 self._sock.sendmsg([b"fds"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, log]))])
                 forked = self._receive(FORK_S)
                 if not isinstance(forked, protocol.HostForked):

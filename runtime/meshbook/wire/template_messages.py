@@ -51,11 +51,10 @@ class ForkFailed(msgspec.Struct, tag="nofork", frozen=True):
 
 
 class ForkHost(msgspec.Struct, tag="host", frozen=True):
-    """A request to fork a host agent; its stdin and its log follow in one packet. environment: comes on top of the
-    template's, and with a ``folder`` to begin in stands in its place."""
+    """A request to fork a host agent; its stdin and its log follow in one packet."""
 
     environment: dict[bytes, bytes]
-    folder: bytes = b""
+    folder: bytes
 
 
 class ReapHost(msgspec.Struct, tag="reap", frozen=True):

@@ -34,15 +34,14 @@ from meshbook.worker import template
 _REQUEST_BYTES = 1 << 18  # the most that an environment takes
 
 
-def main(agent: str, torch: bool, fd: int) -> NoReturn:
+def main(agent: str, fd: int) -> NoReturn:
     """Import, say ready, and serve until the launcher closes the socket or ends. agent: the module of agents."""
     comes_with = repr(templates.inherited())  # before a signal is ignored
     begin_as_host()
     set_title("template of hosts")
     sock, started = socket.socket(fileno=fd), time.perf_counter()
     starter = os.pidfd_open(os.getppid()) if has_pidfds() else None
-    with_torch = templates.WITH_TORCH if torch else ()
-    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *with_torch, agent))
+    shell = template.preload((*template.STANDARD_PRELOAD, *template.LATER, *templates.WITH_TORCH, agent))
     gc.freeze()
     took_s = time.perf_counter() - started
     ready = wire.encode(protocol.TemplateReady(os.getpid(), took_s, template.why_not_to_fork(), inherited=comes_with))
@@ -151,16 +150,14 @@ def _be_host(
     try:
         others.close_in_child()
         os.setsid()
-        if asked.folder:
-            os.environ.clear()
-            os.chdir(asked.folder)
+        os.environ.clear()
         os.environb.update(asked.environment)
+        os.chdir(asked.folder)
         for source, target in ((stdin, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.close(stdin)
         os.close(log)
-        has_torch = "torch" in sys.modules
-        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), has_torch)
+        started = templates.fork_template(lambda sock: template.serve(sock, shell, time.perf_counter()), True)
         gc.enable()
         importlib.import_module(agent).main(started)
     except BaseException:
@@ -173,4 +170,4 @@ def _be_host(
 if __name__ == "__main__":
     from meshbook.worker import host_template  # the importable module, so that forked code does not live in __main__
 
-    host_template.main(sys.argv[1], "torch" in sys.argv, int(sys.argv[-1]))
+    host_template.main(sys.argv[1], int(sys.argv[-1]))
