@@ -146,15 +146,3 @@ def test_kernel_works_and_says_so_when_the_extension_is_broken(start_kernel: Sta
     assert "ImportError: widgets are from another age" in first.text("stderr")
     assert "%%mesh" in first.text("stderr")
     assert second.text() == ""
-
-
-@pytest.mark.slow
-def test_debugger_attaches_as_the_kernelspec_claims(shared_kernel: Any) -> None:
-    kernel = shared_kernel
-    initialize = {"clientID": "test", "adapterID": "python", "linesStartAt1": True}
-    for command, arguments in [("initialize", initialize), ("attach", {})]:
-        request = {"type": "request", "seq": 1, "command": command, "arguments": arguments}
-        kernel.client.control_channel.send(kernel.client.session.msg("debug_request", request))
-        reply = kernel.client.get_control_msg(timeout=30)
-        assert reply["msg_type"] == "debug_reply"
-        assert reply["content"]["success"], reply["content"]

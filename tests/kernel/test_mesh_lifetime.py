@@ -111,21 +111,6 @@ def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKer
     assert not all_gone(family, timeout_s=GONE_S)
 
 
-def test_interrupt_reaches_the_ranks_and_keeps_everything(start_kernel: StartKernel) -> None:
-    kernel = start_kernel()
-    kernel.run("%mesh spawn gpus=2 --device cpu")
-    kernel.run("%%mesh\nkept = rank + 40")
-    request = kernel.start("%%mesh\nimport time\nprint('started', flush=True)\ntime.sleep(600)")
-    kernel.wait_for_text("started")
-    asked_at = time.monotonic()
-    kernel.manager.interrupt_kernel()
-    assert kernel.reply_to(request, timeout_s=15)["status"] == "error"
-    assert time.monotonic() - asked_at < 3
-    after = kernel.run("%mesh eval kept").text()
-    assert "[0] 40" in after
-    assert "[1] 41" in after
-
-
 def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKernel, watch: Watch) -> None:
     kernel = start_kernel()
     family = with_mesh(kernel)
@@ -145,17 +130,6 @@ def test_magics_are_there_without_loading_anything_and_loading_changes_nothing(s
     assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
     assert kernel.run("%load_ext meshbook").ok
     assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
-
-
-def test_load_ext_brings_the_magics_to_a_stock_kernel(start_kernel: StartKernel, watch: Watch) -> None:
-    kernel = start_kernel("python3")
-    loaded = kernel.run("%load_ext meshbook\n%mesh spawn gpus=2 --device cpu")
-    assert loaded.ok, loaded.reply
-    family = kernel.family()
-    watch(family)
-    assert by_rank(kernel.run("%%mesh\nprint('hello')").text("stdout")) == each_of(2, "hello")
-    kernel.manager.shutdown_kernel()
-    assert not all_gone(family, timeout_s=5)
 
 
 @pytest.mark.some("python3")

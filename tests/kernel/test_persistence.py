@@ -58,10 +58,11 @@ def end(kernel: Any, family: list[psutil.Process]) -> None:
     assert ended(family)
 
 
-def die_and_come_back(kernel: Any, how: str) -> None:
+def die_and_come_back(kernel: Any, how: str, after_s: float = 0.0) -> None:
     if how == "kill":
         kernel.process.kill()
         kernel.process.wait(10)
+    time.sleep(after_s)
     kernel.manager.restart_kernel(now=how == "kill")
     kernel.client.wait_for_ready(timeout=60)
 
@@ -154,11 +155,7 @@ def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) ->
         "%%mesh\nimport time\nprint('before', flush=True)\ntime.sleep(1)\nif rank: raise ValueError('oh')\nrank"
     )
     kernel.wait_for_text("before")
-    kernel.process.kill()
-    kernel.process.wait(10)
-    time.sleep(2)
-    kernel.manager.restart_kernel(now=True)
-    kernel.client.wait_for_ready(timeout=60)
+    die_and_come_back(kernel, "kill", after_s=2)
     first = kernel.run("1")
     told = first.text() + str(first.messages)
     if "ended meanwhile: failed: " not in told:  # its groups were still being compared: it came back as a job

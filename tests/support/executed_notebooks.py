@@ -6,11 +6,12 @@ import copy
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 
 from notebooks.normalise import Machine, kinds_of, normalise
 
@@ -19,27 +20,37 @@ RUN_LIMIT_S = 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def execute(name: str, folder: Path, instead: Mapping[str, str] | None = None) -> tuple[str, dict[str, Any]]:
-    """What the run printed, and the executed cells by id; each has passed or was meant to fail.
-
-    instead: other code of some cells, by their ids.
-    """
-    executed, source = folder / name, NOTEBOOKS / name
-    if instead:
-        notebook = nbformat.read(source, as_version=4)
-        cells = {cell["id"]: cell for cell in notebook.cells}
-        for id, code in instead.items():
-            cells[id]["source"] = code
-        source = folder / f"other-{name}"
-        nbformat.write(notebook, source)
-    result = subprocess.run(
-        [sys.executable, str(NOTEBOOKS / "run.py"), str(source), "--save", str(executed)],
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
+def execute(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the run's print-out, and the executed cells by id; each has passed or was meant to fail."""
+    executed = folder / name
+    command = [sys.executable, str(NOTEBOOKS / "run.py"), str(NOTEBOOKS / name), "--save", str(executed)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout, {cell["id"]: cell for cell in nbformat.read(executed, as_version=4).cells}
+
+
+def checks_of(
+    name: str, said: Mapping[str, Sequence[str]], faults: Sequence[str] = ()
+) -> tuple[Callable[..., dict[str, Any]], Callable[..., None], Callable[..., None]]:
+    """Return a fixture of the executed cells by id, a test of each cell's words, and one of the outputs in git.
+
+    said: the words that the cells show. faults: cells that are meant to fail.
+    """
+
+    @pytest.fixture(scope="module")
+    def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        return execute(name, tmp_path_factory.mktemp("executed"))[1]
+
+    @pytest.mark.parametrize("cell", said)
+    def test_each_cell_says_what_it_is_there_for(cells: dict[str, Any], cell: str) -> None:
+        text = text_of(cells[cell])
+        assert not [words for words in said[cell] if words not in text], text
+        assert cell not in faults or any(output["output_type"] == "error" for output in cells[cell]["outputs"])
+
+    def test_the_outputs_in_git_are_of_these_kinds(cells: dict[str, Any]) -> None:
+        assert not kinds_that_differ(name, cells)
+
+    return cells, test_each_cell_says_what_it_is_there_for, test_the_outputs_in_git_are_of_these_kinds
 
 
 def text_of(cell: Any) -> str:

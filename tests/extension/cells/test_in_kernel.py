@@ -174,14 +174,6 @@ def test_equal_lines_are_one_behind_lines_that_differ(kernel: Kernel) -> None:
     pytest.fail("the ranks have never printed within the window")
 
 
-def test_results_are_sorted_by_rank_whoever_is_first(kernel: Kernel) -> None:
-    request = kernel.run("%%mesh\nimport time; time.sleep(0.3 * (3 - rank)); print('ends')\nrank")
-    values = [display["data"]["text/plain"] for display in request.of("display_data")]
-    assert values == [f"[{rank}] {rank}" for rank in range(4)]
-    blocks = kernel.run("%%mesh --group rank\nimport time; time.sleep(0.1 * (3 - rank)); print('ends', rank)")
-    assert blocks.text() == "".join(f"[{rank}] ends {rank}\n" for rank in range(4))
-
-
 LATE = """%%mesh
 import pathlib, threading, time
 def later():
@@ -244,23 +236,6 @@ def test_a_failure_is_an_error_reply_with_the_traceback_shown_once(kernel: Kerne
     assert "Traceback" not in "".join(last["traceback"]) and len(last["traceback"]) == 2
 
 
-def test_a_failure_is_on_screen_while_other_ranks_run(kernel: Kernel) -> None:
-    request = kernel.send("%%mesh\nimport time\nif rank == 1: raise ValueError('bad shard')\ntime.sleep(3)")
-    while not request.of("error") and not request.reply:
-        kernel.listen(0.01)
-    assert not request.reply and time.monotonic() - request.sent_at < 2.5
-    kernel.wait(request)
-
-
-def test_run_all_stops_at_a_failed_cell(kernel: Kernel) -> None:
-    failing = kernel.send("%%mesh\n1/0")
-    after = Request(kernel.client.execute("print('must not run')"))
-    kernel.requests[after.id] = after
-    failing_again = kernel.run("%mesh nonsense")
-    assert kernel.wait(failing).reply["status"] == "error"
-    assert failing_again.reply["status"] == "error" and failing_again.reply["traceback"]
-
-
 def test_an_interrupt_gives_the_prompt_back_with_an_error_reply(kernel: Kernel) -> None:
     request = kernel.send("%%mesh\nprint('started')\nimport time\ntime.sleep(20)")
     while "started" not in request.text():
@@ -301,17 +276,6 @@ def test_logs_are_followed_until_an_interrupt_and_the_cell_is_no_error(kernel: K
     timed = kernel.run("%%mesh --time\nimport time; time.sleep(0.05 * rank)")
     kinds = [kind for kind, _ in timed.outputs if kind in ("stream", "display_data")]
     assert kinds == ["stream", "display_data"], timed.outputs  # the headline, then the chart
-
-
-@pytest.mark.slow
-def test_plots_of_ranks_are_shown_below_their_rank(kernel: Kernel) -> None:
-    pytest.importorskip("matplotlib")
-    request = kernel.run("%%mesh gpus=0:2\nimport matplotlib.pyplot as plt\nplt.plot([rank, 1]);")
-    images = [display["data"] for display in request.of("display_data")]
-    assert [("image/png" in data, data.get("text/plain") in ("[0]", "[1]")) for data in images] == [
-        (False, True),
-        (True, False),
-    ] * 2
 
 
 def test_progress_bars_update_one_display(kernel: Kernel) -> None:

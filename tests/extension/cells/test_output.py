@@ -190,11 +190,6 @@ def test_the_end_of_the_cell_ends_the_line(cell: Cell) -> None:
     assert cell.finish() == "[0] no newline\n"
 
 
-def test_colours_are_kept(cell: Cell) -> None:
-    cell.receive(out(0, "\x1b[31mred\x1b[0m\n"))
-    assert cell.finish() == "[0] \x1b[31mred\x1b[0m\n"
-
-
 def test_late_output_is_still_shown(cell: Cell) -> None:
     cell.receive(*(done(rank) for rank in range(4)))
     cell.finish()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from IPython.core.completer import provisionalcompleter
 
 from benchmarks.faults.texts import strange_text
 from meshbook import errors
@@ -64,13 +63,6 @@ def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, c
     text = empty_notebook.fail(cell)
     assert text.startswith(f"UsageError: {message}")
     assert len(text.splitlines()) <= 4
-
-
-def test_commands_of_later_days_are_not_listed(empty_notebook) -> None:
-    text = empty_notebook.run("%mesh help").stdout
-    assert "%mesh spawn" in text and "%mesh heal" in text
-    for name in ("export",):
-        assert f"%mesh {name}" not in text
 
 
 def test_every_command_has_help_with_examples(empty_notebook) -> None:
@@ -275,11 +267,6 @@ def test_a_wrong_value_is_answered_on_one_screen(notebook, cell: str, message: s
     assert message in text and len(text.splitlines()) <= 4
 
 
-def test_an_unpicklable_value_of_a_rank_is_named(notebook) -> None:
-    notebook.run("%%mesh\nimport threading\nheld = [threading.Lock()]")
-    assert "held[0] is a _thread.lock" in notebook.fail("%mesh pull held")
-
-
 def test_scatter_gather_and_broadcast(notebook) -> None:
     notebook.run("items = list(range(8))")
     assert notebook.run("%mesh scatter items").stdout == "items: 4 pieces along gpus, on ranks 0-3\n"
@@ -319,19 +306,6 @@ def test_auto_sends_cells_to_the_mesh_until_off(notebook) -> None:
     assert notebook["there"] == 2
     notebook.run("%%local\nalso = 3")
     assert notebook["also"] == 3
-
-
-def test_completion_knows_commands_options_axes_and_slices(notebook) -> None:
-    def complete(line: str) -> list[str]:
-        with provisionalcompleter():
-            return [found.text for found in notebook.shell.Completer.completions(line, len(line))]
-
-    notebook.run("%mesh slice middle gpus=1:3")
-    assert "spawn" in complete("%mesh sp") and "split" in complete("%mesh sp")
-    assert "--device" in complete("%mesh spawn --d")
-    assert "gpus=" in complete("%%mesh gp")
-    assert "middle" in complete("%%mesh mid")
-    assert "main" in complete("%mesh stop m")
 
 
 def test_a_reloaded_extension_finds_its_meshes(notebook) -> None:

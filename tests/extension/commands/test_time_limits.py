@@ -113,20 +113,15 @@ def test_another_limit_takes_the_place_of_the_first(notebook: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "line, said",
     [
-        ("--idle-stop 5", '--idle-stop: "5" is no duration. 5 what? For example 5s, 30m, 2h or 1h30m.'),
-        ("--idle-stop 0s", "--idle-stop: 0s is no time at all"),
-        ("--max-hours 0", "--max-hours 0 is no time at all."),
-        ("--max-hours two", '--max-hours takes a number, not "two".'),
+        ("spawn gpus=1 --idle-stop 5", '--idle-stop: "5" is no duration. 5 what? For example 5s, 30m, 2h or 1h30m.'),
+        ("spawn gpus=1 --idle-stop 0s", "--idle-stop: 0s is no time at all"),
+        ("spawn gpus=1 --max-hours 0", "--max-hours 0 is no time at all."),
+        ("spawn gpus=1 --max-hours two", '--max-hours takes a number, not "two".'),
+        ("detach --lease soon", '--lease: "soon" is no duration. Write it as 90s, 30m, 2h or 1h30m.'),
+        ("detach --lease 0s", "--lease: 0s is no time at all; to end a mesh: %mesh stop"),
     ],
 )
-def test_times_that_make_no_sense(notebook: Any, options: str, said: str) -> None:
-    assert f"UsageError: {said}" in notebook.fail(f"%mesh spawn gpus=1 --no-torch {options}")
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"), [("2", "2 what? For example 2s"), ("soon", "Write it as 90s"), ("0s", "no time at all")]
-)
-def test_durations_are_checked(empty_notebook: Any, text: str, hint: str) -> None:
-    assert hint in empty_notebook.fail(f"%mesh detach --lease {text}")
+def test_times_that_make_no_sense(notebook: Any, line: str, said: str) -> None:
+    assert f"UsageError: {said}" in notebook.fail(f"%mesh {line}")

@@ -63,15 +63,8 @@ class FrontEnd(StockKernel):
         assert reply["content"]["status"] == "ok", reply["content"]
         return "".join(text)
 
-    def reply(self, request: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            message = self.client.get_shell_msg(timeout=max(0.01, deadline - time.monotonic()))
-            if message["parent_header"].get("msg_id") == request:
-                return dict(message["content"])
-
     def complete_once(self, cell: str, cursor: int | None = None) -> dict[str, Any]:
-        reply = self.reply(self.client.complete(cell, len(cell) if cursor is None else cursor))
+        reply = self.reply_to(self.client.complete(cell, len(cell) if cursor is None else cursor))
         assert reply["status"] == "ok", reply
         return reply
 
@@ -97,7 +90,7 @@ class FrontEnd(StockKernel):
         return self.complete_once(cell)["matches"] == []
 
     def inspect_once(self, cell: str, detail: int = 0) -> str:
-        reply = self.reply(self.client.inspect(cell, len(cell), detail_level=detail))
+        reply = self.reply_to(self.client.inspect(cell, len(cell), detail_level=detail))
         assert reply["found"] == bool(reply["data"])
         return str(reply["data"].get("text/plain", ""))
 
@@ -301,7 +294,7 @@ def test_our_own_words_are_completed(front: FrontEnd) -> None:
 
 def test_completeness_of_mesh_cells_is_told_as_ipython_does(front: FrontEnd) -> None:
     for cell, status in [("%%mesh\nx = 1", "incomplete"), ("%%mesh\nx = 1\n\n", "complete"), ("%mesh", "complete")]:
-        assert front.reply(front.client.is_complete(cell))["status"] == status
+        assert front.reply_to(front.client.is_complete(cell))["status"] == status
 
 
 def test_unloading_leaves_completion_to_ipython(front: FrontEnd) -> None:
@@ -335,7 +328,7 @@ def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) ->
 
 @pytest.mark.slow
 def test_a_subshell_completes_what_is_the_notebooks_own_meanwhile(front: FrontEnd) -> None:
-    info = front.reply(front.client.kernel_info())
+    info = front.reply_to(front.client.kernel_info())
     if "kernel subshells" not in info.get("supported_features", []):
         pytest.skip("subshells came with ipykernel 7")
     control, session = front.client.control_channel, front.client.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,19 @@ class FrontEnd(StockKernel):
         ]
 
 
+@contextlib.contextmanager
+def looking(front: FrontEnd, model: str) -> Iterator[None]:
+    """Somebody looks at the widget."""
+    front.send(model, {"kind": "look", "view": "a", "visible": True})
+    yield
+    front.send(model, {"kind": "look", "view": "a", "visible": False})
+
+
+def states(front: FrontEnd, model: str, expected: str, timeout_s: float = 20) -> None:
+    """Wait until the ranks are shown in these states."""
+    front.until(lambda: front.updates(model)[-1:] and front.updates(model)[-1]["states"] == expected, timeout_s)
+
+
 def press(front: FrontEnd, model: str, action: str, ranks: list[int]) -> dict[str, Any]:
     """Press a button; returns the answer."""
     before = len(front.answers(model))
@@ -88,6 +102,7 @@ def _is_idle(message: dict[str, Any], request: str) -> bool:
 def front(jupyter_loop: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
     with with_extension(FrontEnd, tmp_path_factory) as front:
         front.run("%mesh spawn hosts=1 gpus=4 --device cpu")
+        front.run("%%mesh\nimport time")
         yield front
 
 
@@ -136,30 +151,29 @@ def test_nothing_is_asked_while_nobody_looks(front: FrontEnd, model: str) -> Non
 
 
 def test_updates_come_and_buttons_act_while_a_cell_runs(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "b", "visible": True})
-    request = front.execute("%%mesh\nimport time\nprint('begun')\ntime.sleep(60)")
-    front.until(lambda: front.updates(model)[-1:] and front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
-    live = front.updates(model)[-1]
-    assert live["cells"][0]["what"].startswith("cell ") and live["cells"][0]["ended"] == 0
-    assert any("time.sleep" in text for text in live["texts"])
+    with looking(front, model):
+        request = front.execute("%%mesh\nimport time\nprint('begun')\ntime.sleep(60)")
+        states(front, model, "BBBB")
+        live = front.updates(model)[-1]
+        assert live["cells"][0]["what"].startswith("cell ") and live["cells"][0]["ended"] == 0
+        assert any("time.sleep" in text for text in live["texts"])
 
-    front.send(model, {"kind": "act", "action": "stacks", "ranks": [1, 2]})
-    front.until(lambda: front.answers(model), timeout_s=20)
-    assert front.answers(model)[-1]["text"].startswith("[1,2] busy for ")
+        front.send(model, {"kind": "act", "action": "stacks", "ranks": [1, 2]})
+        front.until(lambda: front.answers(model), timeout_s=20)
+        assert front.answers(model)[-1]["text"].startswith("[1,2] busy for ")
 
-    pressed = time.monotonic()
-    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
-    messages = front.wait_for(request, status="error")
-    assert time.monotonic() - pressed < 20  # the cell would run for 60
-    assert [m["content"]["ename"] for m in messages if m["msg_type"] == "error"] == ["CallInterrupted"]
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=20)
-    front.send(model, {"kind": "look", "view": "b", "visible": False})
+        pressed = time.monotonic()
+        front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+        messages = front.wait_for(request, status="error")
+        assert time.monotonic() - pressed < 20  # the cell would run for 60
+        assert [m["content"]["ename"] for m in messages if m["msg_type"] == "error"] == ["CallInterrupted"]
+        states(front, model, "IIII")
 
 
 def test_the_output_is_brought_up_to_date_when_nobody_looks(front: FrontEnd, model: str) -> None:
     front.send(model, {"kind": "look", "view": "g", "visible": True})
     request = front.execute("%%mesh\nimport time\ntime.sleep(3)")
-    front.until(lambda: front.updates(model)[-1]["states"] == "BBBB", timeout_s=20)
+    states(front, model, "BBBB")
     front.send(model, {"kind": "look", "view": "g", "visible": False})
     front.until(lambda: any(m["msg_type"] == "update_display_data" for m in front.messages), timeout_s=20)
     (update, *_) = [m["content"]["data"] for m in front.messages if m["msg_type"] == "update_display_data"]
@@ -169,26 +183,24 @@ def test_the_output_is_brought_up_to_date_when_nobody_looks(front: FrontEnd, mod
 
 
 def test_ranks_in_a_collective_are_told_from_the_one_that_is_not(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "e", "visible": True})
-    request = front.client.execute(
-        "%%mesh\nimport time\nif rank == 0: time.sleep(3)\ndist.barrier()", allow_stdin=False
-    )
-    front.until(lambda: any(live["states"] == "BCCC" for live in front.updates(model)), timeout_s=20)
-    front.wait_for(request)
-    front.send(model, {"kind": "look", "view": "e", "visible": False})
+    with looking(front, model):
+        request = front.client.execute(
+            "%%mesh\nimport time\nif rank == 0: time.sleep(3)\ndist.barrier()", allow_stdin=False
+        )
+        front.until(lambda: any(live["states"] == "BCCC" for live in front.updates(model)), timeout_s=20)
+        front.wait_for(request)
 
 
 def test_what_the_process_groups_move_is_told(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "i", "visible": True})
-    request = front.client.execute(
-        "%%mesh\nimport time\nx = torch.zeros(250_000)\nfor _ in range(25):\n    dist.all_reduce(x); time.sleep(0.1)",
-        allow_stdin=False,
-    )
-    front.until(lambda: any(min(live["moved_kb_s"]) > 100 for live in front.updates(model)), timeout_s=20)
-    front.wait_for(request)
-    history = front.updates(model)[-1]["history"]
-    assert history["memory_mb"] and max(high for _, _, high in history["moved_kb_s"]) > 100
-    front.send(model, {"kind": "look", "view": "i", "visible": False})
+    with looking(front, model):
+        request = front.client.execute(
+            "%%mesh\nx = torch.zeros(250_000)\nfor _ in range(25):\n    dist.all_reduce(x); time.sleep(0.1)",
+            allow_stdin=False,
+        )
+        front.until(lambda: any(min(live["moved_kb_s"]) > 100 for live in front.updates(model)), timeout_s=20)
+        front.wait_for(request)
+        history = front.updates(model)[-1]["history"]
+        assert history["memory_mb"] and max(high for _, _, high in history["moved_kb_s"]) > 100
 
 
 def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
@@ -206,27 +218,23 @@ def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
 
 def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str) -> None:
     front.run("%%mesh --async\nimport time\ntime.sleep(60)")
-    before = len(front.answers(model))
-    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
-    front.until(lambda: len(front.answers(model)) > before, timeout_s=20)
-    assert "ranks 0-3 stopped" in front.answers(model)[-1]["text"]
+    assert "ranks 0-3 stopped" in press(front, model, "interrupt", [])["text"]
     request = front.execute("%mesh wait 1")
     front.wait_for(request, status="error")
 
 
 def test_a_rank_that_does_not_obey_is_told_and_insisting_frees_it(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "f", "visible": True})
-    request = front.execute(
-        "%%mesh\nimport time\nwhile rank == 0:\n    try:\n        time.sleep(20)\n        break\n"
-        "    except KeyboardInterrupt: pass"
-    )
-    front.until(lambda: front.updates(model)[-1]["states"] == "BIII", timeout_s=20)
-    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
-    front.wait_for(request, status="error")
-    front.until(lambda: front.updates(model)[-1]["states"] == "XIII", timeout_s=20)
-    front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=15)
-    front.send(model, {"kind": "look", "view": "f", "visible": False})
+    with looking(front, model):
+        request = front.execute(
+            "%%mesh\nimport time\nwhile rank == 0:\n    try:\n        time.sleep(20)\n        break\n"
+            "    except KeyboardInterrupt: pass"
+        )
+        states(front, model, "BIII")
+        front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+        front.wait_for(request, status="error")
+        states(front, model, "XIII")
+        front.send(model, {"kind": "act", "action": "interrupt", "ranks": []})
+        states(front, model, "IIII")
 
 
 def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
@@ -239,77 +247,77 @@ def test_errors_and_progress_are_told(front: FrontEnd, model: str) -> None:
         " file=sys.stderr, flush=True); time.sleep(.1)",
         allow_stdin=False,
     )
-    front.send(model, {"kind": "look", "view": "c", "visible": True})
-    front.until(lambda: any(cell["progress"] for live in front.updates(model) for cell in live["cells"]), timeout_s=20)
-    live = front.updates(model)[-1]
-    progress = live["cells"][0]["progress"]
-    assert progress["title"] == "epoch 1" and progress["ranks"] == 4 and progress["slowest"] == 0
-    assert progress["mean"] == pytest.approx(0.25) and progress["left"] == "00:09"
-    (error,) = [error for error in live["errors"] if "shard" in error["text"]]
-    assert (error["ranks"], error["text"]) == ("2", "ValueError: bad <b>shard</b>")
-    front.wait_for(request)
-    front.send(model, {"kind": "look", "view": "c", "visible": False})
+    with looking(front, model):
+        front.until(
+            lambda: any(cell["progress"] for live in front.updates(model) for cell in live["cells"]), timeout_s=20
+        )
+        live = front.updates(model)[-1]
+        progress = live["cells"][0]["progress"]
+        assert progress["title"] == "epoch 1" and progress["ranks"] == 4 and progress["slowest"] == 0
+        assert progress["mean"] == pytest.approx(0.25) and progress["left"] == "00:09"
+        (error,) = [error for error in live["errors"] if "shard" in error["text"]]
+        assert (error["ranks"], error["text"]) == ("2", "ValueError: bad <b>shard</b>")
+        front.wait_for(request)
 
 
 def test_the_pdb_button_stops_a_rank_in_the_running_cell_and_tells_of_stopped_ones(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "k", "visible": True})
-    request = front.client.execute(
-        "%%mesh\nimport time\ngoes_on = True\nwhile goes_on and rank == 2:\n    time.sleep(0.05)", allow_stdin=True
-    )
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIBI", timeout_s=20)
-    told = press(front, model, "pdb", [2])
-    assert told["text"].startswith("rank 2 stops at the next line of your code; the prompt opens below cell ")
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIPI", timeout_s=20)
-    assert front.client.get_stdin_msg(timeout=TIMEOUT_S)["msg_type"] == "input_request"
-    told = press(front, model, "pdb", [])
-    assert told["text"].startswith("rank 2 stopped at cell ") and "; the prompt is open below cell " in told["text"]
+    with looking(front, model):
+        request = front.client.execute(
+            "%%mesh\nimport time\ngoes_on = True\nwhile goes_on and rank == 2:\n    time.sleep(0.05)", allow_stdin=True
+        )
+        states(front, model, "IIBI")
+        told = press(front, model, "pdb", [2])
+        assert told["text"].startswith("rank 2 stops at the next line of your code; the prompt opens below cell ")
+        states(front, model, "IIPI")
+        assert front.client.get_stdin_msg(timeout=TIMEOUT_S)["msg_type"] == "input_request"
+        told = press(front, model, "pdb", [])
+        assert told["text"].startswith("rank 2 stopped at cell ") and "; the prompt is open below cell " in told["text"]
 
-    front.client.input("detach")
-    front.wait_for(request)
-    told = press(front, model, "pdb", [])
-    assert told["copied"] == "%mesh pdb rank=2" and told["text"].endswith(told["copied"])
-    front.run("%mesh pdb --cast 'goes_on = False'\n%mesh pdb --cast c")
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=20)
-    assert "nothing runs on ranks 0-3" in press(front, model, "pdb", [])["text"]
-    front.send(model, {"kind": "look", "view": "k", "visible": False})
+        front.client.input("detach")
+        front.wait_for(request)
+        told = press(front, model, "pdb", [])
+        assert told["copied"] == "%mesh pdb rank=2" and told["text"].endswith(told["copied"])
+        front.run("%mesh pdb --cast 'goes_on = False'\n%mesh pdb --cast c")
+        states(front, model, "IIII")
+        assert "nothing runs on ranks 0-3" in press(front, model, "pdb", [])["text"]
 
 
 @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook"])
 def test_a_bar_of_tqdm_on_all_ranks_is_one_bar(front: FrontEnd, model: str, module: str) -> None:
-    front.send(model, {"kind": "look", "view": "j", "visible": True})
-    before = len(front.updates(model))
-    request = front.client.execute(
-        f"%%mesh\nimport time\nfrom {module} import tqdm\nfor _ in tqdm(range(20), desc='epoch'):\n    time.sleep(0.1)",
-        allow_stdin=False,
-    )
-    messages = front.wait_for(request)
-    cells = [cell for live in front.updates(model)[before:] for cell in live["cells"] if cell["progress"]]
-    assert ("epoch", 4) in {(cell["progress"]["title"], cell["progress"]["ranks"]) for cell in cells}
-    bars = [m["content"]["data"]["text/plain"] for m in messages if m["msg_type"].endswith("display_data")]
-    assert any(bar.startswith("[0-3] epoch:") and "/20 [" in bar for bar in bars)
-    assert not [bar for bar in bars if "\n" in bar]
-    ended = "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream").splitlines()
-    assert 1 <= len(ended) <= 4 and all("] epoch: 100%|" in line for line in ended)  # one, if the ranks end together
-    front.send(model, {"kind": "look", "view": "j", "visible": False})
+    with looking(front, model):
+        before = len(front.updates(model))
+        request = front.client.execute(
+            f"%%mesh\nfrom {module} import tqdm\nfor _ in tqdm(range(20), desc='epoch'):\n    time.sleep(0.1)",
+            allow_stdin=False,
+        )
+        messages = front.wait_for(request)
+        cells = [cell for live in front.updates(model)[before:] for cell in live["cells"] if cell["progress"]]
+        assert ("epoch", 4) in {(cell["progress"]["title"], cell["progress"]["ranks"]) for cell in cells}
+        bars = [m["content"]["data"]["text/plain"] for m in messages if m["msg_type"].endswith("display_data")]
+        assert any(bar.startswith("[0-3] epoch:") and "/20 [" in bar for bar in bars)
+        assert not [bar for bar in bars if "\n" in bar]
+        ended = "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream").splitlines()
+        assert 1 <= len(ended) <= 4 and all(
+            "] epoch: 100%|" in line for line in ended
+        )  # one, if the ranks end together
 
 
 def test_a_dead_rank_is_told_and_healed(front: FrontEnd, model: str) -> None:
-    front.send(model, {"kind": "look", "view": "h", "visible": True})
-    front.until(lambda: front.updates(model), timeout_s=60)
-    request = front.execute("%%mesh rank=1\nimport os; os._exit(3)")
-    front.wait_for(request, status="error")
+    with looking(front, model):
+        front.until(lambda: front.updates(model), timeout_s=60)
+        request = front.execute("%%mesh rank=1\nimport os; os._exit(3)")
+        front.wait_for(request, status="error")
 
-    def ends() -> list[dict[str, Any]]:
-        return [error for error in front.updates(model)[-1]["errors"] if error["text"].startswith("ended: ")]
+        def ends() -> list[dict[str, Any]]:
+            return [error for error in front.updates(model)[-1]["errors"] if error["text"].startswith("ended: ")]
 
-    front.until(lambda: front.updates(model)[-1]["states"] == "IDII" and ends(), timeout_s=60)
-    (error,) = ends()
-    assert error["ranks"] == "1" and "exit" in error["text"]
-    answer = press(front, model, "heal", [])
-    assert answer["action"] == "heal"
-    assert answer["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
-    front.until(lambda: front.updates(model)[-1]["states"] == "IIII", timeout_s=60)
-    front.send(model, {"kind": "look", "view": "h", "visible": False})
+        front.until(lambda: front.updates(model)[-1]["states"] == "IDII" and ends(), timeout_s=60)
+        (error,) = ends()
+        assert error["ranks"] == "1" and "exit" in error["text"]
+        answer = press(front, model, "heal", [])
+        assert answer["action"] == "heal"
+        assert answer["text"].startswith('mesh "main": rank 1 started again, all 4 ranks joined')
+        states(front, model, "IIII", 60)
 
 
 def test_a_stopped_mesh_ends_the_widget(front: FrontEnd, model: str) -> None:
