@@ -84,8 +84,9 @@ def _refusal(error: HTTPClientError, token: str) -> str:
     return _REFUSALS.get(code, f"{error.code} {error.message}") + hint
 
 
-async def carry(socket: WebSocketClientConnection) -> None:
-    """Pass bytes from stdin to the server, and from the server to stdout, until either has ended."""
+async def carry(url: str, token: str) -> None:
+    """Pass bytes from stdin to the server, and from it to stdout, until either has ended. Raises: ProxyError."""
+    socket = await connect(url, token)
     if socket.protocol is not None:
         socket.protocol.set_nodelay(True)
     loop = asyncio.get_running_loop()
@@ -113,11 +114,6 @@ async def carry(socket: WebSocketClientConnection) -> None:
             way.result()
 
 
-async def run(url: str, token: str) -> None:
-    """Connect and carry bytes."""
-    await carry(await connect(url, token))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns: its exit code."""
     parser = argparse.ArgumentParser("python -m meshbook_extension.ssh_proxy", description=__doc__)
@@ -126,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--token-file", help=f"that has the server's token; by default {' or '.join(_TOKENS)}")
     given = parser.parse_args(arguments)
     try:
-        asyncio.run(run(given.url, read_token(given.token_file, os.environ)))
+        asyncio.run(carry(given.url, read_token(given.token_file, os.environ)))
     except ProxyError as error:
         print(error, file=sys.stderr)
         return 1

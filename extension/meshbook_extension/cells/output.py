@@ -136,7 +136,9 @@ class CellOutput(Scheduled):
         self._next_count_at = 0.0
         self._told_of_limit = False
         self._finishing = self._closing = False
-        self._ended = self._unshown = self._all_done = False
+        self._ended = self._all_done = False
+        self.has_unshown = False
+        """Whether an event was received that is not shown yet; from any thread."""
         self._drained = threading.Event()
         self._error: Exception | None = None
 
@@ -147,7 +149,7 @@ class CellOutput(Scheduled):
         if isinstance(event, RankDone):
             self.done[event.rank] = event
             at = now + (0 if len(self.done) == len(self._ranks) else FIRST_DELAY_S)
-        self._unshown = True
+        self.has_unshown = True
         self._events.append((now, event))
         self._publisher.schedule(self, at)
 
@@ -204,11 +206,6 @@ class CellOutput(Scheduled):
                 print("showing the rest of what ranks printed; an interrupt leaves it to the logs", file=sys.stderr)
 
     @property
-    def has_unshown(self) -> bool:
-        """Whether an event was received that is not shown yet; from any thread."""
-        return self._unshown
-
-    @property
     def is_full(self) -> bool:
         """Whether the budget is spent, so that more text is only counted."""
         return self._budget.exceeded
@@ -218,7 +215,7 @@ class CellOutput(Scheduled):
     def pump(self, now: float) -> float | None:
         """Take the events in and show everything due; returns when more will be due."""
         finishing, self._finishing = self._finishing or self._publisher.is_stopping, False
-        self._unshown = False
+        self.has_unshown = False
         self._ended = self._ended or (finishing and self._closing)
         if now >= self._asked_at + PATIENCE_S:
             self._take(self._asked_at, None)
@@ -226,7 +223,8 @@ class CellOutput(Scheduled):
             self._take(*self._events.popleft())
         if self._unshown_characters > FLOOD_CHARACTERS:
             self._complete_to = now
-        everything = finishing or self._failures.is_due(now)
+        failures_at = self._failures.due_at
+        everything = finishing or (failures_at is not None and failures_at <= now)
         at_once, self._all_done = everything or self._all_done, False
         if finishing:
             self._take_skipped(now)
@@ -234,19 +232,21 @@ class CellOutput(Scheduled):
             self._end_line()
         elif at_once or now >= self._next_text_at:
             self._show(self._grouping.take(self._complete_to, at_once=everything), now)
-        if at_once and self._failures.due_at() is not None:
+        if at_once and failures_at is not None:
             self._end_line()
             self._failures.show(self._sink)
         self._note_stops(now)
         self._show_notes()
-        self._show_updates()
+        for display_id in list(self._updates):
+            if not self._on_their_way.get(display_id):
+                self._show_update(display_id)
         self._show_bars(now)
         if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)
         if finishing:
             self._drained.set()
         due = self._due_at(now)
-        self._unshown = self._unshown or due is not None
+        self.has_unshown = self.has_unshown or due is not None
         return due
 
     def fail(self, error: Exception) -> None:
@@ -254,7 +254,7 @@ class CellOutput(Scheduled):
         self._drained.set()
 
     def _due_at(self, now: float) -> float | None:
-        times = [self._failures.due_at(), *(at for at, _ in self._stopped_ranks)]
+        times = [self._failures.due_at, *(at for at, _ in self._stopped_ranks)]
         lines_at = self._grouping.due_at()
         if lines_at is not None and lines_at > self._complete_to:
             times.append(self._ask(now) if lines_at <= now else lines_at)
@@ -435,11 +435,6 @@ class CellOutput(Scheduled):
         self._notes += [
             Text("stderr", f"{name_ranks(ranks)} {words}{self.stops_where}\n") for words, ranks in places.items()
         ]
-
-    def _show_updates(self) -> None:
-        for display_id in list(self._updates):
-            if not self._on_their_way.get(display_id):
-                self._show_update(display_id)
 
     def _show_update(self, display_id: str) -> None:
         if (event := self._updates.pop(display_id, None)) is None:

@@ -66,7 +66,13 @@ def pdb(session: Session, arguments: Arguments) -> None:
     if not stopped and not _break_in(procs):
         return
     states.stopped_ranks(procs).left.difference_update(procs.ranks)
-    _attend(session, procs)
+    try:
+        detached = _prompt(session, procs).attend(lambda: False)
+    except KeyboardInterrupt:
+        ranks = list(states.stopped_ranks(procs).of(procs.ranks)) or list(states.busy(procs)) or procs.ranks
+        raise procs.select(ranks).interrupt() from None
+    if detached:
+        print(who_stays(procs))
 
 
 def _break_in(procs: ProcMesh) -> bool:
@@ -86,18 +92,6 @@ def _break_in(procs: ProcMesh) -> bool:
         again = "it stops" if len(late) == 1 else "they stop"
         print("\n".join([*lines, f"  {again} at the next one; the prompt then: %mesh pdb"]))
     return bool(states.stopped_ranks(procs).of(busy))
-
-
-def _attend(session: Session, procs: ProcMesh) -> None:
-    try:
-        detached = _prompt(session, procs).attend(lambda: False)
-    except KeyboardInterrupt:
-        stopped = procs.select(
-            list(states.stopped_ranks(procs).of(procs.ranks)) or list(states.busy(procs)) or procs.ranks
-        )
-        raise stopped.interrupt() from None
-    if detached:
-        print(who_stays(procs))
 
 
 def _prompt(session: Session, procs: ProcMesh, *, post_mortem: bool = False) -> DebugPrompt:

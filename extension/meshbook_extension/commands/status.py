@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 import time
@@ -19,7 +20,6 @@ from meshbook_extension.output.labels import columns, format_duration, label, pa
 from meshbook_extension.widget.display import HealthDisplays, status_text
 
 if TYPE_CHECKING:
-    from meshbook.controller.inspection import LogFollower
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shell.postmortem_memory import Freed
 
@@ -235,14 +235,10 @@ def logs(session: Session, arguments: Arguments) -> None:
     bound = arguments.text("--for")
     if bound is not None or arguments.flag("-f"):
         duration_s = None if bound is None else parse_duration(bound, "--for")
-        _Following(session, procs, LINES_BEFORE if lines is None else lines, text).show(duration_s)
+        _follow(session, procs, LINES_BEFORE if lines is None else lines, text, duration_s)
         return
-    _show_last(procs, LINES if lines is None else lines, text)
-
-
-def _show_last(procs: ProcMesh, lines: int, text: str) -> None:
     paths = procs.log_paths()
-    found = procs.logs(lines, containing=text)
+    found = procs.logs(LINES if lines is None else lines, containing=text)
     for rank in procs.ranks:
         print(f"{label([rank])} {paths.get(rank, '')}")
         if rank not in found:
@@ -253,60 +249,44 @@ def _show_last(procs: ProcMesh, lines: int, text: str) -> None:
             print(f'no line with "{text}" among the last 256 kB')
 
 
-class _Following:
-    """The following of logs by one ``%mesh logs -f``."""
+def _follow(session: Session, procs: ProcMesh, lines: int, wanted: str, duration_s: float | None) -> None:
+    """Show new text until the time is over, the person interrupts, or the cell is full."""
+    output, follower = open_output(session, procs, ranks=NOBODY), procs.follow_logs(lines)
+    until = "interrupt to end" if duration_s is None else f"for {format_duration(duration_s)}"
+    print(f"following {name_ranks(procs.ranks)}: {until}", flush=True)
+    deadline = math.inf if duration_s is None else time.monotonic() + duration_s
+    begun: dict[int, str] = {}
+    skipped = dict.fromkeys(procs.ranks, 0)
+    ending = ""  # why it is over, where the person does not know
+    try:
+        while not ending:
+            left_s = deadline - time.monotonic()
+            news = follower.look()
+            for rank, text, left_out in news:
+                skipped[rank] += left_out
+                if text := _choose(begun, rank, text, wanted) if wanted else text:
+                    output.receive(StreamText(rank, "stdout", text, 0))
+            if left_s <= 0:
+                break
+            if output.is_full:
+                ending = "the cell is full; go on in another: %mesh logs -f"
+            elif not news and len(procs.lost) == len(procs):
+                ending = f"{name_ranks(procs.ranks)} ended; start again: %mesh heal"
+            else:
+                pause(min(LOOK_S, left_s))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        output.finish()
+    if ranks := [rank for rank, size in skipped.items() if size]:
+        total = format_bytes(sum(skipped.values()))
+        print(f"left out, as it came too fast: {total} of {name_ranks(ranks)}; all of it is in the logs: %mesh logs")
+    if ending:
+        print(ending)
 
-    def __init__(self, session: Session, procs: ProcMesh, lines: int, wanted: str) -> None:
-        self._procs, self._wanted = procs, wanted
-        self._follower: LogFollower = procs.follow_logs(lines)
-        self._begun: dict[int, str] = {}
-        """The unfinished line of each rank, where lines are chosen."""
-        self._skipped: dict[int, int] = {}
-        self._output = open_output(session, procs, ranks=NOBODY)
 
-    def show(self, duration_s: float | None) -> None:
-        """Show new text until the time is over, the person interrupts, or the cell is full."""
-        until = "interrupt to end" if duration_s is None else f"for {format_duration(duration_s)}"
-        print(f"following {name_ranks(self._procs.ranks)}: {until}", flush=True)
-        deadline = None if duration_s is None else time.monotonic() + duration_s
-        try:
-            ending = self._look_until(deadline)
-        except KeyboardInterrupt:
-            ending = ""
-        finally:
-            self._output.finish()
-        for line in (self._describe_skipped(), ending):
-            if line:
-                print(line)
-
-    def _look_until(self, deadline: float | None) -> str:
-        """Show new text; returns why it is over, where the person does not know."""
-        while True:
-            is_last = deadline is not None and time.monotonic() >= deadline
-            news = self._follower.look()
-            for rank, text, skipped in news:
-                self._skipped[rank] = self._skipped.get(rank, 0) + skipped
-                if text := self._choose(rank, text):
-                    self._output.receive(StreamText(rank, "stdout", text, 0))
-            if is_last:
-                return ""
-            if self._output.is_full:
-                return "the cell is full; go on in another: %mesh logs -f"
-            if not news and len(self._procs.lost) == len(self._procs):
-                return f"{name_ranks(self._procs.ranks)} ended; start again: %mesh heal"
-            pause(LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic())))
-
-    def _choose(self, rank: int, text: str) -> str:
-        """Return the lines with the wanted text; all of the text where none is wanted."""
-        if not self._wanted:
-            return text
-        *lines, begun = (self._begun.pop(rank, "") + text).split("\n")
-        self._begun[rank] = begun[-10_000:]
-        return "".join(f"{line}\n" for line in lines if self._wanted in line)
-
-    def _describe_skipped(self) -> str:
-        ranks = [rank for rank, size in self._skipped.items() if size]
-        if not ranks:
-            return ""
-        total = format_bytes(sum(self._skipped.values()))
-        return f"left out, as it came too fast: {total} of {name_ranks(ranks)}; all of it is in the logs: %mesh logs"
+def _choose(begun: dict[int, str], rank: int, text: str, wanted: str) -> str:
+    """Return the lines with the wanted text. begun: the unfinished line of each rank."""
+    *lines, rest = (begun.pop(rank, "") + text).split("\n")
+    begun[rank] = rest[-10_000:]
+    return "".join(f"{line}\n" for line in lines if wanted in line)

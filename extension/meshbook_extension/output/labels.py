@@ -143,25 +143,18 @@ class FailureView:
     def __init__(self) -> None:
         self._waiting: list[Failure] = []
         self._shown: list[Failure] = []
-        self._due_at: float | None = None
+        self.due_at: float | None = None
+        """The time at which `show` should be called; None when no failure waits."""
 
     def add(self, failure: Failure, now: float) -> None:
         """Add a failure, to be shown within `TOGETHER_S`."""
         self._waiting.append(failure)
-        self._due_at = self._due_at or now + TOGETHER_S
-
-    def due_at(self) -> float | None:
-        """Return when `show` should be called; None when no failure waits."""
-        return self._due_at
-
-    def is_due(self, now: float) -> bool:
-        """Whether `show` should be called by now."""
-        return self._due_at is not None and self._due_at <= now
+        self.due_at = self.due_at or now + TOGETHER_S
 
     def show(self, sink: CellSink) -> None:
         """Write the failures that wait, equal ones once."""
         groups = group_failures(self._waiting)
-        self._waiting, self._due_at = [], None
+        self._waiting, self.due_at = [], None
         unnamed: list[int] = []
         for group in groups:
             first = group[0]

@@ -75,7 +75,7 @@ class RankEvents:
         return known
 
     def add_cell(self, name: str, begun_s: float, ended_s: float) -> None:
-        """The whole cell; its own time is what no operation accounts for."""
+        """Add the whole cell, whose own time is the rest that no operation accounts for."""
         self._add(name, "cell", begun_s, ended_s)
 
     def add_wait(self, name: str, begun_s: float, ended_s: float) -> None:
@@ -89,7 +89,7 @@ class RankEvents:
     # ---- sums ---------------------------------------------------------------------------------------------------
 
     def op_times(self) -> dict[str, tuple[int, float, float]]:
-        """Name to (calls, seconds without what it called, seconds on GPUs); each kernel under its own name."""
+        """Return (calls, seconds without its own calls, seconds on GPUs) by name; each kernel has its own name."""
         found: dict[str, list[float]] = {}
         for event, self_us in self._self_times():
             if event.name.startswith(ASIDE):
@@ -105,7 +105,7 @@ class RankEvents:
         return {name: (int(calls), own_s, gpu_s) for name, (calls, own_s, gpu_s) in found.items()}
 
     def _self_times(self) -> Iterator[tuple[Event, float]]:
-        """CPU events with the microseconds that their children leave."""
+        """Yield CPU events with the microseconds that their children leave."""
         spans = [event for event in self.events if event.ph == "X" and event.cat not in GPU_KINDS]
         spans.sort(key=lambda event: (event.tid, event.ts, -event.dur))
         stack: list[tuple[Event, float, list[float]]] = []
@@ -123,7 +123,7 @@ class RankEvents:
         yield from _unwind(stack, float("inf"))
 
     def gpu_times(self) -> tuple[float, float]:
-        """Seconds in which a GPU was busy, and in which it ran a kernel of NCCL; overlaps count once."""
+        """Return the seconds of a busy GPU, and those of kernels of NCCL; overlaps count once."""
         kernels = [event for event in self.events if event.cat in GPU_KINDS]
         return _covered_s(kernels), _covered_s([event for event in kernels if "nccl" in event.name.lower()])
 
@@ -137,24 +137,25 @@ class RankEvents:
         return dropped
 
     def chrome(self, rank: int) -> bytes:
-        """The events as JSON objects with commas between them; the process is the rank."""
+        """Return the events as JSON objects with commas between them; the process is the rank."""
         flow_ids = rank << 32
         for event in self.events:
             event.pid = rank
             event.ts, event.dur = round(event.ts, 3), round(event.dur, 3)
             if isinstance(event.id, int):
                 event.id += flow_ids
-        threads = [meta(kind, rank, tid, args) for tid, name in self._names.items() for kind, args in _of(tid, name)]
+        threads = [line for tid, name in self._names.items() for line in name_thread(rank, tid, name)]
         return msgspec.json.encode([*threads, *self.events])[1:-1]
 
 
 def meta(name: str, rank: int, tid: int, args: TraceEvent) -> TraceEvent:
-    """An event that says what a process or a thread is called, or where it stands."""
+    """Return an event with the name or the place of a process or a thread."""
     return {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args}
 
 
-def _of(tid: int, name: str) -> tuple[tuple[str, TraceEvent], ...]:
-    return ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})
+def name_thread(rank: int, tid: int, name: str) -> list[TraceEvent]:
+    """Return the events that name a thread, and place it among others by its number."""
+    return [meta("thread_name", rank, tid, {"name": name}), meta("thread_sort_index", rank, tid, {"sort_index": tid})]
 
 
 def _unwind(stack: list[tuple[Event, float, list[float]]], now: float) -> Iterator[tuple[Event, float]]:
@@ -216,8 +217,7 @@ def _pieces(
         yield _encode(meta("process_sort_index", rank, 0, {"sort_index": rank}))
         for lane in sorted({lane for _, lane in lanes[rank]}):
             name = "collectives" if lane == 0 else f"collectives ({lane + 1})"
-            yield _encode(meta("thread_name", rank, FIRST_LANE + lane, {"name": name}))
-            yield _encode(meta("thread_sort_index", rank, FIRST_LANE + lane, {"sort_index": FIRST_LANE + lane}))
+            yield from map(_encode, name_thread(rank, FIRST_LANE + lane, name))
         for operation, lane in lanes[rank]:
             yield _encode(_span(rank, operation, lane))
         if events := zlib.decompress(trace.events) if trace.events else b"":

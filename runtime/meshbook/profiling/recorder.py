@@ -100,7 +100,11 @@ def recorded(
             recording.ended = time.monotonic()
             with shield:
                 groups.log_operations(None)
-                _stop(recording)
+                try:
+                    if recording.profiler is not None:
+                        recording.profiler.stop()
+                except Exception as error:
+                    recording.problem, recording.profiler = f"torch.profiler did not stop: {error}", None
 
     def cut() -> None:
         recording.is_cut = not recording.ended
@@ -155,15 +159,6 @@ def _start(recording: _Recording) -> None:
     finally:
         if chosen is None:
             os.environ.pop(_LOG_LEVEL, None)
-
-
-def _stop(recording: _Recording) -> None:
-    if recording.profiler is None:
-        return
-    try:
-        recording.profiler.stop()
-    except Exception as error:
-        recording.problem, recording.profiler = f"torch.profiler did not stop: {error}", None
 
 
 def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
