@@ -185,14 +185,6 @@ def test_run_all_after_a_restart_goes_on_with_the_mesh(start_kernel: StartKernel
     end(kernel, family)
 
 
-def test_a_kernel_that_is_shut_down_takes_its_meshes_along(start_kernel: StartKernel, watch: Watch) -> None:
-    kernel = start_kernel()
-    family = with_mesh(kernel, watch)
-    die_and_come_back(kernel, "restart")
-    assert kernel.run("1").ok
-    end(kernel, family)
-
-
 def test_a_detached_mesh_waits_for_another_kernel(start_kernel: StartKernel, watch: Watch) -> None:
     one, two = start_kernel(), start_kernel()
     family = with_mesh(one, watch, "%%mesh\nkept = rank + 5", "%mesh slice last gpus=1")

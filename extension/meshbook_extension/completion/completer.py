@@ -47,9 +47,6 @@ TIMEOUT_WHEN_SILENT_S = 0.1
 ASKED_MAX = 3
 """The most ranks that are asked: if these are silent, all are."""
 
-CODE_MAX = 200_000
-"""The most characters of a cell around the cursor that are sent."""
-
 
 class LivingRanks:
     """The ranks of a session's meshes, which answer unless they have been silent lately; and all names (`Known`)."""
@@ -57,19 +54,6 @@ class LivingRanks:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._silent_until: dict[tuple[str, int], float] = {}
-
-    def complete(self, view: ProcMesh, code: str, cursor: int) -> Completions | None:
-        """Return the answer of `meshbook.worker.queries.complete`, positions in ``code``; None: no rank answers."""
-        skipped, code, cursor = _around(code, cursor)
-        found = self._ask(view, Completions, "complete", code, cursor)
-        if found is None:
-            return None
-        return found._replace(start=found.start + skipped, end=found.end + skipped)
-
-    def inspect(self, view: ProcMesh, code: str, cursor: int, detail: int) -> str | None:
-        """Return the text that Shift-Tab shows; empty: no such name there; None: no rank answers."""
-        _, code, cursor = _around(code, cursor)
-        return self._ask(view, str, "inspect", code, cursor, detail)
 
     def view(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh | None:
         """Return the ranks that a command means, as far as it is typed; without a command the current mesh."""
@@ -100,7 +84,7 @@ class LivingRanks:
                 return user_names(self._session.shell, prefix)
             case "ranks":
                 view = self.view()
-                return (self._ask(view, list[str], "user_names", prefix) or ()) if view is not None else ()
+                return (self.ask(view, list[str], "user_names", prefix) or ()) if view is not None else ()
             case "waiting":
                 from meshbook.sessions.listing import sessions
 
@@ -112,7 +96,8 @@ class LivingRanks:
                 return [name for name in top_level() if name.startswith(prefix)]
         return ()
 
-    def _ask(self, view: ProcMesh, kind: type[T], endpoint: str, *args: object) -> T | None:
+    def ask(self, view: ProcMesh, kind: type[T], endpoint: str, *args: object) -> T | None:
+        """Return the first answer to a question of `meshbook.worker.queries`; None where no rank answers."""
         ranks = self._candidates(view)
         if not ranks:
             return None
@@ -138,14 +123,6 @@ class LivingRanks:
         lost = set(view.lost)
         living = [rank for rank in view.ranks if rank not in lost]
         return sorted(living, key=lambda rank: self._is_silent(view, rank))[:ASKED_MAX]
-
-
-def _around(code: str, cursor: int) -> tuple[int, str, int]:
-    """Return the lines around the cursor of a very long cell: (characters left out above, lines, cursor in them)."""
-    skipped = 0
-    if cursor > CODE_MAX // 2:
-        skipped = code.find("\n", cursor - CODE_MAX // 2, cursor) + 1
-    return skipped, code[skipped : skipped + CODE_MAX], cursor - skipped
 
 
 _LOG = logging.getLogger(__name__)
@@ -192,14 +169,14 @@ class Completer:
         if place is None:
             return None
         view = self._view(place.arguments)
-        return None if view is None else self._living.inspect(view, place.code, place.cursor, detail)
+        return None if view is None else self._living.ask(view, str, "inspect", place.code, place.cursor, detail)
 
     def _locate(self, cell: str, cursor: int) -> RankCode | MagicLine | None:
         return locate(cell, cursor, auto=AutoMode.of(self._session.shell).is_on)
 
     def _complete_code(self, place: RankCode) -> Completions | None:
         view = self._view(place.arguments)
-        found = None if view is None else self._living.complete(view, place.code, place.cursor)
+        found = None if view is None else self._living.ask(view, Completions, "complete", place.code, place.cursor)
         return found and found._replace(start=found.start + place.start, end=found.end + place.start)
 
     def _complete_line(self, line: MagicLine, cursor: int) -> Completions | None:

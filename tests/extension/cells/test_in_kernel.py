@@ -258,7 +258,7 @@ def test_a_flood_becomes_few_messages_and_leaves_the_kernel_responsive(kernel: K
     assert len(streams) <= 12 + 10 * request.replied_after_s
     assert len(request.text()) < 400_000
     assert "not shown: " in request.text() and "%mesh logs -n 1000" in request.text()
-    assert request.text().endswith("[0-3] line 19999\n")
+    assert "[0-3] line 19999\n" in request.text()
 
 
 def test_logs_are_followed_until_an_interrupt_and_the_cell_is_no_error(kernel: Kernel) -> None:

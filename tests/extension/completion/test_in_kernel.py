@@ -323,7 +323,7 @@ def test_a_tab_is_answered_while_the_kernel_waits_for_a_cell(front: FrontEnd) ->
         assert (parent, state) == (request, "busy"), "the front end would take the kernel for idle"
     finally:
         front.manager.interrupt_kernel()
-        assert front.reply(request, TIMEOUT_S)["status"] == "error"
+        assert front.reply_to(request, TIMEOUT_S)["status"] == "error"
 
 
 @pytest.mark.slow
@@ -340,11 +340,11 @@ def test_a_subshell_completes_what_is_the_notebooks_own_meanwhile(front: FrontEn
             message = session.msg("complete_request", {"code": cell, "cursor_pos": len(cell)})
             message["header"]["subshell_id"] = subshell
             front.client.shell_channel.send(message)
-            assert expected in front.reply(message["header"]["msg_id"])["matches"]
+            assert expected in front.reply_to(message["header"]["msg_id"])["matches"]
     finally:
         control.send(session.msg("delete_subshell_request", {"subshell_id": subshell}))
         front.manager.interrupt_kernel()
-        front.reply(request, TIMEOUT_S)
+        front.reply_to(request, TIMEOUT_S)
 
 
 def _states(front: FrontEnd, until: tuple[str, str]) -> list[tuple[str, str]]:

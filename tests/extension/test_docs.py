@@ -1,4 +1,4 @@
-"""docs/debugging.md: its commands are understood, and its outputs are those of the notebook."""
+"""The docs' pages on magics and on debugging say what the code understands, and what the notebook shows."""
 
 from __future__ import annotations
 
@@ -6,25 +6,42 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.commands import COMMANDS, load_all
 from meshbook_extension.notebook.grammar import parse
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "debugging.md").read_text()
 NOTEBOOK = ROOT / "notebooks" / "debugging.ipynb"
 
 
-def test_every_command_is_understood() -> None:
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text()
+
+
+def test_every_command_and_option_is_documented() -> None:
     load_all()
-    commands = [code for code in re.findall(r"`(%%?mesh[^`\n]*)`", TEXT) if not re.search(r"[A-Z]{2}", code)]
-    assert len(commands) > 15
-    for code in commands:
-        if code.startswith("%%mesh"):
-            assert parse(MESH_CELL, code.removeprefix("%%mesh")) is not None
-        elif name := code.removeprefix("%mesh").strip().partition(" ")[0]:
-            assert name in COMMANDS, code
-            assert parse(COMMANDS[name][0], code.removeprefix(f"%mesh {name}")) is not None
+    text = text_of("magics.md")
+    for grammar in [MESH_CELL, *(command for command, _ in COMMANDS.values())]:
+        assert f"`{grammar.name}" in text, grammar.name
+        for option in grammar.options:
+            assert option.name in text, f"{grammar.name} {option.name}"
+
+
+@pytest.mark.parametrize("page", ["magics.md", "debugging.md"])
+def test_every_command_line_is_understood(page: str) -> None:
+    load_all()
+    codes = re.findall(r"`(%%?mesh(?![\w-])[^`\n]*)`", text_of(page))
+    lines = [code for code in codes if not re.search(r"[\[|?]|[A-Z]{2}|\b[A-Z]\b|\.\.|--help", code)]
+    assert len(lines) > 15
+    for line in lines:
+        magic, _, rest = line.partition(" ")
+        name, _, arguments = rest.partition(" ")
+        if magic == "%%mesh":
+            assert parse(MESH_CELL, rest) is not None
+        elif name and name != "help" and (arguments or name not in COMMANDS):
+            assert parse(COMMANDS[name][0], arguments) is not None
 
 
 def steady(text: str) -> str:
@@ -40,7 +57,7 @@ def test_outputs_are_those_of_the_notebook() -> None:
         plain = output.get("data", {}).get("text/plain", ())
         parts += [*output.get("text", ()), *output.get("traceback", ()), *plain]
     known = steady("".join(parts))
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text_of("debugging.md"), re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     assert len(lines) > 60
     others = [line for line in lines if steady(line) not in known]
