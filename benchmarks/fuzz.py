@@ -52,10 +52,8 @@ from meshbook.wire.link import MESSAGE, Link
 from meshbook.wire.transport import ControllerSocket
 
 FRAMES, HANDSHAKES = 1_000_000, 100_000
-UNDER_WAY = 2000
-"""Frames that wait in ZeroMQ's queues, whose memory is not what is measured."""
-MAX_GROWTH_BYTES = 32 << 20
-"""What the allocator may keep."""
+UNDER_WAY = 2000  # frames that wait in ZeroMQ's queues, whose memory is not what is measured
+MAX_GROWTH_BYTES = 32 << 20  # what the allocator may keep
 
 REFUSALS = (*wire.MALFORMED, ProtocolError)
 HEADER = struct.Struct("<BxxxIQQ")
@@ -223,7 +221,9 @@ def fuzz_decoders(count: int, seed: int) -> Report:
 # ---- a peer with a valid key -----------------------------------------------------------------------------------------
 
 
-class _NoProcess:
+class NoProcess:
+    """What a launcher returns, for a host that nobody has started."""
+
     pid = started = 0
     job = ""
 
@@ -289,7 +289,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
 
 def _settle(dispatcher: Dispatcher, sock: ControllerSocket, host_id: str) -> HostState:
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
-    host = HostState(host_id, 1, _NoProcess(), sock, dispatcher.on_whole, shares_environment=True)
+    host = HostState(host_id, 1, NoProcess(), sock, dispatcher.on_whole, shares_environment=True)
     host.hello = wire.Hello(wire.PROTOCOL_VERSION, host_id, "fuzz", "elsewhere", 0, 0, 1)
     dispatcher.hosts = {host_id: host}
     dispatcher.meshes = {

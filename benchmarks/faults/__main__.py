@@ -47,8 +47,7 @@ class Sizes(NamedTuple):
     links: int
     calls: int
     flood_bytes: int
-    seconds: float
-    """After so long the random faults stop, those into actors too."""
+    seconds: float  # after so long the random faults stop, those into actors too
     actor_faults: int
 
 
@@ -68,12 +67,10 @@ LONG = Sizes(
 class Counted(NamedTuple):
     """A campaign whose size is one number, with that of each form."""
 
-    tiny: int
-    """As the tests run it: seconds."""
+    tiny: int  # as the tests run it: seconds
     short: int
     long: int
-    run: Callable[[int, int], Findings]
-    """seed, how many"""
+    run: Callable[[int, int], Findings]  # seed, how many
 
 
 COUNTED: dict[str, Counted] = {
@@ -93,8 +90,7 @@ COUNTED: dict[str, Counted] = {
 }
 """Campaigns by name; `--count NAME=N` overrides their size."""
 
-LEASE_S = 60
-"""So long what we started outlives us, should we be killed."""
+LEASE_S = 60  # so long what we started outlives us, should we be killed
 NAMES = ("faults", "actors", "kernels", "links", "calls", "flood", *COUNTED)
 
 

@@ -17,18 +17,15 @@ from meshbook.actor import Actor, ActorMesh, concurrent_endpoint, context, endpo
 HOLD_S = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
 EXIT_CODE = 3
-TALK = 20
-"""So many messages each actor sends to all others."""
+TALK = 20  # so many messages each actor sends to all others
 
 
 class Told(NamedTuple):
     """What an actor that waited for another has learned."""
 
-    ranks: tuple[int, ...]
-    """That ended, if any."""
+    ranks: tuple[int, ...]  # that ended, if any
     text: str
-    at: float
-    """On the machine's monotonic clock."""
+    at: float  # on the machine's monotonic clock
 
 
 class Member(Actor):

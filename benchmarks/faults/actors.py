@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 
 from benchmarks.faults.actor_load import EXIT_CODE, SIGNALS, ActorLoad
-from benchmarks.faults.faults import DEADLINE_S, STOPPED_S
+from benchmarks.faults.faults import DEADLINE_S, STOPPED_S, PlannedCampaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Watched
 from benchmarks.faults.plan import DEADLY, Fault
@@ -21,31 +20,11 @@ CAUSES = {kind: number.name for kind, number in SIGNALS.items()} | {"exit": f"ex
 """What an error must say of a death."""
 
 
-class ActorCampaign:
-    """A mesh whose actors are hurt again and again; it is mended, and has new actors, in between."""
+class ActorCampaign(PlannedCampaign):
+    """A mesh whose actors are hurt; it has new actors after each fault."""
 
     def __init__(self, ranks: int, size: str) -> None:
-        self.ranks = ranks
-        self.findings = Findings("actors", size)
-        self.mesh = self._spawn()
-
-    def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
-        """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
-        started = time.monotonic()
-        for fault in plan:
-            if time.monotonic() > until:
-                self.findings.size = f"{fault.number - 1} of {self.findings.size}, when the time was up"
-                break
-            self.findings.count(fault.kind)
-            try:
-                self._serve(fault)
-            except (errors.MeshError, TimeoutError) as error:
-                kind = self.findings.hangs if isinstance(error, TimeoutError) else self.findings.wrong
-                kind.append(f"{fault}: {type(error).__name__}: {error}")
-                self._replace()
-        self.mesh.stop()
-        self.findings.seconds = time.monotonic() - started
-        return self.findings
+        super().__init__(Findings("actors", size), ranks)
 
     def _serve(self, fault: Fault) -> None:
         load = ActorLoad(self.mesh, fault.number)
@@ -158,10 +137,6 @@ class ActorCampaign:
             self._replace()
         elif self.mesh.lost:
             self.mesh.heal(force=True)
-
-    def _replace(self) -> None:
-        self.mesh.stop()
-        self.mesh = self._spawn()
 
     def _spawn(self) -> ProcMesh:
         hosts = start_hosts({"hosts": HOSTS}, LocalLauncher(separate_hosts=True))

@@ -8,9 +8,11 @@ of their own. Neither may be aborted, stand still or count wrongly, and the next
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -53,10 +55,8 @@ CELLS = {
     "a group of its own": "group = dist.new_group()\nif rank == {rank}: raise ValueError\ndist.barrier(group)",
 }
 
-trouble: list[str] = []
-"""On a rank: what went wrong with the work beside."""
-steps = {"actor": 0, "thread": 0}
-"""On a rank: how often it went well."""
+trouble: list[str] = []  # on a rank: what went wrong with the work beside
+steps = {"actor": 0, "thread": 0}  # on a rank: how often it went well
 stopping = threading.Event()
 
 
@@ -140,10 +140,8 @@ def run_beside(seed: int, count: int) -> Findings:
     """``count`` failures."""
     size = f"{count:,} failing cells and calls beside actors and threads that train, seed {seed}"
     findings = Findings("beside", size)
-    rng, began = random.Random(seed), time.monotonic()
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
-    mesh = this_host().spawn_procs({"gpus": RANKS}, name="beside", device="cpu")
-    try:
+    rng = random.Random(seed)
+    with _running(findings) as mesh:
         trainers, learners = mesh.spawn("trainers", Trainer), mesh.spawn("learners", Learner)
         trainers.initialized.get(DEADLINE_S)
         training = trainers.train.call()
@@ -156,13 +154,21 @@ def run_beside(seed: int, count: int) -> Findings:
         mesh.execute(stop_work).get(DEADLINE_S)
         training.get(DEADLINE_S)
         findings.notes.append(f"steps beside: {before}")
-    except (errors.MeshError, TimeoutError) as error:
-        findings.wrong.append(f"the work beside ended with {type(error).__name__}: {error}")
+    return findings
+
+
+@contextlib.contextmanager
+def _running(findings: Findings) -> Iterator[ProcMesh]:
+    """A mesh for a campaign, whose output is dropped."""
+    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
+    try:
+        with (
+            findings.running(),
+            this_host().spawn_procs({"gpus": RANKS}, name=findings.name, device="cpu") as mesh,
+        ):
+            yield mesh
     finally:
         set_output_source(None)
-        mesh.stop()
-    findings.seconds = time.monotonic() - began
-    return findings
 
 
 def _fail(mesh: ProcMesh, learners: Learner, rng: random.Random, findings: Findings, number: int) -> str:
@@ -223,17 +229,11 @@ FAILURES = ("before", "middle", "list", "splits")
 def run_retries(seed: int, count: int) -> Findings:
     """``count`` failures, each with a call after it."""
     findings = Findings("retries", f"{count:,} calls after a failure, up to {MAX_PAUSE_S:g} s later, seed {seed}")
-    rng, began = random.Random(seed), time.monotonic()
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
-    mesh = this_host().spawn_procs({"gpus": RANKS}, name="retries", device="cpu")
-    try:
+    rng = random.Random(seed)
+    with _running(findings) as mesh:
         learners = mesh.spawn("learners", Learner)
         for number in range(1, count + 1):
             _retry(mesh, learners, rng, findings, number)
-    finally:
-        set_output_source(None)
-        mesh.stop()
-    findings.seconds = time.monotonic() - began
     return findings
 
 

@@ -37,8 +37,7 @@ STOPPED_S = 0.1
 DEADLY = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
 FAULTS = [*DEADLY, "stop", "raise", "interrupt", "wrong rows"]
 REPAIRS = ("heal", "heal_mesh", "respawn", "shrink")
-CHANGES = ("", "", "resize", "attach")
-"""What becomes of the mesh between two faults."""
+CHANGES = ("", "", "resize", "attach")  # what becomes of the mesh between two faults
 ENDS = (errors.WorkerLost, SupervisionError, ActorError, errors.CallFailed)
 
 
@@ -292,16 +291,15 @@ def _fits(fault: str, watched: Watched) -> bool:
 def run_crossed(seed: int, count: int) -> Findings:
     """Hurt the mesh so often."""
     found = Findings("crossed", f"{count:,} faults into {RANKS} ranks under all kinds of work, seed {seed}")
-    started = time.monotonic()
-    crossing = Crossing(found)
-    for number in range(count):
-        name = f"round {seed}-{number}"
-        try:
-            crossing.serve(random.Random(f"{seed}-{number}"), name)
-        except (errors.MeshError, TimeoutError) as error:
-            (found.hangs if isinstance(error, TimeoutError) else found.wrong).append(f"{name}: {error!r}")
-            crossing.procs.stop()
-            crossing = Crossing(found)
-    crossing.procs.stop()
-    found.seconds = time.monotonic() - started
+    with found.running():
+        crossing = Crossing(found)
+        for number in range(count):
+            name, is_served = f"round {seed}-{number}", False
+            with found.judging(name):
+                crossing.serve(random.Random(f"{seed}-{number}"), name)
+                is_served = True
+            if not is_served:
+                crossing.procs.stop()
+                crossing = Crossing(found)
+        crossing.procs.stop()
     return found

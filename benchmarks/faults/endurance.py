@@ -16,11 +16,9 @@ from meshbook.calls.output import OutputDropped, OutputEvent
 from meshbook.mesh.rank_calls import start_cell
 
 DEADLINE_S = 30.0
-UNDER_WAY = 100
-"""Calls that are sent before the first of them is waited for."""
+UNDER_WAY = 100  # calls that are sent before the first of them is waited for
 GROWTH_MB = 10.0
-GROWTH_BYTES_PER_CALL = 20.0
-"""A process that has grown by more than either, whichever is larger, leaks."""
+GROWTH_BYTES_PER_CALL = 20.0  # a process that has grown by more than either, whichever is larger, leaks
 FLOOD_S_PER_GB = 60.0
 LINE = "x" * 999
 

@@ -15,43 +15,69 @@ from benchmarks.faults.plan import DEADLY, Fault
 from meshbook import ProcMesh, errors, this_host
 from meshbook.mesh import states
 
-DEADLINE_S = 15.0
-"""What is not over by then counts as a hang."""
+DEADLINE_S = 15.0  # what is not over by then counts as a hang
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "exit": signal.SIGUSR2}
 STOPPED_S = 0.1
 
 
-class Campaign:
-    """A mesh that is hurt again and again, and mended in between."""
+class PlannedCampaign:
+    """A mesh that is hurt as a plan says, again and again, and mended in between."""
+
+    def __init__(self, findings: Findings, ranks: int) -> None:
+        self.findings, self.ranks = findings, ranks
+        self.mesh = self._spawn()
+
+    def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
+        """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
+        with self.findings.running():
+            for fault in plan:
+                if time.monotonic() > until:
+                    self.findings.size = f"{fault.number - 1} of {self.findings.size}, when the time was up"
+                    break
+                self.findings.count(fault.kind)
+                is_served = False
+                with self.findings.judging(str(fault)):
+                    self._serve(fault)
+                    is_served = True
+                if not is_served:
+                    self.findings.notes += [
+                        f"{fault}: rank {rank} was {place}" for rank, place in states.where(self.mesh).items()
+                    ]
+                    self._replace()
+                self._look_after(fault)
+            self.mesh.stop()
+        return self.findings
+
+    def _spawn(self) -> ProcMesh:
+        raise NotImplementedError
+
+    def _serve(self, fault: Fault) -> None:
+        raise NotImplementedError
+
+    def _look_after(self, fault: Fault) -> None:
+        """Look at something when a fault is over."""
+
+    def _replace(self) -> None:
+        self.mesh.stop()
+        self.mesh = self._spawn()
+
+
+class Campaign(PlannedCampaign):
+    """Calls, cells, collectives and payloads under faults."""
 
     def __init__(self, ranks: int, size: str) -> None:
-        self.ranks = ranks
-        self.findings = Findings("random faults", size)
-        self.mesh = self._spawn()
+        super().__init__(Findings("random faults", size), ranks)
         self._agent: tuple[int, Held] | None = None
         self._agent_grew = ""
 
     def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
-        """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
-        started = time.monotonic()
-        for fault in plan:
-            if time.monotonic() > until:
-                self.findings.size = f"{fault.number - 1} of {self.findings.size}, when the time was up"
-                break
-            try:
-                self._serve(fault)
-            except (errors.MeshError, TimeoutError) as error:
-                self._give_up(fault, error)
-            self._weigh_agent()
-        self.mesh.stop()
-        self.findings.notes.append(f"the last agent, since its first fault: {self._agent_grew}")
-        self.findings.seconds = time.monotonic() - started
-        return self.findings
+        findings = super().run(plan, until)
+        findings.notes.append(f"the last agent, since its first fault: {self._agent_grew}")
+        return findings
 
     # ---- one fault ----------------------------------------------------------------------------------------------
 
     def _serve(self, fault: Fault) -> None:
-        self.findings.count(fault.kind)
         self.mesh.run("ledger = []").get(DEADLINE_S)
         load = Load(self.mesh)
         load.send(fault.calls)
@@ -174,16 +200,6 @@ class Campaign:
         if [failure.rank for failure in raised] != [fault.rank]:
             self.findings.wrong.append(f"{fault}: the cell ended with {type(error).__name__}: {error}")
 
-    def _replace(self) -> None:
-        self.mesh.stop()
-        self.mesh = self._spawn()
-
-    def _give_up(self, fault: Fault, error: Exception) -> None:
-        kind = self.findings.hangs if isinstance(error, TimeoutError) else self.findings.wrong
-        places = ", ".join(f"rank {rank} {place}" for rank, place in states.where(self.mesh).items())
-        kind.append(f"{fault}: {type(error).__name__}: {error}; {places}")
-        self._replace()
-
     def _spawn(self) -> ProcMesh:
         return this_host().spawn_procs({"gpus": self.ranks}, name="hurt", device="cpu")
 
@@ -192,7 +208,7 @@ class Campaign:
         assert hello is not None
         return hello.pid
 
-    def _weigh_agent(self) -> None:
+    def _look_after(self, fault: Fault) -> None:
         """Remember what an agent held when we first saw it, and tell of the last one."""
         pid = self._agent_pid()
         held = Held.of(pid)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.report import aligned, number
 from benchmarks.stats import summarise
+from meshbook.errors import MeshError
 
 SHOWN = 20
+SHOWN_CHARS = 500
 
 
 @dataclass
@@ -17,14 +22,11 @@ class Findings:
     name: str
     size: str
     seconds: float = 0.0
-    hangs: list[str] = field(default_factory=list)
-    """What did not end by its deadline."""
+    hangs: list[str] = field(default_factory=list)  # what did not end by its deadline
     wrong: list[str] = field(default_factory=list)
     """Results and prints that were lost, doubled, out of order or not what they must be; errors of the wrong kind."""
-    left: list[str] = field(default_factory=list)
-    """Processes, files and names that were left behind."""
-    times: dict[str, list[float]] = field(default_factory=dict)
-    """What was timed, to its samples in seconds."""
+    left: list[str] = field(default_factory=list)  # processes, files and names that were left behind
+    times: dict[str, list[float]] = field(default_factory=dict)  # what was timed, to its samples in seconds
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -33,6 +35,25 @@ class Findings:
 
     def time(self, what: str, seconds: float) -> None:
         self.times.setdefault(what, []).append(seconds)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Findings]:
+        """Take the time of the campaign, which is the block; an error that ends it is a hang, or wrong."""
+        started = time.monotonic()
+        with self.judging(""):
+            yield self
+        self.seconds = time.monotonic() - started
+
+    @contextlib.contextmanager
+    def judging(self, what: str) -> Iterator[None]:
+        """Note how a block ends: a timeout is a hang, and another error of the mesh, or of an assertion, is wrong."""
+        lead = f"{what}: " if what else ""
+        try:
+            yield
+        except TimeoutError as error:
+            self.hangs.append(f"{lead}{error}")
+        except (AssertionError, MeshError, UnicodeError) as error:
+            self.wrong.append(f"{lead}{type(error).__name__}: {str(error)[:SHOWN_CHARS]}")
 
     @property
     def ok(self) -> bool:

@@ -23,13 +23,11 @@ from meshbook.errors import UsageError
 Data = npt.NDArray[np.float64]
 
 PATIENCE_S = 60.0
-WRONG, INTERRUPTED = 99, 5
-"""Exit codes of children: the data changed; KeyboardInterrupt was raised."""
+WRONG, INTERRUPTED = 99, 5  # exit codes of children: the data changed; KeyboardInterrupt was raised
 _PRINTED = "x" * 100_000
 
 _fork = multiprocessing.get_context("fork")
-_children: list[tuple[str, int, int]] = []
-"""What it is, its pid, and the code with which it must end."""
+_children: list[tuple[str, int, int]] = []  # what it is, its pid, and the code with which it must end
 
 
 class Echo(Actor):

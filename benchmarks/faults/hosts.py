@@ -37,8 +37,7 @@ class HostCampaign:
         self.relays, self.findings = relays, findings
         hosts = start_hosts({"hosts": len(NAMES)}, SSHLauncher(NAMES, options=["-F", str(config)]))
         self.mesh: ProcMesh = hosts.spawn_procs({"gpus": RANKS_EACH}, name="far", device="cpu", owns_hosts=True)
-        self.plugged_in = 0.0
-        """When a cut has ended."""
+        self.plugged_in = 0.0  # when a cut has ended
         self.expected: list[list[int]] = [[] for _ in self.mesh.ranks]
         """The ledger of each rank: the calls since its process began."""
         self.mesh.run(SETUP).get(DEADLINE_S)
@@ -154,22 +153,18 @@ class HostCampaign:
 def run_hosts(seed: int, count: int) -> Findings:
     """``count`` faults into two hosts by a real sshd on loopback; nothing where there is none."""
     findings = Findings("hosts", f"{count} faults into 2 hosts by ssh with {RANKS_EACH} ranks each, seed {seed}")
-    started = time.monotonic()
     before = _ways_back()
     try:
-        with loopback_hosts() as there:
+        with findings.running(), loopback_hosts() as there:
             with contextlib.ExitStack() as stack:
                 relays, config = _relayed(there, stack)
                 campaign = HostCampaign(config, relays, findings)
                 stack.callback(campaign.mesh.stop)
-                try:
+                with findings.judging(""):
                     campaign.run(random.Random(seed), count)
-                except TimeoutError as error:
-                    findings.hangs.append(str(error))
             findings.left += _left(there, before)
     except NoDaemonError as error:
         findings.notes.append(f"left out: {error}")
-    findings.seconds = time.monotonic() - started
     return findings
 
 

@@ -20,11 +20,9 @@ from pathlib import Path
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.kernel import UNDER_WAY
 
-DEADLINE_S = 60.0
-"""A kernel starts an interpreter, and its first one a template; on a busy machine that takes its time."""
+DEADLINE_S = 60.0  # a kernel starts an interpreter, and its first one a template; on a busy machine that takes its time
 LONGEST_LIFE_S = 0.6
-LEASE_S = 60
-"""So long the mesh outlives this campaign, should no kernel attach any more."""
+LEASE_S = 60  # so long the mesh outlives this campaign, should no kernel attach any more
 _ROOT = Path(__file__).parents[2]
 
 

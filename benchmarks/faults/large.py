@@ -163,8 +163,7 @@ def _raise(size: int) -> None:
 def run_large(seed: int, count: int) -> Findings:
     """``count`` messages of sizes around the limits."""
     findings, draw = Findings("large", f"{count:,} large messages, seed {seed}"), random.Random(seed)
-    started = time.monotonic()
-    with this_host().spawn_procs({"gpus": 2}, name="large", device="cpu") as mesh:
+    with findings.running(), this_host().spawn_procs({"gpus": 2}, name="large", device="cpu") as mesh:
         mesh.run("state = 42").get(DEADLINE_S)
         loads = Loads(mesh)
         loads.printed_by_an_actor(1)
@@ -174,18 +173,13 @@ def run_large(seed: int, count: int) -> Findings:
             way, size = draw.choice(loads.ways), draw.choice(SIZES)
             findings.count(way.__name__)
             began = time.monotonic()
-            try:
+            with findings.judging(f"{way.__name__} {size:,}"):
                 way(size)
                 assert mesh.pull("state").get(DEADLINE_S).values() == [42, 42]
-            except TimeoutError as error:
-                findings.hangs.append(f"{way.__name__} {size:,}: {error}")
-            except (AssertionError, errors.MeshError) as error:
-                findings.wrong.append(f"{way.__name__} {size:,}: {type(error).__name__}: {str(error)[:300]!r}")
             findings.time(way.__name__, time.monotonic() - began)
             if mesh.lost or findings.hangs:
                 break
         if (grown := resident_bytes(agent) - before) > MAX_GROWTH_BYTES:
             findings.left.append(f"{grown >> 20} MiB of memory in the agent")
     set_output_source(None)
-    findings.seconds = time.monotonic() - started
     return findings

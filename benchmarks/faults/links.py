@@ -6,63 +6,33 @@ import contextlib
 import random
 import time
 
-import msgspec
-
 from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Watched
-from benchmarks.faults.namespace import Namespace, make_namespace
-from benchmarks.faults.relay import Relay
-from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.launchers.base import LaunchedHost
-from meshbook.wire.ticket import Ticket
+from benchmarks.faults.namespace import make_namespace
+from benchmarks.faults.relay import RelayedLauncher
+from meshbook import ProcMesh, start_hosts
 
 DEADLINE_S = 30.0
-RESETS_OF_10 = 7
-"""So many of ten faults reset all connections; the others are silence."""
-LONGEST_SILENCE_S = 3.0
-"""Shorter than the silence after which a host counts as lost."""
+RESETS_OF_10 = 7  # so many of ten faults reset all connections; the others are silence
+LONGEST_SILENCE_S = 3.0  # shorter than the silence after which a host counts as lost
 CALLS_PER_FAULT = 200
-
-
-class RelayedLauncher(LocalLauncher):
-    """Agents that dial in through a relay, from a network namespace if there is one."""
-
-    def __init__(self, namespace: Namespace | None = None) -> None:
-        super().__init__(separate_hosts=True)
-        self.namespace = namespace
-        self.relay: Relay | None = None
-
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
-        address = self.namespace.address if self.namespace else "127.0.0.1"
-        self.relay = Relay((host, int(port)), address)
-        endpoint = f"tcp://{address}:{self.relay.port}"
-        with self.namespace.inside() if self.namespace else contextlib.nullcontext():
-            return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
 
 
 def run_links(seed: int, faults: int) -> Findings:
     """``faults`` resets and silences, with calls and payloads under way all the time."""
     findings = Findings("links", f"{faults} resets and silences")
-    launcher = RelayedLauncher(make_namespace())
-    started = time.monotonic()
-    mesh = start_hosts({}, launcher).spawn_procs({"gpus": 2}, name="far", device="cpu", owns_hosts=True)
-    relay = launcher.relay
-    assert relay is not None
-    try:
+    with (
+        findings.running(),
+        contextlib.closing(RelayedLauncher(make_namespace())) as launcher,
+        start_hosts({}, launcher).spawn_procs({"gpus": 2}, name="far", device="cpu", owns_hosts=True) as mesh,
+    ):
         mesh.run("ledger = []").get(DEADLINE_S)
         watched = _break(mesh, launcher, random.Random(seed), faults, findings)
         deadline = time.monotonic() + DEADLINE_S
         findings.hangs += [f"call {each.number}" for each in watched if not each.wait(deadline)]
         if not findings.hangs:
             _judge(mesh, watched, findings)
-    finally:
-        mesh.stop()
-        relay.close()
-        if launcher.namespace is not None:
-            launcher.namespace.close()
-    findings.seconds = time.monotonic() - started
     return findings
 
 

@@ -15,11 +15,9 @@ from meshbook import Future, ProcMesh, errors
 from meshbook.calls.output import OutputEvent, RankDone, StreamText
 from meshbook.mesh.rank_calls import start_cell
 
-PAYLOAD_ELEMENTS = 100_000
-"""float32: 400 kB, which travels in shared memory."""
+PAYLOAD_ELEMENTS = 100_000  # float32: 400 kB, which travels in shared memory
 
-numbers = itertools.count(1)
-"""One number per call, over all loads."""
+numbers = itertools.count(1)  # one number per call, over all loads
 
 
 class Watched:

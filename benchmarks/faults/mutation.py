@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,10 +97,9 @@ def _flat(asked: Future[Any]) -> list[int]:
 def run_mutation(seed: int, count: int) -> Findings:
     """``count`` values on all roads in turn, to two hosts that share no memory."""
     findings = Findings("mutation", f"{count} values written to when they were sent, seed {seed}")
-    draw, started = random.Random(seed), time.monotonic()
-    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    draw, hosts = random.Random(seed), start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
     mesh = hosts.spawn_procs({"gpus": 1}, name="far", device="cpu", group=False, owns_hosts=True)
-    try:
+    with findings.running(), mesh:
         witnesses: Any = mesh.spawn("witnesses", Witness)
         routers = _Roads(mesh, witnesses).all()
         for number in range(count):
@@ -110,14 +108,9 @@ def run_mutation(seed: int, count: int) -> Findings:
             sent, look = router(array)
             array[:] = SPOILT
             findings.count(router.__name__)
-            try:
+            with findings.judging(f"{router.__name__} {number}"):
                 if (seen := look(sent.get(DEADLINE_S))) != [value]:
                     findings.wrong.append(f"{router.__name__} {number}: {seen} for [{value}]")
-            except TimeoutError:
-                findings.hangs.append(f"{router.__name__} {number}")
         if held := len(mesh._controller._dispatcher.payloads._pool.in_use):
             findings.notes.append(f"{held} payloads still in use at the end")
-    finally:
-        mesh.stop()
-    findings.seconds = time.monotonic() - started
     return findings

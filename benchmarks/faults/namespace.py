@@ -23,8 +23,7 @@ class Namespace:
         self.name = f"meshbook{os.getpid()}.{number}"
         self._ours, theirs = f"mb{os.getpid()}.{number}a"[:15], f"mb{os.getpid()}.{number}b"[:15]
         octet = (os.getpid() + number) % 250 + 1
-        self.address = f"10.213.{octet}.1"
-        """Ours, as the namespace sees it."""
+        self.address = f"10.213.{octet}.1"  # ours, as the namespace sees it
         self.their_address = f"10.213.{octet}.2"
         run_ip("netns", "add", self.name)
         try:

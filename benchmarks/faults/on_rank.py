@@ -22,8 +22,7 @@ def note_slowly(number: int) -> float:
 
 CELL = "ledger.append({number})\nprint('cell', {number})\n{number}"
 COLLECTIVE = "for _ in range(3): dist.all_reduce(torch.ones(64))\nledger.append({number})\n{number}"
-HOLD = "import time\nledger.append({number})\ntime.sleep(60)"
-"""A cell that is still running when the fault comes."""
+HOLD = "import time\nledger.append({number})\ntime.sleep(60)"  # a cell that is still running when the fault comes
 HOLD_AND_EXIT = """
 import os, signal, time
 ledger.append({number})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,11 +24,9 @@ from meshbook_extension.output.publisher import Publisher
 
 RANKS = 4
 DEADLINE_S = 60.0
-DEATHS = 0.03
-"""Of this part of the programs a rank does not see the end."""
+DEATHS = 0.03  # of this part of the programs a rank does not see the end
 STEPS = 30
-ERRORS = 4
-"""Most steps of a program on stderr: many changes between the streams are sorted by stream, on purpose."""
+ERRORS = 4  # most steps of a program on stderr: many changes between the streams are sorted by stream, on purpose
 
 _TOKEN = re.compile(r"<(\d+\.\w+)>")
 _LABEL = re.compile(r"\[([\d,-]+)\]")
@@ -92,8 +89,7 @@ class Page:
         self.wrong: list[str] = []
         self._ranks: Sequence[int] = ()
         self._open = ""
-        self._ids: dict[str, str] = {}
-        """Display id to what it has shown first."""
+        self._ids: dict[str, str] = {}  # display id to what it has shown first
 
     def stream(self, name: str, text: str) -> None:
         """Lines behind their labels; the rest of a line that is open has none."""
@@ -138,16 +134,11 @@ class Page:
 def run_order(seed: int, count: int) -> Findings:
     """Run so many programs."""
     found = Findings("order", f"{count:,} random programs on {RANKS} ranks, seed {seed}")
-    started = time.monotonic()
     publisher = Publisher()
-    mesh = this_host().spawn_procs({"gpus": RANKS}, name="order", device="cpu", group=False)
-    try:
+    with found.running(), this_host().spawn_procs({"gpus": RANKS}, name="order", device="cpu", group=False) as mesh:
         for number in range(count):
             _run(mesh, publisher, random.Random(f"{seed}-{number}"), found, f"program {seed}-{number}")
-    finally:
-        mesh.stop()
-        publisher.stop()
-    found.seconds = time.monotonic() - started
+    publisher.stop()
     return found
 
 

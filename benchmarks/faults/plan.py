@@ -19,8 +19,7 @@ WEIGHTS: Mapping[str, int] = {
 """How often each kind comes. ``stop`` is SIGSTOP and, a moment later, SIGCONT; ``raise`` is one rank that raises while
 the others wait in a collective; ``agent`` is SIGKILL for the host agent."""
 
-DEADLY = frozenset({"kill", "segv", "abort", "exit"})
-"""Faults that end one rank."""
+DEADLY = frozenset({"kill", "segv", "abort", "exit"})  # faults that end one rank
 
 LONGEST_DELAY_S = 0.06
 
@@ -31,10 +30,8 @@ class Fault(NamedTuple):
     number: int
     kind: str
     rank: int
-    delay_s: float
-    """From the first call of the load to the fault."""
-    calls: int
-    """How many calls of each sort are under way."""
+    delay_s: float  # from the first call of the load to the fault
+    calls: int  # how many calls of each sort are under way
 
     def __str__(self) -> str:
         return f"fault {self.number}, {self.kind} of rank {self.rank} after {self.delay_s * 1000:.0f} ms"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
 import threading
 import time
+
+import msgspec
+
+from benchmarks.faults.namespace import Namespace
+from meshbook import LocalLauncher
+from meshbook.launchers.base import LaunchedHost
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.unix_transport import SCHEME
 
 
 class Relay:
@@ -92,3 +101,34 @@ class Relay:
         if self._peers.pop(sock, None) is not None:
             self._selector.unregister(sock)
             sock.close()
+
+
+class RelayedLauncher(LocalLauncher):
+    """Agents that dial in through a relay: over TCP, in a network namespace if there is one, or over a Unix socket."""
+
+    relay_class = Relay
+
+    def __init__(self, namespace: Namespace | None = None, *, separate_hosts: bool = True) -> None:
+        super().__init__(separate_hosts=separate_hosts)
+        self.namespace = namespace
+        self.relay: Relay | None = None
+
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        endpoint = tickets[0].endpoint
+        if endpoint.startswith(SCHEME):
+            self.relay = self.relay_class(endpoint.removeprefix(SCHEME))
+            endpoint = f"{SCHEME}{self.relay.path}"
+        else:
+            host, _, port = endpoint.removeprefix("tcp://").partition(":")
+            address = self.namespace.address if self.namespace else "127.0.0.1"
+            self.relay = self.relay_class((host, int(port)), address)
+            endpoint = f"tcp://{address}:{self.relay.port}"
+        with self.namespace.inside() if self.namespace else contextlib.nullcontext():
+            return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+
+    def close(self) -> None:
+        """End the relay, and the namespace."""
+        if self.relay is not None:
+            self.relay.close()
+        if self.namespace is not None:
+            self.namespace.close()

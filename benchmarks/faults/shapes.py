@@ -97,10 +97,9 @@ class Program(Actor):
 
 def run_shapes(seed: int, count: int) -> Findings:
     """``count`` disagreements, a healthy round after each."""
-    findings, started = Findings("shapes", f"{count} disagreements, seed {seed}"), time.monotonic()
-    with this_host().spawn_procs({"gpus": RANKS}, name="shapes", device="cpu") as procs:
+    findings = Findings("shapes", f"{count} disagreements, seed {seed}")
+    with findings.running(), this_host().spawn_procs({"gpus": RANKS}, name="shapes", device="cpu") as procs:
         _Shapes(procs, findings, seed).run(count)
-    findings.seconds = time.monotonic() - started
     return findings
 
 

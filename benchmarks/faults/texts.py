@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
-from meshbook.errors import CallFailed, MeshError
+from meshbook.errors import CallFailed
 from meshbook.formatting import utf8_text
 from meshbook.mesh.driven import set_output_source
 from meshbook.mesh.proc_view import ask, new_output_id
@@ -161,22 +160,19 @@ def strange_text(draw: random.Random) -> str:
 def run_texts(seed: int, count: int) -> Findings:
     """``count`` texts, each across one border."""
     findings, draw = Findings("texts", f"{count:,} strange texts, seed {seed}"), random.Random(seed)
-    started = time.monotonic()
-    with this_host().spawn_procs({"gpus": 2}, name="texts", device="cpu", group=False) as mesh:
+    with (
+        findings.running(),
+        this_host().spawn_procs({"gpus": 2}, name="texts", device="cpu", group=False) as mesh,
+    ):
         mesh.run("import os\nstate = 42").get(DEADLINE_S)
         borders = Borders(mesh)
         for _ in range(count):
             way, text = draw.choice(borders.ways), strange_text(draw)
             findings.count(way.__name__)
-            try:
+            with findings.judging(f"{way.__name__} {text!r}"):
                 way(text)
                 assert mesh.pull("state").get(DEADLINE_S).values() == [42, 42]
-            except TimeoutError as error:
-                findings.hangs.append(f"{way.__name__} {text!r}: {error}")
-            except (AssertionError, MeshError, UnicodeError) as error:
-                findings.wrong.append(f"{way.__name__} {text!r}: {type(error).__name__}: {str(error)[:300]!r}")
             if mesh.lost or findings.hangs:
                 break
     set_output_source(None)
-    findings.seconds = time.monotonic() - started
     return findings

@@ -22,10 +22,10 @@ from controllers import Zygote, alone
 from far_hosts import FarLauncher
 from mail_ranks import open_desks
 from patience import wait_until
-from relay import Relay
 
 import meshbook
 from benchmarks.faults.namespace import Namespace, make_namespace
+from benchmarks.faults.relay import Relay
 from meshbook import LocalLauncher, ProcMesh, shutdown, start_hosts
 from meshbook.agent.lease import Lease
 from meshbook.controller.host_state import MAX_SILENCE_S

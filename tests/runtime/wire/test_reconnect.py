@@ -5,31 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
-from relay import Relay
 
-from meshbook import LocalLauncher, ProcMesh, start_hosts
-from meshbook.launchers.base import LaunchedHost
-from meshbook.wire.ticket import Ticket
-from meshbook.wire.unix_transport import SCHEME
-
-
-class RelayedLauncher(LocalLauncher):
-    """Agents that dial in through a relay."""
-
-    relay: Relay | None = None
-
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        if self.transport == "tcp":
-            host, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
-            self.relay = Relay((host, int(port)))
-            endpoint = f"tcp://127.0.0.1:{self.relay.port}"
-        else:
-            self.relay = Relay(tickets[0].endpoint.removeprefix(SCHEME))
-            endpoint = f"{SCHEME}{self.relay.path}"
-        return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
+from benchmarks.faults.relay import Relay, RelayedLauncher
+from meshbook import ProcMesh, start_hosts
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -39,7 +19,7 @@ def relayed(clean_end: None, request: pytest.FixtureRequest) -> Iterator[tuple[P
     assert launcher.relay is not None
     yield mesh, launcher.relay
     mesh.stop()
-    launcher.relay.close()
+    launcher.close()
 
 
 def _append(number: int) -> int:

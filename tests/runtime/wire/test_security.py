@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import strangers
 import zmq
-from relay import Relay
 
-from meshbook import LocalLauncher, ProcMesh, start_hosts
+from benchmarks.faults.relay import Relay, RelayedLauncher
+from benchmarks.fuzz import NoProcess
+from meshbook import ProcMesh, start_hosts
 from meshbook.controller.host_state import HostState
-from meshbook.errors import MeshError, PeerProtocolError
-from meshbook.launchers.base import LaunchedHost
+from meshbook.errors import MeshError
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.connections import MAX_PER_ADDRESS, ConnectionFilter, borrow
@@ -175,8 +174,8 @@ def test_slow_handshakes_are_few_and_end_after_five_seconds(front: Front) -> Non
 class RecordingRelay(Relay):
     """Keeps what agents send."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        super().__init__(target)
+    def __init__(self, target: tuple[str, int] | str, address: str = "127.0.0.1") -> None:
+        super().__init__(target, address)
         self.recorded: dict[socket.socket, bytearray] = {}
 
     def _accept(self) -> None:
@@ -191,20 +190,6 @@ class RecordingRelay(Relay):
             with contextlib.suppress(OSError):
                 self.recorded[sock] += sock.recv(1 << 16, socket.MSG_PEEK)
         super()._forward(sock)
-
-
-class RelayedLauncher(LocalLauncher):
-    """Agents that dial in through a relay which listens."""
-
-    def __init__(self) -> None:
-        super().__init__(separate_hosts=True)
-        self.relay: RecordingRelay | None = None
-
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        ip, _, port = tickets[0].endpoint.removeprefix("tcp://").partition(":")
-        self.relay = RecordingRelay((ip, int(port)))
-        endpoint = f"tcp://127.0.0.1:{self.relay.port}"
-        return super().launch([msgspec.structs.replace(ticket, endpoint=endpoint) for ticket in tickets])
 
 
 def test_a_number_that_is_no_connection_any_more_is_left_alone() -> None:
@@ -240,9 +225,10 @@ def test_a_gate_lets_few_strangers_in_and_answers_meanwhile() -> None:
 
 def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
     launcher = RelayedLauncher()
+    launcher.relay_class = RecordingRelay
     mesh = start_hosts({}, launcher).spawn_procs({"gpus": 1}, owns_hosts=True)
     relay = launcher.relay
-    assert relay is not None
+    assert isinstance(relay, RecordingRelay)
     try:
         mesh.run("n = 0").get(20)
         for _ in range(5):
@@ -262,22 +248,6 @@ def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
 
 
 # ---- hosts that have a key and lie -----------------------------------------------------------------------------------
-
-
-class NoProcess:
-    """What a launcher returns, for a host that the test itself plays."""
-
-    pid = 0
-    job = ""
-
-    def failure(self) -> str | None:
-        return None
-
-    def waits_for(self) -> str:
-        return ""
-
-    def close(self, timeout_s: float) -> None:
-        pass
 
 
 class Liar:
@@ -398,34 +368,6 @@ def test_a_host_cannot_take_the_place_of_another(front: Front, liar: Liar) -> No
     front.wait_until(lambda: front.socket.rejected >= rejected + 4)
     assert front.call_s(5) < 2
     assert not any(host.lost for host in front.mesh._mesh.hosts)
-
-
-def test_a_key_of_one_session_is_nothing_in_another(front: Front) -> None:
-    """A second controller, and a peer with a key that the first one gave."""
-    from meshbook.wire.transport import ControllerSocket
-
-    other = ControllerSocket()
-    try:
-        other.accept("host")
-        endpoint = other.bind("tcp://127.0.0.1:*")
-        public, secret = front.controller.accept("guest")
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sock = context.socket(zmq.DEALER)
-        sock.curve_serverkey = other.public_key.encode()
-        sock.curve_publickey, sock.curve_secretkey = public.encode(), secret.encode()
-        sock.connect(endpoint)
-        sock.send(b"hello")
-        wake = os.eventfd(0)
-        deadline = time.monotonic() + 10
-        while not other.rejected:
-            assert time.monotonic() < deadline
-            other.poll(wake, 0.05)
-            assert list(other.receive()) == []
-        os.close(wake)
-        context.destroy(linger=0)
-        front.controller.ask(lambda: front.socket.revoke("guest"))
-    finally:
-        other.close()
 
 
 # ---- ranks that lie to their agent -----------------------------------------------------------------------------------
@@ -590,15 +532,3 @@ def test_a_folder_that_another_user_prepared_is_refused(tmp_path: Path) -> None:
     link.symlink_to(real)
     with pytest.raises(SpawnError, match="0700"):
         private_folder(link)
-
-
-def test_impossible_sizes_are_refused_before_anything_is_reserved() -> None:
-    from meshbook.wire.frames import FrameReader
-
-    for claim in (
-        b"\xff\xff\xff\xff",
-        b"\x01\x00\x00\x00\xff\xff\xff\xff",
-        b"\x02\x00\x00\x00" + b"\xff\xff\xff\x7f" * 2,
-    ):
-        with pytest.raises(PeerProtocolError, match="claims"):
-            list(FrameReader().feed(claim))
