@@ -17,8 +17,7 @@ from meshbook.mesh.profiles import collect
 from meshbook.mesh.rank_calls import start_cell
 
 GB = 1 << 30
-KERNEL_OF_A_SECOND = "torch.cuda._sleep(2_000_000_000)"
-"""In cycles of a device: a second or so."""
+KERNEL_OF_A_SECOND = "torch.cuda._sleep(2_000_000_000)"  # in cycles of a device: a second or so
 
 
 def only(mesh: ProcMesh, code: str) -> Any:

@@ -35,8 +35,7 @@ from meshbook.worker.process import _keep_operators
 
 ROOT = Path(__file__).parents[2]
 MINE = ("meshbook", "meshbook_extension", "meshbook_kernel")
-HOOKS = {"sys"}
-"""Modules whose attributes are there to be set."""
+HOOKS = {"sys"}  # modules whose attributes are there to be set
 
 
 def original(owner: Any, name: str) -> Any:

@@ -24,8 +24,7 @@ from stock_kernel import TIMEOUT_S, StockKernel
 from meshbook import ProcMesh, errors, shutdown, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 
-PATIENCE_S = 180
-"""What is started for the first time is compiled first."""
+PATIENCE_S = 180  # what is started for the first time is compiled first
 
 
 class Sleeper(Actor):

@@ -20,8 +20,7 @@ import psutil
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-PATIENCE_MS = 60_000
-"""For what takes a second on a quiet machine."""
+PATIENCE_MS = 60_000  # for what takes a second on a quiet machine
 
 START_TIMEOUT_S = 150
 """For a server, and for a kernel; seconds on a quiet machine, minutes on one that has much else to do."""

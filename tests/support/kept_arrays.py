@@ -8,8 +8,7 @@ import numpy.typing as npt
 from meshbook.actor import Actor, endpoint
 from meshbook.actor.ports import Port
 
-SIZE_BYTES = 24 << 20
-"""More than may be under way at once."""
+SIZE_BYTES = 24 << 20  # more than may be under way at once
 
 Array = npt.NDArray[np.uint8]
 

@@ -24,8 +24,7 @@ from meshbook.wire import messages as wire
 from meshbook.worker.process import WorkerRouter
 from meshbook.worker.worker import Worker
 
-_numbers = itertools.count(1000)
-"""Of mailboxes; those that tests choose themselves are lower."""
+_numbers = itertools.count(1000)  # of mailboxes; those that tests choose themselves are lower
 
 
 def worker() -> Worker:
@@ -201,8 +200,7 @@ def call_again(there: There, begun: Path) -> tuple[str, float, str]:
     return (str(there.call("nap", 60, begun).exception(20)), *ask_for_seconds(there, "nap", 60))
 
 
-SIZES = (1, 1, 1, 100, 30_000, 400_000)
-"""Bytes of messages: inline, as a frame, in shared memory or in pieces."""
+SIZES = (1, 1, 1, 100, 30_000, 400_000)  # bytes of messages: inline, as a frame, in shared memory or in pieces
 
 
 def chatter(there: There, threads: int, messages: int, seed: int) -> None:

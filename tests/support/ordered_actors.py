@@ -14,10 +14,8 @@ from meshbook.errors import MeshError
 class Step(NamedTuple):
     """One message: to which actors, and how it is sent."""
 
-    how: str
-    """``broadcast``, ``call``, ``await`` (call, and wait for it), ``cancel`` (call, and cancel it at once)."""
-    book: int
-    """To which of the meshes of actors."""
+    how: str  # ``broadcast``, ``call``, ``await`` (call, and wait for it), ``cancel`` (call, and cancel it at once)
+    book: int  # to which of the meshes of actors
     ranks: tuple[int, ...]
 
 
@@ -26,8 +24,7 @@ class Sent(NamedTuple):
 
     outcome: str
     """``sent``, ``answered``, ``cancelled``, ``failed`` or ``refused``, which is an error of the call itself."""
-    answered: dict[int, int]
-    """Rank to what its actor gave."""
+    answered: dict[int, int]  # rank to what its actor gave
 
 
 class Book(Actor):

@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 LIMIT_BYTES = 100_000
-SCALE = 2
-"""Pixels of the file for one of the page, since many screens have as many."""
+SCALE = 2  # pixels of the file for one of the page, since many screens have as many
 VIEWPORT = {"width": 912, "height": 1400}
 """Cells are then some 800 pixels wide, as the column of a README is; and all of a scene can be seen."""
 MARGIN = 7
-COLOURS = (256, 128, 64, 32)
-"""Tried one after the other until the file is small enough."""
-TRIES = 10
-"""A picture is taken so often while its cells change their height."""
-SOON_MS = 400_000
-"""Seconds on a quiet machine."""
+COLOURS = (256, 128, 64, 32)  # tried one after the other until the file is small enough
+TRIES = 10  # a picture is taken so often while its cells change their height
+SOON_MS = 400_000  # seconds on a quiet machine
 
 PLAIN = """
 .jp-NotebookPanel-toolbar, .jp-Notebook-footer, .jp-cell-toolbar, .jp-Cell-inputCollapser, .jp-Cell-outputCollapser,
@@ -60,8 +56,7 @@ BOX = """count => {
 class Scene(NamedTuple):
     """One picture."""
 
-    before: str
-    """A cell that is not in the picture, with what the scene needs."""
+    before: str  # a cell that is not in the picture, with what the scene needs
     cells: tuple[str, ...]
     until: tuple[str, ...]
     """For each cell, a selector of what the page shows when the next one is to be run, or the picture to be taken."""

@@ -35,21 +35,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import busy_loops  # noqa: E402
 
 LOGS = ROOT / "build" / "repeat"
-END_S = 60.0
-"""How long an interrupted run may take to end by itself."""
+END_S = 60.0  # how long an interrupted run may take to end by itself
 
 
 class Run(NamedTuple):
     """What one run of the suite took, and how it ended."""
 
     wall_s: float
-    cpu_s: float
-    """This counts the processes that the run has waited for, not those that outlived their parents."""
+    cpu_s: float  # this counts the processes that the run has waited for, not those that outlived their parents
     counts: dict[str, int]
-    failures: list[str]
-    """Tests, and files that could not be read."""
-    why_incomplete: str
-    """Empty where pytest came to its end."""
+    failures: list[str]  # tests, and files that could not be read
+    why_incomplete: str  # empty where pytest came to its end
 
 
 def run_suite(arguments: Sequence[str], log: Path) -> Run:

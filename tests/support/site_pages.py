@@ -26,8 +26,7 @@ COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 FENCE_WORD = re.compile(r"^(```\w+) (?:cluster|fragment)$", re.MULTILINE)
 """The mark of a block that no test runs: it needs a cluster, or names of yours."""
-OUTPUT = re.compile(r"^(`{3,})text$", re.MULTILINE)
-"""The fence of an output, which looks other than code."""
+OUTPUT = re.compile(r"^(`{3,})text$", re.MULTILINE)  # the fence of an output, which looks other than code
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LEGEND = re.compile(r"^([a-z_]\w*|Returns|Raises|Yields): ")
 """A line of a docstring about one argument, about the result, or about errors."""

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import zmq
 
-SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-"""How a ZMTP greeting begins (RFC 23)."""
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"  # how a ZMTP greeting begins (RFC 23)
 
 
 def greeting(mechanism: bytes) -> bytes:

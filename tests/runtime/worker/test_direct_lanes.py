@@ -21,8 +21,7 @@ from meshbook.worker.direct_lanes import ASK_AFTER, RankLanes
 
 pytestmark = pytest.mark.slow
 
-LARGE = np.zeros(1 << 17, np.uint8)
-"""It travels in shared memory, and so by the agent."""
+LARGE = np.zeros(1 << 17, np.uint8)  # it travels in shared memory, and so by the agent
 
 
 class Clerk(Actor):

@@ -1,4 +1,4 @@
-"""Ranks call each other's mailboxes through their agent; the controller sees nothing of it."""
+"""Ranks call each other's mailboxes through their agents, on one host and on two; the controller sees nothing of it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,62 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import mail_ranks
 import numpy as np
 import psutil
 import pytest
-from mail_ranks import There, open_desks
+from mail_ranks import open_desks
 from patience import wait_until
 
-from meshbook import ProcMesh, this_host
+from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
 from meshbook.errors import CallFailed, CallInterrupted
 
 
-@pytest.fixture(scope="module")
-def desks(mesh4: ProcMesh) -> There:
-    return open_desks(mesh4)
+@pytest.fixture(params=["one host", pytest.param("two hosts", marks=pytest.mark.slow)])
+def mesh(request: pytest.FixtureRequest) -> ProcMesh:
+    """Four ranks, on one host or two on each of two."""
+    mesh: ProcMesh = request.getfixturevalue("mesh4" if request.param == "one host" else "mesh2x2")
+    return mesh
 
 
-def test_ranks_call_each_other_and_themselves(mesh4: ProcMesh, desks: There) -> None:
-    answers = mesh4.execute(mail_ranks.ask, desks, "echo", "hello").get(30).values()
-    assert answers == [dict.fromkeys(range(4), "hello")] * 4
+@pytest.fixture
+def mortal(clean_end: None) -> Iterator[ProcMesh]:
+    """Two hosts of one's own, one rank each."""
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    with hosts.spawn_procs({"gpus": 1}, name="mortal") as mesh:
+        yield mesh
 
 
-def test_a_rank_calls_ranks_of_another_mesh(mesh4: ProcMesh, mesh2: ProcMesh) -> None:
+def test_ranks_call_each_other_and_themselves(mesh: ProcMesh) -> None:
+    there = open_desks(mesh)
+    for _ in range(3):
+        answers = mesh.execute(mail_ranks.ask, there, "echo", "hello").get(30).values()
+        assert answers == [dict.fromkeys(range(4), "hello")] * 4
+
+
+def test_a_rank_calls_ranks_of_another_mesh(mesh: ProcMesh, mesh2: ProcMesh) -> None:
     there = open_desks(mesh2)
-    assert mesh4.execute(mail_ranks.ask, there, "echo", 3).get(30).values() == [{0: 3, 1: 3}] * 4
+    assert mesh.execute(mail_ranks.ask, there, "echo", 3).get(30).values() == [{0: 3, 1: 3}] * 4
+    back = open_desks(mesh)
+    assert mesh2.execute(mail_ranks.ask, back, "echo", 4).get(30).values() == [dict.fromkeys(range(4), 4)] * 2
 
 
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("seed", [1, 2])
-def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh4: ProcMesh, seed: int) -> None:
-    there = open_desks(mesh4)
-    mesh4.execute(mail_ranks.chatter, there, threads=3, messages=40, seed=seed).get(120)
-    for notes in mesh4.execute(mail_ranks.ask, there.on(seed), "notes").get(30).values():
-        for sender, thread in itertools.product(range(4), range(3)):
-            mine = [number for rank, of, number in notes[seed] if (rank, of) == (sender, thread)]
-            assert mine == list(range(41))
+def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh: ProcMesh) -> None:
+    there = open_desks(mesh)
+    mesh.execute(mail_ranks.chatter, there, threads=3, messages=40, seed=1).get(120)
+    for rank in (1, 3):
+        for notes in mesh.execute(mail_ranks.ask, there.on(rank), "notes").get(30).values():
+            for sender, thread in itertools.product(range(4), range(3)):
+                mine = [number for came_from, of, number in notes[rank] if (came_from, of) == (sender, thread)]
+                assert mine == list(range(41))
 
 
-def test_an_exception_on_another_rank_is_raised_where_it_is_waited_for(mesh4: ProcMesh, desks: There) -> None:
+def test_an_exception_on_another_rank_is_raised_where_it_is_waited_for(mesh: ProcMesh) -> None:
     with pytest.raises(CallFailed, match="ValueError: bad shard") as caught:
-        mesh4.slice(gpus=1).execute(mail_ranks.ask, desks.on(3), "fail").get(30)
+        mesh.select([1]).execute(mail_ranks.ask, open_desks(mesh).on(3), "fail").get(30)
     (failure,) = caught.value.failures
     assert failure.rank == 1
     assert isinstance(failure.load(), CallFailed)
@@ -90,9 +104,8 @@ def test_a_timeout_names_the_ranks_that_are_silent(mesh4: ProcMesh) -> None:
         mesh4.slice(gpus=0).execute(mail_ranks.ask, there, "echo", 1, timeout=0.3).get(30)
 
 
-def test_a_cancel_reaches_the_mailbox(mesh4: ProcMesh) -> None:
-    there = open_desks(mesh4)
-    text = mesh4.slice(gpus=0).execute(mail_ranks.cancel_after, there.on(1), 0.1).get(30).get(0)
+def test_a_cancel_reaches_the_mailbox(mesh: ProcMesh) -> None:
+    text = mesh.select([0]).execute(mail_ranks.cancel_after, open_desks(mesh).on(2), 0.1).get(30).get(0)
     assert "KeyboardInterrupt" in text
 
 
@@ -108,15 +121,16 @@ def test_an_interrupt_of_a_cell_that_waits_cancels_what_it_waits_for(mesh4: Proc
     assert again.get(0) == {1: 1, 2: 1}
 
 
-def test_large_payloads_go_through_shared_memory_and_are_freed(mesh4: ProcMesh, desks: There) -> None:
-    array = np.arange(2_000_000.0)
+def test_large_payloads_go_through_shared_memory_or_in_pieces_and_are_freed(mesh: ProcMesh) -> None:
+    there, array = open_desks(mesh), np.arange(3_000_000.0)
     for _ in range(3):
-        sizes = mesh4.execute(mail_ranks.ask, desks, "size", array).get(60).values()
+        sizes = mesh.execute(mail_ranks.ask, there, "size", array).get(60).values()
         assert sizes == [dict.fromkeys(range(4), len(array))] * 4
-    back = mesh4.slice(gpus=0).execute(mail_ranks.ask, desks.on(1, 3), "echo", array).get(60).get(0)
+    back = mesh.select([0]).execute(mail_ranks.ask, there.on(1, 3), "echo", array).get(60).get(0)
+    assert np.array_equal(back[1], array)
     assert np.array_equal(back[3], array)
     del back
-    wait_until(lambda: set(mesh4.execute(mail_ranks.segments_in_use).get(20).values()) == {0})
+    wait_until(lambda: set(mesh.execute(mail_ranks.segments_in_use).get(20).values()) == {0})
 
 
 @pytest.mark.slow
@@ -153,3 +167,41 @@ def test_a_flood_to_a_rank_that_dies_goes_on(mesh4: ProcMesh, mesh2: ProcMesh) -
     time.sleep(0.5)
     os.kill(victim, signal.SIGKILL)
     flood.get(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["rank", "host"])
+def test_who_waits_for_a_rank_of_another_host_is_told_of_its_end_and_calls_its_successor(
+    mortal: ProcMesh, lost: str
+) -> None:
+    there, agent = open_desks(mortal), mortal._mesh.hosts[1].hello
+    assert agent is not None
+    victim = mortal.status()[1].pid if lost == "rank" else agent.pid
+    dead = mortal.slice(hosts=0).execute(mail_ranks.death_of_a_callee, there.on(1), victim, signal.SIGKILL)
+    seconds, text = dead.get(30).values()[0]
+    assert "WorkerLost: rank 1 on" in text
+    assert ("killed by SIGKILL" if lost == "rank" else "its host is lost") in text
+    assert seconds < 5.0
+    wait_until(lambda: mortal.lost)  # the ranks may know it before this process
+    mortal.heal()
+    there = open_desks(mortal)
+    assert mortal.slice(hosts=0).execute(mail_ranks.ask, there, "echo", 1).get(20).values() == [{0: 1, 1: 1}]
+    assert mortal.slice(hosts=1).execute(mail_ranks.ask, there, "echo", 2).get(20).values() == [{0: 2, 1: 2}]
+
+
+@pytest.mark.slow
+def test_a_flood_to_another_host_is_held_back(mesh2x2: ProcMesh) -> None:
+    there = open_desks(mesh2x2)
+    slow = mesh2x2.status()[3].pid
+    os.kill(slow, signal.SIGSTOP)
+    try:
+        flood = mesh2x2.slice(hosts=0, gpus=0).execute(mail_ranks.flood, there.on(3), messages=12_000, size=20_000)
+        time.sleep(2.0)
+        assert not flood.done()
+        for host, gpu in ((0, 1), (1, 0)):
+            assert mesh2x2.slice(hosts=host, gpus=gpu).execute(lambda: 1).get(20).values() == [1]
+    finally:
+        os.kill(slow, signal.SIGCONT)
+    flood.get(60)
+    notes = mesh2x2.slice(hosts=0, gpus=0).execute(mail_ranks.ask, there.on(3), "notes").get(60).get(0)[3]
+    assert [number for _, _, number in notes] == list(range(12_000))
