@@ -4,7 +4,7 @@
         ProxyCommand python -m meshbook_extension.ssh_proxy wss://hub.example.org/user/ada/sshd/
 
 ssh speaks with an sshd of the user's own over there, which jupyter-sshd-proxy starts and jupyter-server-proxy passes
-bytes to. This end only carries them: what they are is between ssh and sshd, whose keys still count. The server's token
+bytes to. This end only carries them: their meaning is between ssh and sshd, whose keys still count. The server's token
 is read from a file or the environment, since command lines are seen by everybody on the machine.
 """
 

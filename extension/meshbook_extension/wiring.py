@@ -100,8 +100,8 @@ NOTEBOOK_ADVICE = Advice(
 def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     """Open a session whose calls print into the cells of ``shell``.
 
-    earlier: one that was closed, with whose meshes, slices and jobs it goes on; without, those that an earlier kernel
-    of the notebook has left come back.
+    earlier: a closed one, whose meshes, slices and jobs it takes over; without it those of an earlier kernel of the
+    notebook come back.
     """
     session = Session(shell, notebook_key(shell))
     if earlier is not None:

@@ -77,7 +77,7 @@ SHUTDOWN_TIMEOUT_S = 1.5
 """The time that a shutdown has to stop the meshes; Jupyter kills a kernel that takes over 2.5 s to end."""
 
 LEAVE_TIMEOUT_S = 1.0
-"""The time that hosts have to acknowledge messages; those that they have not got are lost with this kernel."""
+"""The time that hosts have to acknowledge messages; unacknowledged messages are lost with this kernel."""
 
 PREWARM_AFTER_S = 0.3
 """The time before the host is warmed up: the first prompt comes first, and may need no host."""

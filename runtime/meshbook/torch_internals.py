@@ -1,7 +1,7 @@
 """torch's private names that the product uses, all in one place: a new version of torch breaks nothing elsewhere.
 
 The versions tried are 2.8 and 2.11 to 2.15; development is on 2.13. A name that a version may lack is looked for in a
-function here, which says what happens without it. torch itself imports all modules that are imported here at the
+function here, which says how the code does without it. torch itself imports all modules that are imported here at the
 beginning, so this costs a rank nothing; DTensor and FSDP are imported by the functions that need them.
 """
 

@@ -94,7 +94,7 @@ class HangDetector:
     ) -> Sign | None:
         """Return a new sign, if there is one.
 
-        now: monotonic. told: what ranks of the mesh answered. running, ended: the ranks of the cell.
+        now: monotonic. told: the answers of ranks. running, ended: the ranks of the cell.
         """
         if any(one.paused for one in told.values()):
             self._start, self._resumed = None, now

@@ -166,11 +166,11 @@ class CellOutput(Scheduled):
         self._publisher.schedule(self, now)
 
     def finish(self) -> None:
-        """Show everything received so far and wait until it is shown. What comes later is shown too.
+        """Show everything received so far and wait until it is shown. Later output is shown too.
 
-        A cell with much to show says so; what an interrupt leaves unshown is counted. One whose output nothing takes,
-        for so long, ends with a notice.
-        Raises: whatever went wrong while showing it; KeyboardInterrupt, when the rest was counted.
+        A cell with much to show says so; output that an interrupt leaves unshown is counted. One whose output nothing
+        takes, for so long, ends with a notice.
+        Raises: the errors of showing it; KeyboardInterrupt, when the rest was counted.
         """
         self._closing = True
         self.drain()

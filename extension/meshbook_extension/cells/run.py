@@ -73,7 +73,7 @@ Interrupt stops the cell on all ranks; their variables stay.""",
 def run_mesh_cell(session: Session, line: str, code: str) -> None:
     """Execute ``%%mesh LINE`` over ``code``.
 
-    Raises: what went wrong on the ranks, so that the notebook's cell fails too.
+    Raises: the errors of the ranks, so that the notebook's cell fails too.
     """
     arguments = parse(MESH_CELL, line)
     if arguments.wants_help:

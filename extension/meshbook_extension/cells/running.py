@@ -92,11 +92,11 @@ class RunningCell:
     def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
-        holding: what holds interrupts back since the cell was sent, as in `start_cell`; closed here, where
+        holding: the block that holds interrupts back since the cell was sent, as in `start_cell`; closed here, where
         an interrupt is dealt with.
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
         cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
-        at their prompts; what the handler of a signal raises, when the ranks were interrupted.
+        at their prompts; an error of a signal handler, when the ranks were interrupted.
         """
         error: CallError
         try:
@@ -245,7 +245,7 @@ def _others(error: CallError) -> list[str]:
 
 
 def interrupted(text: str) -> CallInterrupted:
-    """Return the error for an interrupt of a command that waits for no cell; ``text`` says what goes on."""
+    """Return the error for an interrupt of a command that waits for no cell; ``text`` names the work that goes on."""
     error = CallInterrupted((), {})
     show_as(error, [f"KeyboardInterrupt: {text}"])
     return error
@@ -351,13 +351,13 @@ class Jobs:
         return [job for job in self._jobs.values() if job.state == "running"]
 
     def unwaited(self) -> list[Job]:
-        """Return the jobs that run, and those that failed before a wait, which must not miss a failure."""
+        """Return the jobs that run, and the failed ones, which a wait must not miss."""
         return [job for job in self._jobs.values() if job.state == "running" or job.failed_unseen]
 
     def find(self, word: str) -> Job:
         """Return the job with this number.
 
-        Raises: UsageError naming those that there are.
+        Raises: UsageError that names the jobs.
         """
         if not self._jobs:
             raise UsageError("no job yet. Start one: %%mesh --async above a cell")

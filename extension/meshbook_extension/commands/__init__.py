@@ -58,7 +58,7 @@ def load_all() -> None:
 def dispatch(session: Session, line: str) -> None:
     """Run the line of one ``%mesh``.
 
-    Raises: UsageError for what is no command, and what the command raises.
+    Raises: UsageError for an unknown command, and the errors of the command.
     """
     load_all()
     name, _, rest = line.strip().partition(" ")
@@ -80,7 +80,7 @@ def dispatch(session: Session, line: str) -> None:
 def help_text(name: str = "") -> str:
     """Return the text of ``%mesh help``: all commands, or one of them.
 
-    Raises: UsageError for what is no command.
+    Raises: UsageError for an unknown command.
     """
     from meshbook_extension.cells.run import MESH_CELL
 

@@ -109,7 +109,7 @@ The first time each rank gets a KeyboardInterrupt. The second time process group
 continued, and KeyboardInterrupt is raised again where it was caught. Ranks that then still do not move are named.""",
 )
 def interrupt(session: Session, arguments: Arguments) -> None:
-    """Interrupt all ranks and name those that stopped; an error if not all did."""
+    """Interrupt all ranks and name the ranks that stopped; an error if not all did."""
     if arguments.words or arguments.pairs:
         views = [session.target(arguments.words, arguments.pairs)]
     else:

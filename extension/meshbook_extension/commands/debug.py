@@ -121,7 +121,7 @@ Other ranks that raised in the same call are there too: rank N goes to one, cast
 {AT_PROMPT}""",
 )
 def postmortem(session: Session, arguments: Arguments) -> None:
-    """Open prompts on the rank and on those that failed with it, until the person quits."""
+    """Open prompts on the rank and on the ranks that failed with it, until the person quits."""
     procs = session.mesh().base()
     cast = arguments.text(CAST.name)
     if cast is None:

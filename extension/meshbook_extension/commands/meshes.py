@@ -247,7 +247,7 @@ def describe(saved: SavedSession) -> str:
 
 
 def describe_others() -> Iterator[str]:
-    """Yield lines of ``%mesh list`` on sessions of other kernels, and on those that wait."""
+    """Yield lines of ``%mesh list`` on sessions of other kernels, and on sessions that wait."""
     from meshbook.sessions.listing import sessions
 
     others = [each for each in sessions() if not each.is_ours]

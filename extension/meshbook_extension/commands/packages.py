@@ -33,7 +33,7 @@ HERE = -1
 """The number that stands for the notebook's own process among ranks."""
 
 NAMED = 6
-"""The most modules that are named of those that were not reloaded."""
+"""The most names of modules in the note on those not reloaded."""
 
 SAYS_MUCH = ("install", "uninstall", "download", "wheel", "sync")
 """Commands of pip that take long and say much; of others all is shown."""
@@ -92,7 +92,7 @@ def sync(session: Session, arguments: Arguments) -> None:
 
 
 def send_again(session: Session, procs: ProcMesh, ranks: Collection[int]) -> None:
-    """Give new ranks what the others were sent."""
+    """Send new ranks the modules that the others have."""
     modules = session.part(SentModules).of(procs.id)
     if modules and ranks:
         _send(procs.base().select(sorted(ranks)), modules)

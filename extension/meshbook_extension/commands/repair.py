@@ -172,7 +172,7 @@ def _describe_loss(session: Session, procs: ProcMesh, ranks: Collection[int], ag
 def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> None:
     """Run the setup cells on new ranks, and say that these have lost their variables.
 
-    Raises: what a setup cell raises; then the ranks still owe it, and the next ``%mesh heal`` runs it again.
+    Raises: the error of a setup cell; then the ranks still owe it, and the next ``%mesh heal`` runs it again.
     """
     if not ranks:
         return

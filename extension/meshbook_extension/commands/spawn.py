@@ -384,7 +384,7 @@ def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
     """Return the processes of ``Mesh(shape=...)``.
 
     They are those of the current mesh if it has as many ranks, else of one with these axes, so that a cell that is run
-    again finds what it has made; else new ones, that are listed.
+    again finds its hosts; else new ones, that are listed.
     """
     from meshbook.mesh.driven import this_host
 

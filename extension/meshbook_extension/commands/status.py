@@ -201,7 +201,7 @@ def describe_freed(freed: Freed) -> str:
 
 LINES = 20
 LINES_BEFORE = 5
-"""The lines of each rank before those that are followed."""
+"""The number of earlier lines of each rank that are shown first."""
 LOOK_S = 0.2
 NOBODY = frozenset({-1})
 """The ranks that end an output that is followed: none."""

@@ -1,4 +1,4 @@
-"""The completer says what may follow at the cursor and what the name there is, in replies of Jupyter's protocol.
+"""The completer: it completes and inspects the name at the cursor, in replies of Jupyter's protocol.
 
 Code for ranks is completed by a rank that answers within `TIMEOUT_S`, our own lines by their grammars.
 """

@@ -37,7 +37,7 @@ class LoggedError(NamedTuple):
     """The place ``cell 7``; empty for a rank that ended while it was idle."""
     ranks: tuple[int, ...]
     ename: str
-    """The exception's class; ``KeyboardInterrupt`` for ranks that were interrupted, `LOST` for those that ended."""
+    """The exception's class; ``KeyboardInterrupt`` for interrupted ranks, `LOST` for ended ones."""
     evalue: str
     """The exception's text; of ranks that ended, the cause."""
     where: str

@@ -1,7 +1,7 @@
 """The grammar of the magics: words, ``axis=value`` pairs and typed options, all taken literally.
 
-A line is split as a shell would split it. What a command accepts is its `Grammar`, from which both the parser and the
-help text are made, so that they cannot disagree. Nothing is evaluated: ``--timeout 2*3`` is an error, not 6.
+A line is split as a shell would split it. Each command has a `Grammar`, from which both the parser and the help text
+are made, so that they cannot disagree. Nothing is evaluated: ``--timeout 2*3`` is an error, not 6.
 
     %mesh spawn hosts=2 gpus=4 --on slurm -- --partition a100
           |     |               |            |
@@ -50,7 +50,7 @@ class Option:
     def convert(self, text: str) -> OptionValue:
         """Return the value that ``text`` stands for.
 
-        Raises: ValueError, saying what would be one.
+        Raises: ValueError, which describes a valid value.
         """
         if self.choices and text not in self.choices:
             either = " or ".join(filter(None, [", ".join(self.choices[:-1]), self.choices[-1]]))
@@ -69,15 +69,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar says what one command accepts.
+    """The arguments that one command accepts.
 
     name: as typed, ``%mesh spawn`` or ``%%mesh``.
     words: how the help writes the plain words: ``NAME``, ``[NAME]`` for one that may be left out, ``NAME [NAME ...]``.
-    names: what ``NAME`` among them names, for completion: ``meshes``, ``waiting`` (to be attached), ``notebook`` or
-        ``ranks`` (variables there); empty: something new.
+    names: the kind of thing that ``NAME`` names, for completion: ``meshes``, ``waiting`` (to be attached), ``notebook``
+    or ``ranks`` (variables there); empty: something new.
     pairs: how it writes ``axis=value`` pairs; empty where there are none.
     tail: the first plain word begins a text that is taken raw to the end of the line (an expression).
-    rest: whatever follows ``--`` belongs to somebody else.
+    rest: the words after ``--`` belong to another program.
     profiles: ``@NAME`` stands for a line that was written down (`meshbook_extension.commands.spawn`).
     """
 
@@ -173,7 +173,7 @@ class Arguments:
 def parse(grammar: Grammar, line: str) -> Arguments:
     """Read ``line`` as ``grammar`` says.
 
-    Raises: UsageError naming what is wrong, the near match, and an example.
+    Raises: UsageError with the wrong word, a near match, and an example.
     """
     if grammar.tail:  # options and pairs first; the expression begins at the first part that is neither
         head, rest = _split_tail(grammar, line.strip())

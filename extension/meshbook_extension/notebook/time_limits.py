@@ -1,7 +1,7 @@
 """Meshes that stop by themselves: idle for too long, or older than they may become; a note warns before.
 
-A mesh is idle while no call to it runs and no actor of its ranks has anything to do. What its ranks do by themselves,
-in threads that cells have left behind, does not count.
+A mesh is idle while no call to it runs and no actor of its ranks has anything to do. Work of its ranks in threads that
+cells have left behind does not count.
 """
 
 from __future__ import annotations

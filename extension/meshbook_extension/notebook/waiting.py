@@ -1,7 +1,7 @@
 """Waits on the main thread of a notebook, as `CallFuture.get` waits, with tasks that are done meanwhile.
 
 The wait is synchronous: ipykernel does not wake an idle event loop for SIGINT, and an ``await`` in a cell would go on
-for seconds. The thread serves the controller's sockets itself, so whatever ranks tell wakes it, as an interrupt does.
+for seconds. The thread serves the controller's sockets itself, so any message of ranks wakes it, as an interrupt does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def wait_until_done(
 ) -> bool:
     """Wait until ``future`` is done, with a result or an error; returns False at the deadline.
 
-    look: called first, whenever ``wanted()``, and after the seconds that it returns. clock: what ``timeout_s`` is
-    counted on. Raises: KeyboardInterrupt.
+    look: called first, whenever ``wanted()``, and after the seconds that it returns. clock: the clock of ``timeout_s``.
+    Raises: KeyboardInterrupt.
     """
     deadline = math.inf if timeout_s is None else clock() + timeout_s
     while True:

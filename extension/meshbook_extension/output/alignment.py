@@ -1,19 +1,19 @@
 """The alignment of ranks' lines: sequences that arrive bit by bit are laid side by side, and equal lines become one.
 
-Each rank has a queue. What stands first in it may be shown, together with all equal ones that stand first in the queues
-of other ranks. It goes when every rank that still runs has it there, or when one of its lines has waited long enough.
+Each rank has a queue. Its first entry may be shown, together with all equal ones that stand first in the queues of
+other ranks. It goes when every rank that still runs has it there, or when one of its lines has waited long enough.
 
     rank 0   "rank 0"  same  end        "rank 0" and "rank 1" go alone, since nobody else has them; then "same" stands
     rank 1   "rank 1"  same             first in both queues and goes as one; "end" waits for rank 1
 
-A line that another rank has further back in its queue waits for that one, and makes what stands before it there go
-too: so equal lines meet behind any number of lines that differ. Where lines wait for each other in a circle (ranks
-printed them in different orders) the one that most ranks have in front goes first.
+A line that another rank has further back in its queue waits for that one, and makes the entries before it there go too:
+so equal lines meet behind any number of lines that differ. Where lines wait for each other in a circle (ranks printed
+them in different orders) the one that most ranks have in front goes first.
 
 Nothing overtakes within a rank, with one exception. Two lines of which nobody knows which came first (C code wrote them
 to stdout and stderr, which are two pipes) may change places for the sake of a merger; they have the same `era`.
 
-Results wait for each other: they go when no rank runs any more, and what a rank shows behind its result waits with it.
+Results wait for each other: they go when no rank runs any more, and later output of a rank waits behind its result.
 Pure: no clock, no thread.
 """
 
@@ -61,7 +61,7 @@ class _Queue:
     def __init__(self) -> None:
         self.lanes: dict[str, deque[Entry]] = {}
         self.front: tuple[Entry, ...] = ()
-        """The entries that may go: the first, then what may as well have come before it."""
+        """Yield the entries that may go: the first, then entries that may as well have come before it."""
         self.through = -1
         """The number up to which entries go, since entries of other ranks wait for one of them."""
         self.era = self.count = 0
@@ -120,7 +120,7 @@ class Alignment:
         return not self._holders
 
     def due_at(self, running: Collection[int]) -> float | None:
-        """Return when the next entry has waited long enough, without those that wait for ranks to end."""
+        """Return when the next entry has waited long enough, apart from entries that wait for ranks to end."""
         self._look_again()
         heads = (queue.front[0] for queue in self._queues.values() if queue.front)
         return min((head.due for head in heads if not (head.is_result and running)), default=None)

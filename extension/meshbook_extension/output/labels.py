@@ -119,7 +119,7 @@ def format_duration(seconds: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
-    """Return a line for each row, all columns of equal width; ``sides`` has ``>`` for those that stand right."""
+    """Return a line for each row, all columns of equal width; ``sides`` has ``>`` for columns aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{side}{width}" for side, width in zip(sides.ljust(len(widths), "<"), widths, strict=True)]
     return ["  ".join(f"{cell:{form}}" for cell, form in zip(row, forms, strict=True)).rstrip() for row in rows]

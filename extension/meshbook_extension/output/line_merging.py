@@ -1,4 +1,4 @@
-"""Merging what ranks print: equal lines of several ranks become one, without losing or reordering any.
+"""The merging of ranks' prints: equal lines of several ranks become one, without losing or reordering any.
 
 A line is shown when every rank that still runs has printed it, or when it has waited for the window. Progress bars that
 have ended are equal if they differ in time and rate alone. Pure: no clock, no thread.
@@ -27,7 +27,7 @@ class LinePiece(NamedTuple):
 
     ranks: tuple[int, ...]
     stream: str
-    """``stdout``, ``stderr``, or ``display`` for what is not text."""
+    """``stdout``, ``stderr``, or ``display`` for rich output."""
     text: str
     """A line with its newline, or a part of one."""
     continues: bool = False
@@ -65,7 +65,7 @@ class Grouping:
         self._running.discard(rank)
 
     def take(self, now: float, *, at_once: bool = False) -> list[LinePiece]:
-        """Return the pieces to show by now; ``at_once``: all but those that wait for ranks to end."""
+        """Return the pieces to show by now; ``at_once``: all but the pieces that wait for ranks to end."""
         self._add_lines(self._reader.take_rested(now), now)
         return self._take(math.inf if at_once else now, results=False)
 
@@ -94,7 +94,7 @@ class LineMerger(Grouping):
     """The grouping of ``--group equal``, which merges equal lines (`meshbook_extension.output.alignment`).
 
     As long as all ranks print the same, line by line, their texts are compared as they are: it takes a tenth of the
-    time. What differs, or is more than lines of stdout, is aligned.
+    time. Texts that differ, or are more than lines of stdout, are aligned.
     """
 
     joins_bars = True

@@ -1,14 +1,14 @@
 """The way to the front end: a sink per cell, and the one thread that writes to the sinks.
 
 Output of ranks may come at any time, also after its cell has ended, and Jupyter attributes a message to a cell by its
-parent header. So a sink keeps the parent that was there when its cell began, and sends with it itself: what ``print``
-would do from a thread depends on the version of ipykernel and mostly hits another cell. In a terminal, and inside of
-``%%capture``, there is no parent, and a sink writes to sys.stdout.
+parent header. So a sink keeps the parent that was there when its cell began, and sends with it itself: a ``print`` from
+a thread depends on the version of ipykernel and mostly hits another cell. In a terminal, and inside of ``%%capture``,
+there is no parent, and a sink writes to sys.stdout.
 
-Where nobody is at the notebook (nbclient, papermill), what comes for a cell that has ended is dropped: there it goes to
+Where no person is at the notebook (nbclient, papermill), output for a cell that has ended is dropped: there it goes to
 the cell that runs, or to the next one.
 
-The publisher's thread is the only one that writes to sinks. Whoever has something to show schedules the moment; the
+The publisher's thread is the only one that writes to sinks. Any thread with something to show schedules the moment; the
 runtime's I/O thread, which brings the output, never waits here.
 """
 

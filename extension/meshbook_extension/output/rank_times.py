@@ -183,7 +183,7 @@ _WAIT = "repeating-linear-gradient(135deg,rgba(128,128,128,.55) 0 2px,rgba(128,1
 
 
 def chart_html(times: Sequence[RankTime]) -> str:
-    """Return what `chart` shows, as HTML."""
+    """Return the chart of `chart`, as HTML."""
     slow = stragglers(times)
     longest_s = max(time.total_s for time in times) or 1.0
     parts = [_html_table([_html_row(time, note, longest_s, slow) for time, note in rows_of(times)])]

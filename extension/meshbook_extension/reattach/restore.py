@@ -1,7 +1,7 @@
 """The next kernel of a notebook finds the meshes that the last one has left, and restores names, views and jobs.
 
 They are attached in the background as soon as the extension is loaded, so that the kernel starts as fast as ever; the
-first cell waits for that and prints what has come back.
+first cell waits for that and prints the meshes that have come back.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
 
 
 def _restore_slices(session: Session, attachment: Attachment, notebook_state: NotebookState) -> list[str]:
-    """Restore named slices; returns the names of those that cannot be made again."""
+    """Restore named slices; returns the names of slices that cannot be made again."""
     meshes = {mesh.name: mesh for mesh in attachment.meshes}
     gone = []
     for name, saved in notebook_state.slices.items():
@@ -210,7 +210,7 @@ class AutoAttach:
                     self._problems.append(f"mesh {names} could not be attached again: {error}")
 
     def _tell(self, *_info: object) -> None:
-        """Restore the attached meshes before the first cell, and report those that are gone."""
+        """Restore the attached meshes before the first cell, and report the lost ones."""
         started = time.monotonic()
         if not self.wait():
             waited = format_duration(time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""JupyterLab's debugger panel on a rank: this module answers for a rank what ipykernel's Debugger answers for itself.
+"""JupyterLab's debugger panel on a rank: this module answers for a rank as ipykernel's Debugger answers for itself.
 
 All of it runs on the loop of ipykernel's control thread; messages of the rank come on the tunnel's thread.
 

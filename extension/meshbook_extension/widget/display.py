@@ -30,7 +30,7 @@ WORTH_BYTES = 1_000_000
 
 
 def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> str:
-    """Return what a terminal shows of the mesh."""
+    """Return the mesh as a terminal shows it."""
     hosts = len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses})
     return f"{describe_mesh(session, procs, hosts)}\n{rank_table(statuses)}"
 

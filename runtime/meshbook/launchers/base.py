@@ -32,7 +32,7 @@ class LaunchedHost(Protocol):
         return ""
 
     def waits_for(self) -> str:
-        """Return what keeps the agent from starting, as a job's place in a queue; empty where nothing does."""
+        """Return the obstacle to the agent's start, as a job's place in a queue; empty where there is none."""
         return ""
 
     def close(self, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class PlacedHost(LaunchedHost, Protocol):
     """A host of an engine that another one can take the place of."""
 
     def save(self, saved: SavedLauncher) -> SavedLauncher:
-        """Return ``saved`` with what is needed to find this host again."""
+        """Return ``saved`` with the details needed to find this host again."""
 
 
 HostT = TypeVar("HostT", bound=PlacedHost)

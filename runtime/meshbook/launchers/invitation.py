@@ -1,4 +1,4 @@
-"""The ticket that a person carries to other machines, and what is said at the gate that it leads to.
+"""The ticket that a person carries to other machines, and the messages at the gate that it leads to.
 
 It is one line, so that it can be pasted. It names the gate (`meshbook.wire.zmq_transport.Gate`), and holds a secret:
 whoever shows that there is a host, as often as hosts are waited for. Only then an agent gets a `Ticket` of its own.

@@ -1,6 +1,6 @@
 """Host agents in the pods of a Kubernetes cluster: a Job for each host, and the Secret with its ticket.
 
-    controller ──stdin: what is wanted──> driver ──API server──> Job ──> pod: sh ──> agent
+    controller ──stdin: hosts to start──> driver ──API server──> Job ──> pod: sh ──> agent
         │── session folder: a socket ───────'           '──> Secret ──a file──'        │
         '── own address: port <══════════════════════════ network ════════════════════'
 

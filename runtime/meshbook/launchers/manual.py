@@ -6,7 +6,8 @@
     controller, own address: port <══════════════════ network ══════════════════════════════════════════'
 
 The gate is a port of its own, open as long as a host that came through it lives: it also hears why a host leaves, and
-tells who comes too late that it is so. In the session's logs is what it has let in and turned away, ``gate.log``.
+tells who comes too late that it is so. ``gate.log`` among the session's logs lists the hosts that it has let in and
+turned away.
 """
 
 from __future__ import annotations

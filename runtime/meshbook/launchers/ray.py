@@ -1,6 +1,6 @@
 """Host agents on the nodes of a Ray cluster: a placement group, and in it an actor on each node that starts an agent.
 
-    controller ──stdin: what is wanted──> driver ──Ray──> actor ──stdin: the ticket──> sh ──> agent
+    controller ──stdin: hosts to start──> driver ──Ray──> actor ──stdin: the ticket──> sh ──> agent
         │── session folder: a socket ───────'                                                  │
         '── own address: port <══════════════════════════ network ═════════════════════════════'
 
@@ -81,7 +81,7 @@ class RayLauncher(EngineLauncher[RayHost]):
         """address: ``HOST:PORT`` of the cluster, or ``ray://HOST:PORT``; by default that of this machine.
 
         python: the interpreter there; by default the path of our own where there is one, else Ray's.
-        options: what each host asks for: ``--num-cpus N``, ``--num-gpus N``, ``--resources JSON``; with
+        options: the resources of each host: ``--num-cpus N``, ``--num-gpus N``, ``--resources JSON``; with
         ``--wait-for-nodes`` more nodes than there are may come.
         gpus: asked for on each host where so many nodes have them, unless ``--num-gpus`` says otherwise.
         Raises: UsageError.

@@ -9,7 +9,7 @@ as the controller or another step is there, so that a lost host comes back on it
 (``srun --jobid --overlap``). In an allocation that is there already, as the environment says, srun runs by itself.
 Where the allocation or the node has gone another allocation takes its place, and hosts that come later have their own.
 
-All of them outlive the controller, as agents do. What they say goes to a file, from which this controller and the next
+All of them outlive the controller, as agents do. Their output goes to a file, from which this controller and the next
 one read all that they know of them (`meshbook.launchers.engines.slurm_jobs`).
 """
 

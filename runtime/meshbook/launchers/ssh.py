@@ -8,8 +8,8 @@ we choose, for the user alone, rather than a port: sshd gives one that is free o
 
 Both ends watch the connection: ssh is our child, or the child of the controller before us, whose end is the end of the
 host; the agent notices when nobody reads its stdout any more (`meshbook.agent.tunnel`). ssh outlives its controller, as
-agents do, and the next controller listens where that one did. What ssh says goes to a file, so that it never waits for
-us, and is there to be read when it has ended.
+agents do, and the next controller listens where that one did. The output of ssh goes to a file, so that it never waits
+for us, and can be read when it has ended.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _checked_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_options(options: Sequence[str]) -> tuple[str, ...]:
-    """Refuse what ssh cannot do for us, and leave what is wrong for ssh to say. Raises: UsageError."""
+    """Refuse options that ssh cannot serve for us, and leave wrong ones for ssh to report. Raises: UsageError."""
     given = tuple(map(str, options))
     try:
         known, rest = getopt.getopt(list(given), _LETTERS)

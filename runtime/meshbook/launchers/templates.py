@@ -12,7 +12,7 @@ none are forked from it; all others from a fork of it, which imports torch meanw
 
 Workers must be children of their agent, which reaps and outlives them, so agents cannot share one template to fork
 workers from. They share its image instead: torch is imported once, and a host costs two forks. Hosts depend on each
-other no more than those that were started one by one: each has its own template, which nobody else asks for anything,
+other no more than hosts that were started one by one: each has its own template, which nobody else asks for anything,
 and the template of hosts may end without them.
 
 A template of hosts can also serve every process of a user: `meshbook.launchers.agent_start.LASTING` names the socket at
@@ -103,7 +103,7 @@ def be_host(agent: str) -> None:
 
 
 def fork_template(be: Callable[[socket.socket], NoReturn], has_torch: bool) -> StartedTemplate:
-    """Fork a template off this process, which ends if that fails. ``be`` one: what runs in it. Raises: OSError."""
+    """Fork a template off this process, which ends if that fails. be: the function that runs in it. Raises: OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     output, written = os.pipe2(os.O_CLOEXEC)
     if (pid := os.fork()) == 0:
@@ -166,7 +166,7 @@ def _exec_with(sock: socket.socket, module: Sequence[str], output: int, python: 
 
 
 def inherited() -> list[object]:
-    """List what a process that this thread starts inherits and cannot be given later. Raises: OSError.
+    """List the properties that a process of this thread inherits and cannot be given later. Raises: OSError.
 
     The limit on open files is not among it: controllers and agents raise their own.
     """

@@ -1,4 +1,4 @@
-"""Public handles: hosts, meshes of processes, what starts, attaches, repairs and resizes them."""
+"""The public handles: hosts, meshes of processes, and the functions that start, attach, repair and resize them."""
 
 from __future__ import annotations
 

@@ -35,8 +35,10 @@ class SentHosts(NamedTuple):
 
 
 class ComingProcs(ProcRef):
-    """Processes that a rank has asked for and that may not be there yet. What needs them waits, and raises what keeps
-    them: `initialized`, `spawn`, sending the reference."""
+    """Processes that a rank has asked for and that may not be there yet.
+
+    `initialized`, `spawn` and sending the reference wait for them, and raise the error that keeps them.
+    """
 
     def __init__(self, members: Members, asked: ActorFuture[ProcRef]) -> None:
         MeshView.__init__(self, members)  # the rest is told by who starts them
@@ -54,7 +56,7 @@ class ComingProcs(ProcRef):
 
     @property
     def initialized(self) -> Future[bool]:
-        """True when they are there. Raises, when asked: what keeps them, SpawnError most of the time."""
+        """True when they are there. Raises, when asked: the error that keeps them, SpawnError most of the time."""
         return MappedFuture(self._asked, lambda _: True)
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class HostRef(MeshView):
     """Hosts, as a rank knows them: its own, which has no axes unless they are made, or some that were sent to it."""
 
     def __init__(self, members: Members | None = None, python: str = "", sent: SentHosts | None = None) -> None:
-        """python: the interpreter of what is spawned here; empty for that of the rank.
+        """python: the interpreter of processes that are spawned here; empty for that of the rank.
 
         sent: which they are, where it is not the rank's own.
         """
@@ -96,7 +98,7 @@ class HostRef(MeshView):
 
     @property
     def stream_logs(self) -> bool:
-        """False: what calls print is shown where the program runs, as that says."""
+        """False: the prints of calls are shown where the program runs, by its own setting."""
         return False
 
     @property
@@ -115,8 +117,8 @@ class HostRef(MeshView):
     ) -> ProcRef:
         """Start processes here, as `meshbook.mesh.host_mesh.HostMesh.spawn_procs` does; returns at once.
 
-        They end with the actor that has called this; those of a cell live until the session ends. What is done with
-        them first waits until they are there; `ProcMesh.initialized` tells, and can be awaited. Raises: UsageError.
+        They end with the actor that has called this; those of a cell live until the session ends. Their first use waits
+        until they are there; `ProcMesh.initialized` tells, and can be awaited. Raises: UsageError.
         """
         sizes = {} if per_host is None else checked_sizes(per_host)
         if bootstrap is not None:

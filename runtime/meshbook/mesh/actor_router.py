@@ -1,4 +1,4 @@
-"""The router of the process that drives meshes: its references, and what ranks ask of it.
+"""The router of the process that drives meshes: its references, and its answers to ranks.
 
 Processes that an actor has started end with it: one that is stopped sees to that itself
 (`meshbook.actor.context.Belongings`), one that is killed cannot.
@@ -104,7 +104,7 @@ class ControllerRouter:
             return self._client
 
     def make_room(self) -> None:
-        """Have actors spawned in this process, by whoever knows it."""
+        """Let all holders of this process spawn actors in it."""
         _ = self.client
 
     def end_client(self) -> None:
@@ -281,7 +281,7 @@ class ControllerRouter:
             self._owner_lost(known, [owner.rank])
 
     def _owner_lost(self, mesh: MeshState, ranks: Collection[int] | None = None) -> None:
-        """Processes of ``mesh`` have ended, all by default: so will what their actors have started. Returns at once."""
+        """End the actors started by processes of ``mesh`` that have ended, all by default. Returns at once."""
         with self._owning:
             owned = self._owned.pop(mesh.id, [])
             ends = [

@@ -172,7 +172,7 @@ def _check_endpoints(controller: Controller) -> None:
 
 
 def _knock(controller: Controller, deadline: float) -> Reattach:
-    """Find the agents, and wait for what they report."""
+    """Find the agents, and wait for their reports."""
     hosts = find_hosts(controller)
     reattach = controller.adopt(hosts)
 

@@ -4,7 +4,7 @@
                                   ├──> mailboxes ──> `meshbook.worker.actors.ActorRegistry`, as on a rank
     this process ──call──---------┘
 
-What is called from the same process takes no socket. Arguments and answers are pickled all the same, so that an actor
+A call from the same process takes no socket. Arguments and answers are pickled all the same, so that an actor
 shares nothing by accident; classes and functions of the program are its own, with its globals.
 """
 

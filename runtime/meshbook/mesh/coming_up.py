@@ -45,7 +45,7 @@ def bring_up_aside(
     progress: StartProgress,
     await_hosts: Callable[[], object],
 ) -> None:
-    """The same on a thread aside; what keeps them is told where people ask, and to who watches."""
+    """Start them on a thread aside; an error that keeps them is told where people ask, and to watchers."""
     mesh = procs._mesh
     arrival = mesh.arrival = MeshArrival()
     controller.expect_mesh(mesh)
@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 def warn_of_differences(procs: ProcMesh) -> None:
-    """Warn if hosts differ in what matters between ranks. Hosts that share the notebook's environment do not."""
+    """Warn if hosts differ in versions that matter between ranks. Hosts with the notebook's own environment do not."""
     if all(host.shares_environment for host in procs._mesh.hosts):
         return
     began = time.time()

@@ -55,7 +55,7 @@ class MessageReader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole by now. Raises: PeerProtocolError for what is no message, or too long."""
+        """The messages that are whole by now. Raises: PeerProtocolError for bytes that are no message, or too long."""
         self._data += data
         found = []
         while (message := self._next()) is not None:
@@ -273,14 +273,14 @@ OpenTunnel = Callable[[Callable[[Message], None], Callable[[str], None]], DebugT
 
 
 _Hello: TypeAlias = tuple[Message, Message, list[Message]]
-"""``initialize`` and ``attach``, and what has come behind them."""
+"""The requests ``initialize`` and ``attach``, and the bytes that came behind them."""
 
 
 class DebugDoor:
     """Listens until it is closed; each connection has a thread of its own."""
 
     def __init__(self, open_tunnel: OpenTunnel) -> None:
-        """open_tunnel: gets what to do with a message, and at the end. Raises: OSError."""
+        """open_tunnel: gets the callbacks for a message and for the end. Raises: OSError."""
         self.token = secrets.token_urlsafe(24)
         self._open_tunnel = open_tunnel
         self._listener = socket.create_server((HOST, 0), backlog=STRANGERS_MAX)
@@ -343,7 +343,7 @@ class DebugDoor:
             sock.close()
 
     def _authenticate(self, sock: socket.socket) -> _Hello | None:
-        """The ``initialize`` and ``attach`` of who knows the token, and what followed; None for anybody else."""
+        """Return the ``initialize`` and ``attach`` of a client with the token, and later bytes; None for others."""
         deadline = time.monotonic() + STRANGER_S
         reader, initialize = MessageReader(_STRANGERS_MESSAGE_MAX_BYTES), None
         while True:
@@ -401,6 +401,6 @@ def _carry(sock: socket.socket, hello: _Hello, open_tunnel: OpenTunnel) -> None:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Have whoever reads or writes there, on either side, come to the end; it stays to be closed."""
+    """Shut the connection down, so that readers and writers on both sides end; it stays to be closed."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The sessions that this process drives: one that spawns begin or join, and those that were attached beside it."""
+"""The sessions that this process drives: one that spawns begin or join, and others attached beside it."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ THealable = TypeVar("THealable", bound=Healable)
 def heal_mesh(mesh: THealable, setup: Sequence[str] = ()) -> THealable:
     """Repair a mesh as `ProcMesh.heal` does, and return the ``mesh`` that was given: its handles stay good.
 
-    One line says what was done, on stderr, or on stdout in a notebook; ``mesh.last_repair`` has it as well. Tensors on
-    the mesh are brought back as far as ranks that live hold them.
+    One line reports the repair, on stderr, or on stdout in a notebook; ``mesh.last_repair`` has it as well. Tensors on
+    the mesh are restored as far as living ranks hold them.
     mesh: a `ProcMesh`, a `meshbook.distributed.Mesh`, or a slice of either, whose whole mesh is repaired.
     Raises: DeviceMeshError if it cannot be repaired, such as CrashLoopError, SpawnError and MeshStoppedError;
     UsageError for anything else than a mesh.
@@ -213,7 +213,7 @@ def prewarm() -> None:
 def shutdown(timeout_s: float = 5.0) -> None:
     """Stop every mesh and host of this process; no process is left behind. The next spawn starts afresh. Idempotent.
 
-    Runs at exit. Meshes that were detached live on, and those that were taken over from another notebook wait again.
+    Runs at exit. Meshes that were detached live on, and meshes that were taken over from another notebook wait again.
     """
     _end_client_actors()
     for controller in _driven.take_all():
@@ -241,7 +241,7 @@ def attach(session: str | SavedSession, *, timeout_s: float = ATTACH_TIMEOUT_S) 
 def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S) -> list[str]:
     """Leave all meshes of this process to the next controller, and let them live on; returns their sessions' ids.
 
-    Calls go on; what they print and return meanwhile is kept, within bounds. lease_s: how long the meshes wait for
+    Calls go on; their prints and values are kept meanwhile, within bounds. lease_s: how long the meshes wait for
     `attach` before they end; 10 minutes by default. A session without meshes is stopped.
     """
     left = []
@@ -324,7 +324,7 @@ def _end_client_actors() -> None:
 def _spawn_beside(
     controller: Controller, place: Place, per_host: Mapping[str, int], options: Mapping[str, Any]
 ) -> ProcMesh:
-    """Start processes on the host of a rank that asks for them, or on those that it was sent."""
+    """Start processes on the host of a rank that asks for them, or on hosts that it was sent."""
     if (sent := options.get("on")) is not None:
         hosts: HostMesh = sent
         return hosts.spawn_procs(per_host, **{name: value for name, value in options.items() if name != "on"})

@@ -98,7 +98,7 @@ class SlurmJob(HostsJob):
         self._meshes |= checked_counts({name: num_nodes})
 
     def share_node(self, tasks_per_node: int, gpus_per_task: int, partition: str) -> None:
-        """Leave the rest of each node to other jobs, and ask for what so many tasks need; Slurm says with what memory.
+        """Leave the rest of each node to other jobs, and ask for the needs of so many tasks; Slurm sets the memory.
 
         Raises: UsageError once the job was applied.
         """
@@ -141,7 +141,7 @@ class RayJob(HostsJob):
     ) -> None:
         """meshes: how many nodes by name. address: of the cluster; by default that of this machine.
 
-        num_cpus, num_gpus, resources: what each host asks for. ray_args: more options, as of `RayLauncher`.
+        num_cpus, num_gpus, resources: the resources of each host. ray_args: more options, as of `RayLauncher`.
         python_exe: the interpreter there; by default the path of our own where there is one, else Ray's.
         """
         super().__init__()
@@ -158,7 +158,7 @@ class RayJob(HostsJob):
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """An image, and what each of its pods is given: ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``."""
+    """An image, and the resources of each of its pods: ``{"cpu": 8, "memory": "64Gi", "nvidia.com/gpu": 8}``."""
 
     image: str
     resources: Mapping[str, str | int] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class KubernetesJob(HostsJob):
     ) -> None:
         """Have so many hosts under a name. Raises: UsageError once the job was applied.
 
-        template: a file with the template of a pod, which may say what image it is.
+        template: a file with the template of a pod, which may name the image.
         """
         self._check_changeable(name)
         checked_counts({name: num_replicas})

@@ -95,7 +95,7 @@ class _Starter:
 
 
 def _know_launcher(controller: Controller, host: HostState, launcher: Launcher, serves_all: bool) -> None:
-    """Have ``launcher`` start whatever comes in the place of a host, or beside it."""
+    """Have ``launcher`` start the hosts that replace a host, or come beside it."""
     host.starter, host.launcher = _Starter(controller, launcher, serves_all), launcher.saved
 
 

@@ -57,7 +57,7 @@ class HostMesh(MeshView):
     ) -> None:
         """hosts: all of them, of which ``members`` are these; by default it is one host, without axes.
 
-        env: what all that is spawned here gets. python: the interpreter that it runs in; empty for that of the hosts.
+        env: variables for all processes spawned here. python: their interpreter; empty for that of the hosts.
         waits: see `without_waiting`.
         """
         super().__init__(Region.of({}) if members is None else members)
@@ -82,7 +82,7 @@ class HostMesh(MeshView):
         return self._like(_env=checked_variables({**self._env, **env}))
 
     def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostMesh:
-        """The same hosts, where processes, and those that these start beside themselves, run another interpreter.
+        """Return the same hosts, where processes, and the ones these start beside themselves, run another interpreter.
 
         python_executable: on the hosts; it must have meshbook. Raises: UsageError.
         """
@@ -91,19 +91,19 @@ class HostMesh(MeshView):
     def without_waiting(self) -> HostMesh:
         """The same hosts, where `spawn_procs` returns before processes are there, as Monarch's does.
 
-        What is asked of them meanwhile waits; what keeps them is told by `ProcMesh.initialized`, by each call, and to
-        `meshbook.actor.unhandled_fault_hook`.
+        Requests to them wait meanwhile; an error that keeps them is raised by `ProcMesh.initialized` and by each call,
+        and told to `meshbook.actor.unhandled_fault_hook`.
         """
         return self._like(_waits=False)
 
     def running_python_anew(self) -> HostMesh:
-        """The same hosts, where an interpreter that was named is run for each mesh, as for what a rank spawns."""
+        """Return the same hosts, where a named interpreter is started for each mesh, as for those of ranks."""
         return self._like(_anew=True)
 
     def apart(self, spawned: set[int] | None = None) -> HostMesh:
-        """The same hosts by another handle, whose `stop` ends what was spawned by it alone.
+        """Return the same hosts by another handle, whose `stop` only ends meshes that it spawned.
 
-        spawned: what has been so already, by the ids of the meshes.
+        spawned: the ids of meshes that were spawned already.
         """
         return self._like(_spawned=set() if spawned is None else spawned)
 
@@ -140,7 +140,7 @@ class HostMesh(MeshView):
         return self._controller.folder.id, ids, members_of(self), self._env, self._python
 
     def _present(self) -> list[HostState]:
-        """The hosts, or those that have taken the places of lost ones."""
+        """Return the hosts, or the replacements of lost ones."""
         return [self._hosts[rank].present() for rank in self.ranks]
 
     def spawn_procs(
@@ -226,7 +226,7 @@ class HostMesh(MeshView):
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End the meshes of processes that were spawned by this handle, or its views, and have members on these hosts.
 
-        The hosts stay: they can spawn again; so does what others have there (a job's `state` gives another handle each
+        The hosts stay: they can spawn again; so do meshes of other handles (a job's `state` gives another handle each
         time). reason: accepted, since Monarch has it. Returns: a future that is done.
         """
         for known in self._meshes():
@@ -281,7 +281,7 @@ class HostMesh(MeshView):
 
     @property
     def stream_logs(self) -> bool:
-        """Whether what calls print on processes of these hosts is shown, unless `ProcMesh.logging_option` says else."""
+        """Whether the prints of calls on processes of these hosts are shown, unless `logging_option` says else."""
         return shows_calls()
 
     @property

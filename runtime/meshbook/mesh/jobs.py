@@ -86,7 +86,7 @@ class JobState:
 
 
 class JobTrait(ABC):
-    """A job: what it is to have, and once it was applied, its hosts.
+    """A job: the hosts that it asks for, and once it was applied, the hosts that it has.
 
     A subclass says how: `_create`, `_state`, `_kill` and `can_run`. It can be pickled.
     """
@@ -94,7 +94,7 @@ class JobTrait(ABC):
     def __init__(self) -> None:
         self._apply_id: str | None = None
         self._in_file: JobTrait | None = None
-        """The job that was found in a file and runs what this one asks for."""
+        """The job that was found in a file and has the hosts that this one asks for."""
 
     @property
     def _running(self) -> JobTrait | None:
@@ -108,7 +108,7 @@ class JobTrait(ABC):
 
     @property
     def apply_id(self) -> str | None:
-        """A name for what `apply` has started, another one each time; None before."""
+        """A name for the hosts that `apply` has started, another one each time; None before."""
         running = self._running
         return running._apply_id if running is not None else None
 
@@ -125,8 +125,8 @@ class JobTrait(ABC):
         """The hosts, started where they are not there; a lost one is started again in its place. Raises: SpawnError.
 
         cached_path: a file for the job. A job that is kept there and can run this one is taken in its place, another
-        one is ended. In a script that a job runs (`LocalJob.apply`) the hosts are those of that job, whatever this one
-        asks for. Raises: UsageError for a file that holds no job.
+        one is ended. In a script that a job runs (`LocalJob.apply`) the hosts are those of that job, and this one's
+        wishes are ignored. Raises: UsageError for a file that holds no job.
         """
         if (batch := os.environ.get(BATCH_JOB)) and self._running is None:
             self._in_file = job_load(batch)
@@ -142,7 +142,7 @@ class JobTrait(ABC):
         return running._state()
 
     def _found_in(self, path: Path) -> JobTrait | None:
-        """The job in a file, if it runs still, and what this one asks for."""
+        """The job in a file, if it runs still and has the hosts that this one asks for."""
         try:
             kept = job_load(path)
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class JobTrait(ABC):
         return None
 
     def dump(self, filename: str | Path) -> None:
-        """Keep the job in a file, that of its user alone; where that is a link, what it leads to is written."""
+        """Keep the job in a file that only its user can read; where that is a link, its target is written."""
         path = Path(filename).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, self.dumps())
@@ -175,7 +175,7 @@ class JobTrait(ABC):
 
     @abstractmethod
     def can_run(self, spec: JobTrait) -> bool:
-        """Whether the hosts that it has are those that ``spec`` asks for."""
+        """Whether its hosts are the ones that ``spec`` asks for."""
 
     @abstractmethod
     def _create(self, client_script: str | None) -> None:
@@ -190,7 +190,7 @@ class JobTrait(ABC):
         """End the hosts."""
 
     def __getattr__(self, name: str) -> object:
-        """Raises: UsageError for what is not here, which says what there is; AttributeError."""
+        """Raises: UsageError for a name that is missing here, which gives the replacement; AttributeError."""
         if name in _NOT_HERE:
             raise UsageError(f"{name} is not here: {_NOT_HERE[name]}")
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
@@ -210,7 +210,7 @@ def job_load(filename: str | Path = DEFAULT_JOB_PATH) -> JobTrait:
 
 
 def job_loads(data: bytes) -> JobTrait:
-    """The job of `JobTrait.dumps`. Raises: UsageError for what is none."""
+    """Return the job of `JobTrait.dumps`. Raises: UsageError for bytes that hold none."""
     job = pickle.loads(data)
     if not isinstance(job, JobTrait):
         raise UsageError(f"that is no job, but a {type(job).__name__}.")
@@ -347,7 +347,7 @@ class LocalJob(HostsJob):
     """This machine under one or several names: a stand-in for a job on others.
 
     ``apply(client_script="train.py")`` is its batch mode: the script runs in a process of its own, and ``state()`` of
-    any job there gives the hosts of this one. `process` is that process; what it prints is in `log_dir`.
+    any job there gives the hosts of this one. `process` is that process; its output is in `log_dir`.
     """
 
     def __init__(self, hosts: Sequence[str] = ("hosts",)) -> None:
@@ -415,10 +415,10 @@ class LocalJob(HostsJob):
 
 
 class ProcessJob(HostsJob):
-    """Hosts that are agents on this machine, each as if it were alone there; to try what several hosts do."""
+    """Hosts that are agents on this machine, each as if it were alone there; to try the behaviour of several hosts."""
 
     def __init__(self, meshes: Mapping[str, int], env: Mapping[str, str] | None = None) -> None:
-        """meshes: how many hosts by name. env: more of an environment for what is spawned there."""
+        """meshes: the number of hosts by name. env: variables added for processes spawned there."""
         super().__init__()
         self._meshes, self._env = checked_counts(meshes), dict(env or {})
 
@@ -472,7 +472,8 @@ def _spec_file() -> Path:
 def set_current_job(module_path: str) -> None:
     """Have the job that a module calls so be the one of this folder: ``set_current_job("jobs.big")``.
 
-    Raises: UsageError for what is no module and name; then nothing is written. The module is imported when it is used.
+    Raises: UsageError for a text that is no module and name; then nothing is written. The module is imported when it is
+    used.
     """
     if not all(part.isidentifier() for part in module_path.split(".")) or "." not in module_path:
         raise UsageError(f'name a module and a job in it, as in "jobs.big", not {module_path!r}.')
@@ -483,8 +484,8 @@ def set_current_job(module_path: str) -> None:
 def load_current_job() -> JobTrait:
     """The job of this folder, as its module has made it.
 
-    Raises: FileNotFoundError where `set_current_job` was not called here; ImportError, AttributeError; TypeError for
-    what is no job.
+    Raises: FileNotFoundError where `set_current_job` was not called here; ImportError, AttributeError; TypeError for an
+    object that is no job.
     """
     try:
         path = _spec_file().read_text().strip()

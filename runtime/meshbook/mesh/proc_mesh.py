@@ -193,7 +193,7 @@ class ProcMesh(ProcView):
         return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
     def actors(self) -> list[ActorState]:
-        """Ask what the members' actors are doing now; ordered by name, then by rank."""
+        """Return the present activity of the members' actors, ordered by name, then by rank."""
         return states.actors(self)
 
     def activate(self) -> AbstractContextManager[None]:
@@ -330,8 +330,8 @@ class ProcMesh(ProcView):
 
         The others keep their state; the new ones have none. They run the cells ``setup``, alone.
         force: also a rank that ends again and again, and the ranks of hosts that are silent, which are given up.
-        note: called once, with a line that says what takes long.
-        launcher: starts other hosts in the place of lost ones; by default these come back as they came.
+        note: called once, with a line that names the slow step.
+        launcher: starts replacements of lost hosts; by default these come back as they came.
         within_s: as of `HostMesh.spawn_procs`.
         Raises: CrashLoopError, SpawnError, MeshStoppedError, UsageError, all of them `DeviceMeshError`;
         KeyboardInterrupt, and then it can be healed again.

@@ -40,7 +40,7 @@ class _Clock(NamedTuple):
 
 
 def collect(procs: ProcMesh, name: str, ended: Collection[int], begun_s: float) -> Profile:
-    """Bring what the ranks recorded under ``name``.
+    """Bring the records of the ranks under ``name``.
 
     ended: the ranks that have ended the cell: others could not answer now. begun_s: the time here (`time.time`) that
     becomes 0 in the traces. Raises: KeyboardInterrupt, as CallInterrupted.

@@ -52,7 +52,7 @@ class Terminal(Protocol):
     """The place where a person reads and types."""
 
     def show(self, texts: Mapping[int, str]) -> None:
-        """Show what ranks' debuggers have written, each under its rank, equal texts once."""
+        """Show the texts of ranks' debuggers, each under its rank, equal texts once."""
 
     def say(self, text: str) -> None:
         """Show words of the prompt itself."""
@@ -155,7 +155,7 @@ class DebugPrompt:
         return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
 
     def _watch(self, rank: int) -> Callable[[], bool]:
-        """Whether a line is still wanted: while other ranks are stopped the person gives it, and learns what became."""
+        """Whether a line is still wanted: while other ranks are stopped the person gives it, and sees the outcome."""
         told = False
 
         def is_wanted() -> bool:
@@ -216,7 +216,7 @@ class DebugPrompt:
         return " ".join(words).strip(), self._choose(self.procs, pairs).ranks
 
     def cast(self, command: str, ranks: Collection[int] | None = None) -> None:
-        """A command on all ranks that are stopped, or on ``ranks``; shows what they answer, equal answers once."""
+        """Run a command on all stopped ranks, or on ``ranks``, and show their answers, equal answers once."""
         stopped = self._stopped_ranks.of(self.procs.ranks if ranks is None else ranks)
         for rank in stopped:
             self._stopped_ranks.take_text(rank)  # how it came here is no answer

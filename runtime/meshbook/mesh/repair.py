@@ -2,7 +2,7 @@
 
     dead, or killed for it ──> agents, started again if lost ──> new workers ──> groups formed by all ──> setup cells
 
-What happens meanwhile is expected: a rank that dies, an agent that dies, an interrupt. The first two begin another
+Three events meanwhile are expected: a rank that dies, an agent that dies, an interrupt. The first two begin another
 round, the last leaves the mesh as it was, with its dead ranks, ready to be healed again.
 """
 
@@ -110,9 +110,9 @@ class Repair:
         note: Note | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """procs: the whole mesh. note: is told, once, what takes long.
+        """procs: the whole mesh. note: called once with the name of a slow step.
 
-        launcher: what starts others in the place of lost hosts; by default each comes back as it came.
+        launcher: starts replacements of lost hosts; by default each comes back as it came.
         """
         self._controller, self._mesh, self._procs, self._launcher = controller, mesh, procs, launcher
         self.progress = progress
@@ -163,7 +163,7 @@ class Repair:
             self._controller.submit(lambda: self._mesh.end_repair(who))
 
     def _bring_back(self) -> set[int]:
-        """Start what is dead and form the groups; returns the ranks that were started."""
+        """Start the dead ranks and form the groups; returns the ranks that were started."""
         started: set[int] = set()
         for left in reversed(range(ROUNDS)):
             try:

@@ -187,7 +187,7 @@ class Change(NamedTuple):
     procs: ProcMesh
     """The whole mesh as it is now."""
     moved: Mapping[int, int]
-    """Rank before to rank now, of those that stayed."""
+    """The new rank of each old one that stayed."""
     ended: tuple[int, ...]
     """Ranks before that are no more."""
     new: tuple[int, ...]
@@ -294,7 +294,7 @@ class Elastic:
             )
 
     def _let_failed_calls_end(self) -> None:
-        """Wait a moment: where a rank has ended, what waited for it is given up on the others, which says so."""
+        """Wait a moment: where a rank has ended, the others give up waiting for it, and report that."""
         until = time.monotonic() + GIVEN_UP_S
         while self._mesh.lost and self._controller.busy_on(self._mesh) and time.monotonic() < until:
             time.sleep(0.01)

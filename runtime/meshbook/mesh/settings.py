@@ -34,7 +34,7 @@ class SettingTypeError(UsageError, TypeError):
 
 
 def configure(**settings: object) -> None:
-    """Set what the names say for this process: how long to wait, what to show.
+    """Set limits of waits, and whether prints are shown, for this process.
 
     settings: durations are texts, as in ``30s`` or ``1h 30m``.
     Raises: UsageError for another name, SettingTypeError, a TypeError too, for a value that does not fit; then nothing
@@ -77,18 +77,18 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _hold() -> None:
-    """Have what is set hold where it is not asked for."""
+    """Apply the settings where an argument is not given."""
     limit = _set.get("codec_max_frame_length")
     limit_messages(limit if isinstance(limit, int) else None)
 
 
 def get_runtime_config() -> dict[str, object]:
-    """Return what `configure` has set."""
+    """Return the settings that `configure` has made."""
     return dict(_set)
 
 
 def get_global_config() -> dict[str, object]:
-    """Return the same, with defaults for the rest; on a rank those are what the program has set, where it has."""
+    """Return the same, with defaults for the rest; on a rank these are the program's settings, if any."""
     told = ask_controller("settings", (), {}, "config").get() if is_rank() else {}
     return {**DEFAULTS, **told, **_set}
 
@@ -111,5 +111,5 @@ def setting_s(name: str) -> float:
 
 
 def shows_calls() -> bool:
-    """Whether new meshes show what calls print."""
+    """Whether new meshes show the prints of calls."""
     return bool(_set.get("enable_log_forwarding", True))

@@ -108,7 +108,7 @@ def checked_python(python: str | os.PathLike[str]) -> str:
 
 
 def check_bootstrap(bootstrap: object) -> None:
-    """Refuse what cannot run on ranks before there are any. Raises: UsageError, SerializationError."""
+    """Refuse a function that cannot run on ranks before there are any. Raises: UsageError, SerializationError."""
     if not callable(bootstrap):
         raise UsageError(f"bootstrap must be a function without arguments; got {bootstrap!r}.")
     dumps(bootstrap, what="bootstrap")

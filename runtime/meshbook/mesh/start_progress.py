@@ -1,7 +1,7 @@
 """A start is waited for step by step: hosts dial in, workers import and answer, groups form, the bootstrap runs.
 
-The limit counts from the last progress, so a slow disk or a loaded machine may take its time, and what has stopped
-moving is given up with an error that names the step, who is missing, and where to look.
+The limit counts from the last progress, so a slow disk or a loaded machine may take its time, and a step without
+progress is given up with an error that names the step, the missing ranks, and where to look.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 class StartProgress:
     """The waits of one start, or repair, on the thread of the user.
 
-    within_s: how long each may go without progress; by default what `meshbook.monarch.config.configure` has set.
+    within_s: how long each may go without progress; by default the setting of `meshbook.monarch.config.configure`.
     """
 
     def __init__(self, controller: Controller, within_s: float | None = None) -> None:
@@ -95,7 +95,7 @@ class StartProgress:
         self._wait(pending.done, step, self._workers_s)
 
     def await_call(self, call: Future[T], what: str) -> T:
-        """Wait for a call to ranks, the step ``what`` of the start. Raises: SpawnError; what the call raises."""
+        """Wait for a call to ranks, the step ``what`` of the start. Raises: SpawnError, and the errors of the call."""
 
         def step() -> _Step:
             waiting = tuple(call.call.waiting) if isinstance(call, CallFuture) else ()
@@ -144,7 +144,7 @@ def _describe_failed(host: HostState, cause: str, hosts: Sequence[HostState]) ->
 
 
 def _name_hosts(some: Sequence[HostState], hosts: Sequence[HostState]) -> str:
-    """Return what people call ``some`` of ``hosts``: by their names, or by their numbers before these are known."""
+    """Return the names of ``some`` of ``hosts`` for people: their numbers before these are known."""
     if len(hosts) == 1 and some[0].name == some[0].id:
         return "the host"
     names = [str(hosts.index(host) + 1) if host.name == host.id else host.name for host in some]

@@ -169,7 +169,7 @@ def _status_of(procs: ProcView, rank: int, answer: StatusAnswer | Unresponsive) 
 
 
 def actors(procs: ProcView) -> list[ActorState]:
-    """Ask what the members' actors are doing now; ordered by name, then by rank."""
+    """Return the present activity of the members' actors, ordered by name, then by rank."""
     found = [state for each in ask(procs, list[ActorState], "actors").values() for state in each]
     return sorted(found, key=lambda state: (state.name, state.mailbox, state.rank))
 
@@ -187,7 +187,7 @@ def addresses(procs: ProcView) -> list[tuple[str, str]]:
 
 
 def ask_hosts(procs: ProcView, question: str, kind: type[T]) -> list[tuple[str, T]]:
-    """Ask the first rank of each host; returns (host name, answer) of those that answer in time.
+    """Ask the first rank of each host; returns (host name, answer) of the hosts that answer in time.
 
     Several hosts may have the same name.
     """
@@ -210,7 +210,7 @@ def await_printed(procs: ProcView, on_come: Callable[[], object], timeout_s: flo
 
 
 def stopped(procs: ProcView) -> tuple[int, ...]:
-    """Ask which members wait at a prompt of pdb, also those that stopped under an earlier controller."""
+    """Ask which members wait at a prompt of pdb, also members that stopped under an earlier controller."""
     prompts = ask(procs, AtPrompt, "pdb_prompt")
     procs._controller.merge_prompts(procs._mesh, prompts)
     return tuple(procs._mesh.stopped_ranks.of(procs.ranks))

@@ -7,7 +7,7 @@
     address, port = first.get_host_port.call_one(None).get()
     trainers.main.call(address, port, ["train.py", "--lr", "0.001"]).get()
 
-What a script prints appears under the cell, by rank. It runs on the thread of its actor, so it cannot set handlers of
+The prints of a script appear under the cell, by rank. It runs on the thread of its actor, so it cannot set handlers of
 signals; an interrupt of the call ends it. Where the mesh has its process group, ``init_process_group`` gives it that
 one; elsewhere each run needs a port of its own.
 """
@@ -45,7 +45,7 @@ class SPMDActor(Actor):
     def get_host_port(self, use_ipaddr: object = None) -> tuple[str, int]:
         """Return an address of this machine and a free port there, for MASTER_ADDR and MASTER_PORT.
 
-        use_ipaddr: None for the name of the host, else ``"IPv4"`` or ``"IPv6"``, or what has that in its name.
+        use_ipaddr: None for the name of the host, else ``"IPv4"`` or ``"IPv6"``, or an object with that in its name.
         """
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -61,7 +61,7 @@ class SPMDActor(Actor):
     def main(self, master_addr: str, master_port: int, script_args: Sequence[str]) -> bool:
         """Run ``["script.py", ...]`` or ``["-m", "module", ...]`` as ``__main__``; True when it has ended well.
 
-        Raises: what it raises; UsageError where nothing is named; RuntimeError for an exit code other than 0.
+        Raises: the errors of the script; UsageError where nothing is named; RuntimeError for an exit code other than 0.
         """
         _set_variables(master_addr, master_port)
         if not script_args or (script_args[0] == "-m" and len(script_args) < 2):
@@ -124,7 +124,7 @@ def _place_among(here: Point) -> int:
 
 
 def _address(use_ipaddr: object) -> str:
-    """Raises: UsageError for what names no family of addresses."""
+    """Raises: UsageError for a name of no family of addresses."""
     host = socket.gethostname()
     if use_ipaddr is None:
         try:

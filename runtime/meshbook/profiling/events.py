@@ -1,7 +1,7 @@
 """The events of torch.profiler: those of one rank, and the traces of all ranks as one file for Perfetto and Chrome.
 
-In the file each rank is a process. Beside what torch.profiler saw, it has lanes with the operations of its process
-groups. Arrows lead from the rank that came last to an operation to those that waited for it there.
+In the file each rank is a process. Beside the events of torch.profiler, it has lanes with the operations of its process
+groups. Arrows lead from the rank that came last to an operation to the ranks that waited for it there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshbook.profiling.recorder import RankTrace
 
 TraceEvent: TypeAlias = dict[str, object]
-"""An event as JSON, or what it tells besides."""
+"""An event as JSON, or the facts that it tells besides."""
 
 MAIN, FIRST_LANE, FIRST_THREAD, FIRST_STREAM = 1, 10, 100, 1000
 GPU_KINDS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -52,7 +52,7 @@ class RankEvents:
     """The events of one rank, with times from its base on."""
 
     def __init__(self, events: list[Event], shift_us: float, main_tid: int) -> None:
-        """events: as exported; they are changed. shift_us: what is to be added to their times."""
+        """events: as exported; they are changed. shift_us: the shift added to their times."""
         self._names: dict[int, str] = {MAIN: "main thread"}
         self._tids: dict[tuple[int | str | None, int | str | None], int] = {}
         self._main_tid = main_tid
@@ -186,7 +186,7 @@ _encode = msgspec.json.Encoder().encode
 def write_trace(path: Path, traces: Mapping[int, RankTrace], labels: Mapping[int, str]) -> int:
     """Write the file, in place of an earlier one; returns its size in bytes.
 
-    labels: what each rank is called. Raises: OSError.
+    labels: the name of each rank. Raises: OSError.
     """
     lanes = {rank: place_in_lanes(trace.operations) for rank, trace in traces.items()}
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -239,7 +239,7 @@ def _span(rank: int, operation: Operation, lane: int) -> TraceEvent:
 
 
 def place_in_lanes(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with a lane in which no other overlaps it, without those that find none of `LANES`."""
+    """Return each operation with a lane in which no other overlaps it; operations beyond `LANES` are left out."""
     free_at = [float("-inf")] * LANES
     placed = []
     for operation in sorted(operations, key=lambda each: each.begun):
@@ -251,7 +251,7 @@ def place_in_lanes(operations: Iterable[Operation]) -> list[tuple[Operation, int
 
 
 def arrows(lanes: Mapping[int, list[tuple[Operation, int]]]) -> list[TraceEvent]:
-    """Return arrows from the last one to come to an operation to those that waited for it; for the longest waits."""
+    """Return arrows from the last rank to come to an operation to the waiting ranks, for the longest waits."""
     members: dict[tuple[int, str, int], list[tuple[int, Operation, int]]] = {}
     for rank, placed in lanes.items():
         for operation, lane in placed:

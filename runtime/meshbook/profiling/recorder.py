@@ -1,7 +1,7 @@
 """torch.profiler on a rank, for one cell: recorded while it runs, taken afterwards by a call of its own.
 
-What was recorded stays on the rank until it is taken or the next recording begins, so a cell that fails or is
-interrupted has its trace too. `take` turns it into what travels: the events that matter most as a piece of Chrome's
+The record stays on the rank until it is taken or the next recording begins, so a cell that fails or is
+interrupted has its trace too. `take` makes the part that travels: the events that matter most as a piece of Chrome's
 JSON (`meshbook.profiling.events` joins the pieces), and the time in each kind of operation.
 """
 
@@ -88,9 +88,9 @@ _last: _Recording | None = None
 def recorded(
     name: str, groups: RankGroups | NoGroups, shield: contextlib.AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Record what this process does inside the block, under ``name``.
+    """Record the events of this process inside the block, under ``name``.
 
-    shield: holds interrupts back while the profiler starts and stops. Never raises: what went wrong is told by `take`.
+    shield: holds interrupts back while the profiler starts and stops. Never raises: `take` reports the errors.
     """
     global _last
     recording = _last = _Recording(name)

@@ -3,13 +3,13 @@
     <runtime dir>/meshbook-<uid>/<session>/     0700 (`meshbook.system.user_folders` says where that is)
         lock, owner     the process that owns it
         state           keys, endpoints, hosts and meshes (`SessionState`): all that the next controller needs
-        memory/<key>    what the notebook wants remembered
+        memory/<key>    values that the notebook wants remembered
         control         the Unix socket
     <state dir>/meshbook/logs/<session>/        0700: logs of agents and ranks; those of the last sessions stay
         session         where the session is: machine, boot and the folder above
 
 A session begins with its first controller and lasts as long as an agent lives. Each controller of it has an epoch,
-one more than the one before. Whoever is the last to leave removes the folder: the controller that stops it, the last
+one more than the one before. The last to leave removes the folder: the controller that stops it, the last
 agent whose lease is over, or the next controller that looks around (`meshbook.sessions.listing.sweep`).
 
 The owner of a session holds a POSIX lock on the file ``lock``, which ends with its process, however that ends. A fork
@@ -84,7 +84,7 @@ class SavedHost(msgspec.Struct):
     """Start time of ``pid``, the process here that ends with the agent; both 0 where there is none."""
     shares_environment: bool = True
     serves_all: bool = False
-    """Whether it is the one agent of this machine that serves whoever asks for ``this_host``."""
+    """Whether it is the one agent of this machine that serves all calls of ``this_host``."""
     launcher: SavedLauncher = SavedLauncher()
     name: str = ""
     """Its name for people, where that is not the name of its machine."""
@@ -127,7 +127,7 @@ class SessionState(msgspec.Struct):
     lease_s: float
     epoch: int = 1
     endpoints: dict[str, str] = {}
-    """The endpoints: those that were asked for (``tcp://127.0.0.1:*``), and those that they became."""
+    """The endpoints: the requested ones (``tcp://127.0.0.1:*``), and the actual ones."""
     hosts: dict[str, SavedHost] = {}
     late_hosts: dict[str, str] = {}
     """The public keys of hosts that were given up, by id: their agents do not know it, if they live."""
@@ -217,7 +217,7 @@ class SessionFolder:
     def forget(
         self, meshes: Iterable[int] = (), hosts: Iterable[str] = (), late_hosts: Mapping[str, str] | None = None
     ) -> None:
-        """Note that meshes and hosts have ended. late_hosts: the keys of those that are to be told so, if they live."""
+        """Note that meshes and hosts have ended. late_hosts: the keys of hosts that are to be told so, if they live."""
         with self._lock:
             self.state.late_hosts.update(late_hosts or {})
             for mesh in meshes:

@@ -72,7 +72,7 @@ def sessions() -> list[SavedSession]:
 
 
 def sweep() -> None:
-    """Remove what dead sessions have left: their owner is dead, and so is every agent, or its lease is long over."""
+    """Remove the folders of dead sessions: their owner is dead, and so is every agent, or its lease is long over."""
     for path in runtime_base().iterdir():
         if path.name != KEPT and (not (path / "state").exists() or path.name.startswith(".")):
             _remove_unfinished(path)

@@ -207,7 +207,7 @@ Choice: TypeAlias = "int | slice | Iterable[int]"
 def resolve(chosen: Index, label: str, size: int) -> int | range:
     """An index as a number from 0, a slice as the range of indices that it selects, never an empty one.
 
-    Raises: RankError, and UsageError for what is neither.
+    Raises: RankError, and UsageError for an index of another type.
     """
     if isinstance(chosen, slice):
         text = _show_slice(chosen)

@@ -465,7 +465,7 @@ AS_NOW = -1
 
 
 def step_of(moved: Mapping[int, int], size: int) -> tuple[int, ...]:
-    """The moves of a mesh of ``size`` ranks. moved: rank before to rank after, of those that stay."""
+    """Return the moves of a mesh of ``size`` ranks. moved: old rank to new rank, for ranks that stay."""
     return tuple(moved.get(rank, GONE) for rank in range(size))
 
 

@@ -1,1 +1,1 @@
-"""The IPython in which a rank runs cells, and what it shows."""
+"""The IPython in which a rank runs cells, and its output."""

@@ -10,8 +10,8 @@ left before that begins: another stream is printed on, a thread starts, an event
 cells), text is to be dropped, stdout is led elsewhere, the process forks, another call begins. It has the pipe by a
 file description of its own, which no child makes non-blocking and no user code closes.
 
-``write = sys.stdout.write`` made within a run is that of the running cell wherever it is called, and so is what a C
-library leads elsewhere by itself (``libc.dup2``) shown until the run ends.
+``write = sys.stdout.write`` made within a run is that of the running cell wherever it is called, and output that a C
+library redirects by itself (``libc.dup2``) is shown until the run ends.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ OURS: set[int] = set()
 def run_command(command: str, *, capture: bool = False) -> tuple[int, str]:
     """Run ``command`` in the user's shell, without stdin; returns (exit code, negative for a signal; captured text).
 
-    capture: return what it prints, stderr included, in place of showing it.
-    Raises: KeyboardInterrupt, after the command and what it started have ended.
+    capture: return its output, stderr included, in place of showing it.
+    Raises: KeyboardInterrupt, after the command and its children have ended.
     """
     process = subprocess.Popen(
         command,

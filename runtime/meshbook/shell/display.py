@@ -37,7 +37,7 @@ BUNDLE_MAX_CHARS = 32 << 20
 
 
 class RankDisplayPublisher(DisplayPublisher):
-    """Publishes what `display()` shows on a rank."""
+    """The publisher of `display()` on a rank."""
 
     shell: RankIPython
 

@@ -47,7 +47,7 @@ _ExceptionGroup: type[BaseException] | tuple[()] = getattr(builtins, "BaseExcept
 
 
 def describe_error(shell: InteractiveShell, error: BaseException, *, rank: int, host: str, ran: bool) -> Failure:
-    """Build the failure; never raises, whatever the exception's class does.
+    """Build the failure; never raises, even if the exception's class is broken.
 
     ran: False for an error in the cell itself (its syntax), which has no frames to show.
     """
@@ -109,7 +109,7 @@ def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return ``str(error)``, whatever that does."""
+    """Return ``str(error)``, or a substitute where that raises."""
     try:
         return str(error)
     except BaseException as problem:

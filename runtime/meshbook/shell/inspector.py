@@ -1,7 +1,7 @@
 """The text of Shift-Tab on a rank: an object in the form of IPython's ``name?``, at a cost that does not grow with it.
 
 IPython's own inspector writes ``str(obj)`` first and cuts it then. A list of ten million numbers holds the GIL for a
-second that way, and with it the rank; a tensor on a GPU waits for whatever runs there.
+second that way, and with it the rank; a tensor on a GPU waits for the kernels that run there.
 """
 
 # mypy: disable-error-code="no-untyped-call"

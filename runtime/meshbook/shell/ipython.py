@@ -1,6 +1,6 @@
 """IPython, fitted to a rank: no terminal, no history file, no user configuration; output goes to its pipes and sink.
 
-Written against IPython 7.34 to 9: what is overridden here exists, with these signatures, in all of them.
+Written against IPython 7.34 to 9: the overridden methods exist, with these signatures, in all of them.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -150,8 +150,8 @@ class RankIPython(InteractiveShell):
     def showtraceback(self, exc_tuple: ExcInfo | None = None, *args: object, **kwargs: object) -> None:
         """Print an error that user code or a callback shows; the one that ends the cell becomes its outcome.
 
-        What ends a script of ``%run`` is raised, where IPython would go on with the next line: other ranks would wait
-        for this one, and be told of nothing.
+        An error that ends a script of ``%run`` is raised, where IPython would go on with the next line: other ranks
+        would wait for this one, and be told of nothing.
         """
         error = (exc_tuple or sys.exc_info())[1] or getattr(sys, "last_value", None)
         if error is None:
@@ -196,7 +196,7 @@ class RankIPython(InteractiveShell):
     system_raw = system_piped = system
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> SList | LSString:
-        """Run ``names = !cmd``, and return what it prints."""
+        """Run ``names = !cmd``, and return its output."""
         self._mark_place()
         code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
         if code and getattr(self, "system_raise_on_error", False):
@@ -274,7 +274,7 @@ class RankIPython(InteractiveShell):
         return {}
 
     def enter_main(self) -> None:
-        """Make the namespace that of ``__main__``, so that what it defines can be pickled."""
+        """Make the namespace that of ``__main__``, so that its definitions can be pickled."""
         sys.modules["__main__"] = self.user_module
         self.init_user_ns()
 
@@ -302,7 +302,7 @@ class RankIPython(InteractiveShell):
 
     @contextlib.contextmanager
     def formatting_result(self) -> Iterator[list[BaseException]]:
-        """Keep what representations raise inside of the block, rather than show it."""
+        """Keep the errors of representations inside of the block, rather than show them."""
         kept: list[BaseException] = []
         self._of_result = kept
         try:

@@ -1,7 +1,7 @@
 """The memory that the frames of a kept exception hold, measured and given back.
 
-A post-mortem needs the frames of the last exception, and those hold the tensors of their local variables. What the
-rank's own names refer to as well is not counted: it stays when the frames go.
+A post-mortem needs the frames of the last exception, and those hold the tensors of their local variables. Tensors that
+the rank's own names refer to as well are not counted: they stay when the frames go.
 """
 
 from __future__ import annotations

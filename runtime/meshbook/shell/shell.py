@@ -179,9 +179,9 @@ class RankShell:
     ) -> CellOutcome:
         """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
 
-        cell_id: marks what the cell shows. cell_number: the notebook's ``[7]``, for people.
+        cell_id: marks the displays of the cell. cell_number: the notebook's ``[7]``, for people.
         line_offset: lines above ``code`` in the notebook's cell, the line of its magic included.
-        debug_name: what a debugger calls the cell's file.
+        debug_name: the debugger's name of the cell's file.
         """
         started = time.perf_counter()
         self._interrupts = 0
@@ -215,12 +215,12 @@ class RankShell:
         )
 
     def evaluate(self, expr: str) -> object:
-        """Return the value of an expression over the rank's names. Raises: whatever it raises."""
+        """Return the value of an expression over the rank's names. Raises: the errors of the expression."""
         with self._ipython.builtin_trap:
             return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
 
     def run_coroutine(self, coroutine: Coroutine[object, None, object]) -> object:
-        """Return what a coroutine returns; tasks that it has started go on when other code awaits."""
+        """Return the result of a coroutine; tasks that it has started go on when other code awaits."""
         asyncio.set_event_loop(self._loop)
         self._interrupts = 0
         try:
@@ -285,7 +285,7 @@ class RankShell:
         forget_last_error(self._ipython)
 
     def flush_text(self) -> None:
-        """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
+        """Write out the prints of Python and C code, partial lines included. May be called on any thread."""
         flush_streams(self._streams)
 
     def mark_text(self, mark: bytes) -> None:

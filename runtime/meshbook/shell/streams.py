@@ -278,7 +278,7 @@ class _ByteStream(io.RawIOBase):
 
 
 def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
-    """Make fds 1 and 2 what this process prints to, from Python and from C."""
+    """Have this process print to fds 1 and 2, from Python and from C."""
     streams = RankStream("stdout", 1, attribution), RankStream("stderr", 2, attribution)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc, assignment]
 
@@ -318,7 +318,7 @@ class OutputBeside:
 
 
 def flush_streams(streams: Iterable[RankStream]) -> None:
-    """Write out what Python and C code have printed, partial lines included. May be called on any thread."""
+    """Write out the prints of Python and C code, partial lines included. May be called on any thread."""
     for stream in streams:
         if stream.partial or stream.is_flushing or stream.in_run:  # another thread may write out the partial line
             stream.flush()
@@ -326,7 +326,7 @@ def flush_streams(streams: Iterable[RankStream]) -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out what C code has printed (``fflush(NULL)``)."""
+    """Write out the prints of C code (``fflush(NULL)``)."""
     _libc.fflush(None)
 
 

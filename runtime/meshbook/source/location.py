@@ -30,7 +30,7 @@ _NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
 def cell_file_name(source: str, cell_number: int | None) -> str:
     """The name to compile ``source`` under: ``<cell 7>``, or a longer one when another cell 7 has that name.
 
-    source: the cell's text, blank lines in place of what stood above it. Equal on all ranks that run the same cells.
+    source: the cell's text, blank lines in place of the lines above it. Equal on all ranks that run the same cells.
     """
     digest = hashlib.sha1(source.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()[:8]
     if cell_number is None:
@@ -86,7 +86,7 @@ def _lines(source: str) -> list[str]:
 
 
 def text_only_here(name: str) -> str:
-    """The text of what was compiled under ``name``, if only this process has it; else empty."""
+    """Return the source that was compiled under ``name``, if only this process has it; else empty."""
     return "" if Path(name).exists() else "".join(linecache.getlines(name))
 
 
@@ -104,7 +104,7 @@ class CellSource(NamedTuple):
 
 
 def sources_of(*values: object) -> list[CellSource]:
-    """The cells in which functions, and the methods of classes and of instances, were defined, and what these call."""
+    """Return the cells that define functions, and the methods of classes and instances, with those of their callees."""
     names: set[str] = set()
     seen, left = set[int](), list(values)
     while left:
@@ -188,7 +188,7 @@ _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_f
 
 
 def describe_frame(frame: FrameType | None) -> str:
-    """Say what the thread with innermost frame ``frame`` does, by the innermost line of the user's own code.
+    """Describe the activity of the thread with innermost frame ``frame`` by the innermost line of the user's own code.
 
     Returns: ``in all_reduce (cell 7, line 5)``, ``in time.sleep (train.py:41)``, ``at train.py:41`` where no call can
     be named, ``in the runtime (form)`` where no code of the user's runs, ``idle`` for no frame at all.
@@ -217,7 +217,7 @@ class Activity(enum.Enum):
 
     IDLE = enum.auto()
     CODE = enum.auto()
-    """The user's, or what that has called."""
+    """Return the user's frame, or one that it has called."""
     COLLECTIVE = enum.auto()
     """A function of torch.distributed."""
     RUNTIME = enum.auto()
@@ -295,7 +295,7 @@ def _name_running_call(frame: FrameType) -> str:
 
 
 def name_call(expression: str) -> str:
-    """``time.sleep`` for ``time.sleep(60)``, ``fit`` for ``build(x).fit(y)``, nothing for what is no call."""
+    """``time.sleep`` for ``time.sleep(60)``, ``fit`` for ``build(x).fit(y)``, nothing where there is no call."""
     if not expression.endswith(")"):
         return ""
     depth = 0

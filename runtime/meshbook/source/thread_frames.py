@@ -1,8 +1,9 @@
 """The frames and exceptions of all threads, and the frames of coroutines, which are on no thread's stack.
 
 Python's own functions for threads hold a lock of the interpreter while they allocate, and an allocation may set the
-collector off (until 3.11.8 and 3.12.2). If what it collects lets go of the GIL, as tensors do, whoever wants that lock
-meanwhile has the GIL and never gives it back: the process stands still for good. So the collector is off meanwhile.
+collector off (until 3.11.8 and 3.12.2). If an object that it frees releases the GIL, as tensors do, a thread that wants
+that lock meanwhile has the GIL and never gives it back: the process stands still for good. So the collector is off
+meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _lock = threading.RLock()
 def frames() -> dict[int, FrameType]:
     """Thread to its innermost frame, for all threads but the calling one.
 
-    Its own frame would hold whoever keeps the answer, and so itself: a circle in which all variables of all threads
-    would live on until the collector came by.
+    Its own frame would hold the frame that keeps the answer, and so itself: a circle in which all variables of all
+    threads would live on until the collector came by.
     """
     with _without_collector():
         found = sys._current_frames()

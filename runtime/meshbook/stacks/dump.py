@@ -42,7 +42,7 @@ class DumpRequest:
     """A dump of another process of this host."""
 
     def __init__(self, pid: int, thread: int, fd: int) -> None:
-        """thread: the kernel's number of its control thread; fd: what `accept_dumps` returned there.
+        """thread: the kernel's number of its control thread; fd: the descriptor that `accept_dumps` returned there.
 
         Raises: OSError if it cannot be asked.
         """

@@ -70,7 +70,7 @@ class MeshStacks:
     """The result of `ProcMesh.stacks`: a sequence of `RankStack`, and a text to print."""
 
     def __init__(self, ranks: Sequence[RankStack], others: Sequence[RankStack] = ()) -> None:
-        """others: ranks of the mesh that were not asked for, but may be what these wait for."""
+        """others: ranks of the mesh that were not asked for, but that these may wait for."""
         self.ranks = tuple(ranks)
         self.verdict = self._judge([*ranks, *others])
         """The verdict on who holds the others up; None where no rank has waited for `PATIENCE_S`."""
@@ -195,7 +195,7 @@ def _body(one: RankStack, all_frames: bool) -> list[str]:
 
 
 def _frames(thread: ThreadStack, all_frames: bool, waits: bool) -> list[str]:
-    """Outermost first, as tracebacks go. waits: the headline says what it ends in."""
+    """Outermost first, as tracebacks go. waits: the headline names the wait that it ends in."""
     rows: list[tuple[str, str, str]] = []
     runs = _runs([frame for frame in reversed(thread.frames) if not _is_interpreter(frame)], all_frames)
     for index, (shown, run) in enumerate(runs):
@@ -218,7 +218,7 @@ def _frames(thread: ThreadStack, all_frames: bool, waits: bool) -> list[str]:
 
 
 def _runs(frames: Iterable[Frame], all_frames: bool) -> list[tuple[bool, list[Frame]]]:
-    """Neighbours that are shown, and those that are folded."""
+    """The neighbours that are shown, and the folded ones."""
     runs: list[tuple[bool, list[Frame]]] = []
     for frame in frames:
         shown = all_frames or frame.kind in (USER, NATIVE)

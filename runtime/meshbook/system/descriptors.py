@@ -1,8 +1,8 @@
-"""Descriptors 0, 1 and 2 belong to user code; what a rank opens for itself has a higher number.
+"""Descriptors 0, 1 and 2 belong to user code; the rank's own have higher numbers.
 
 Linux gives the lowest number that is free. So when user code closes its stdout, the next file of another thread of ours
 would become that stdout: text would go into it, and leading the stream back to its pipe would take the file away from
-whoever has opened it.
+its owner.
 
     open_above, above_standard     how the runtime opens anything in a rank while user code may run
     fill, replace                  how a stream gets its pipe back
@@ -37,10 +37,10 @@ Opened = TypeVar("Opened", bound="int | _File")
 
 
 def open_above(open: Callable[[], Opened]) -> Opened:
-    """Return what ``open`` opens (a descriptor, or an object that has one), with a number of `FIRST` or more.
+    """Return the result of ``open`` (a descriptor, or an object that has one), with a number of `FIRST` or more.
 
     open: called again for each lower number that it gets; it leaves nothing but its descriptor behind.
-    Raises: what it raises.
+    Raises: the errors of ``open``.
     """
     with _lock:
         if _all_open():  # nearly always, and this way takes few calls of Python
@@ -68,7 +68,7 @@ def above_standard() -> Iterator[None]:
 
 
 def fill(fd: int, source: int) -> bool:
-    """Make ``fd`` another descriptor of what ``source`` leads to, if it is closed; whether it was.
+    """Make ``fd`` another descriptor of the file of ``source``, if it is closed. Returns: whether it was.
 
     In one step, so that nothing that is opened meanwhile is replaced.
     """
@@ -83,7 +83,7 @@ def fill(fd: int, source: int) -> bool:
 
 
 def replace(fd: int, source: int) -> None:
-    """Make ``fd``, which user code has led elsewhere, another descriptor of what ``source`` leads to."""
+    """Make ``fd``, which user code has redirected, another descriptor of the file of ``source``."""
     with _lock:
         os.dup2(source, fd)
 

@@ -1,12 +1,12 @@
 """The devices, cores and memory that a host has for ranks, how busy its GPUs are, and the binding of a process to some.
 
 The host agent asks here, and imports no torch. A process that has called cuInit must not fork workers that use CUDA, so
-devices are counted by the driver's management library (NVML, libnvidia-ml), which makes no CUDA context, else by what
-the driver shows in /proc.
+devices are counted by the driver's management library (NVML, libnvidia-ml), which makes no CUDA context, else by the
+driver's entries in /proc.
 
-On a rank NVML tells of the whole device, and torch of what this process has reserved of it (`GpuGauge`). Both may block
-while the driver is in trouble, and whoever asks is the thread that hears interrupts: readings are made aside, and the
-last one is told. No reading makes a CUDA context.
+On a rank NVML tells of the whole device, and torch of the memory that this process has reserved (`GpuGauge`). Both may
+block while the driver is in trouble, and the asking thread is the one that hears interrupts: readings are made aside,
+and the last one is returned. No reading makes a CUDA context.
 
 A process binds itself to CPUs and NUMA nodes (`bind`), before it has threads: nothing has to be installed for it. The
 words are Monarch's:
@@ -256,7 +256,7 @@ class NvmlDevice:
     def find(cls, uuid: str, library: Any = None) -> NvmlDevice | None:
         """The device with this UUID, None where the library is missing or does not know it.
 
-        library: what `load_nvml` returns, or a stand-in.
+        library: the result of `load_nvml`, or a stand-in.
         """
         try:
             library = library or load_nvml()
@@ -286,7 +286,7 @@ _NUMBERS_MAX = 1 << 16
 
 
 def check_binding(binding: object) -> dict[str, str]:
-    """Refuse what no machine could do. Raises: UsageError."""
+    """Refuse bindings that no machine could have. Raises: UsageError."""
     if not isinstance(binding, Mapping):
         raise UsageError(f'a binding maps names to numbers, as in {{"cpus": "0-3"}}; got {binding!r}.')
     for key, numbers in binding.items():
@@ -302,7 +302,7 @@ def check_binding(binding: object) -> dict[str, str]:
 
 
 def bind(binding: Mapping[str, str]) -> None:
-    """Bind this process; its threads to come inherit it. Raises: OSError, which says what is not there."""
+    """Bind this process; its threads to come inherit it. Raises: OSError, which names the missing device or CPU."""
     for key, numbers in binding.items():
         if key == "membind":
             _bind_memory(_parse(numbers))

@@ -52,7 +52,7 @@ class EventLoop:
     ) -> Watch:
         """Call ``on_readable`` whenever ``fd`` can be read or has reached its end.
 
-        edges: only when something has come since, whatever was left unread.
+        edges: only when something has come since, even if bytes were left unread.
         """
         watch = Watch(fd, select.EPOLLIN | (select.EPOLLET if edges else 0), on_readable, on_writable)
         self._watches[fd] = watch
@@ -84,7 +84,7 @@ class EventLoop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._order), callback))
 
     def run_once(self) -> None:
-        """Wait for the next event or timer and serve what is due. What a callback raises is told as a fault of ours."""
+        """Wait for the next event or timer and serve those that are due. Errors of callbacks are faults of ours."""
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
         ready: list[tuple[Watch, int]] = []  # all of them first: a descriptor may be another's before its turn
         for fd, mask in self._epoll.poll(timeout):
@@ -104,7 +104,7 @@ class EventLoop:
             attempt(heapq.heappop(self._timers)[2], "a timer")
 
     def rest(self, watch: Watch, delay_s: float) -> None:
-        """Look away for a moment: what was not taken is there still, and would be served again at once."""
+        """Look away for a moment: bytes that were not read are there still, and would be served again at once."""
         if watch.active and not watch.resting:
             self._epoll.unregister(watch.fd)
             watch.resting = True

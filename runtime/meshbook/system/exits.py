@@ -124,7 +124,7 @@ _watcher = _Watcher()
 
 
 CRASH_REPORT_LINES = 200
-"""Enough for what `faulthandler` writes, of which `meshbook.system.exits.last_words` keeps the gist."""
+"""The limit is enough for the output of `faulthandler`, of which `meshbook.system.exits.last_words` keeps the gist."""
 
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -146,7 +146,7 @@ class End(NamedTuple):
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else ended it, rather than what it ran."""
+        """Whether another process ended it, rather than its own code."""
         return self.status == -signal.SIGKILL
 
 
@@ -270,7 +270,7 @@ _MODULES = "Extension modules: "
 
 
 class CrashReportCut:
-    """Takes the names of the modules out of what one rank writes to stderr; the log keeps them."""
+    """A filter that takes the names of modules out of the stderr of a rank; the log keeps them."""
 
     def __init__(self) -> None:
         self._crashed = False

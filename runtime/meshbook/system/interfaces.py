@@ -115,7 +115,7 @@ def _ask(what: int, name: str) -> bytes:
 def own_address() -> str:
     """The address of this host by which others know it: one that was chosen, else that of the default route.
 
-    Without a route: of an interface that is up, or what its name means here.
+    Without a route: of an interface that is up, or the address of our own name.
     """
     if known := chosen_address() or routed_address():
         return known

@@ -4,7 +4,7 @@ The kernel looks up and holds each page on its own, so one thread copies at a th
 large copy is therefore made by several threads, each of which takes the next slice as soon as it has done one:
 
     |  0  |  1  |  2  |  3  |  4  |  5  |      slices of equal size, at most SLICE_BYTES
-     ^ this thread  ^ aside                    whoever fails leaves none for the others
+     ^ this thread  ^ aside                    a thread that fails leaves none for the others
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def copy_process_memory(
 ) -> None:
     """Copy from the address ``there`` of process ``pid`` to ``here`` of this one, or, to write, the other way.
 
-    check: called before each slice, by any of the threads; what it raises ends the copy, which has then been made in
-        part. Nobody copies any more once this has returned or raised: a main thread holds interrupts back meanwhile.
+    check: called before each slice, by any of the threads; its error ends the copy, which has then been made in
+        part. No thread copies any more once this has returned or raised: a main thread holds interrupts back meanwhile.
     Raises: ProcessMemoryError.
     """
     function = getattr(_libc, "process_vm_writev" if write else "process_vm_readv", None)
@@ -109,7 +109,7 @@ class _SharedSlices:
         self._error: BaseException | None = None
 
     def copy(self) -> None:
-        """Have all threads copy; raise what any of them has raised once all have ended."""
+        """Have all threads copy; raise the error of any of them once all have ended."""
         aside = self._threads - 1
         for _ in range(aside):
             run_in_background(self._help)

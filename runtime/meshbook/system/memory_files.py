@@ -108,7 +108,7 @@ class _Mapping:
 
 
 _mapped: dict[weakref.ref[_Mapping], tuple[int, int, int, Callable[[], None] | None]] = {}
-"""The address, size and flags of each mapping that lives, and what to call after it."""
+"""The address, size and flags of each mapping that lives, and the callback at its end."""
 
 
 def map_fd(
@@ -136,11 +136,11 @@ def _unmap(mapping: weakref.ref[_Mapping], ending: Callable[[], bool] = sys.is_f
 
 
 def join_mapped(pieces: Sequence[Bytes]) -> Bytes | None:
-    """Show what privately mapped files hold as one array, without a copy; None where that cannot be.
+    """Return the content of privately mapped files as one array, without a copy; None where that is impossible.
 
     It can be where each piece lies as far behind the begin of a page as the one before ends: then its pages are mapped
-    once more, behind those of the others, and only what shares a page with the next piece is copied.
-    pieces: nobody has written to them. They live as long as what is returned.
+    once more, behind those of the others, and only the bytes that share a page with the next piece are copied.
+    pieces: nobody has written to them. They live as long as the returned array.
 
         pieces   |....aaaa|aaaaaaaa|aaa.....|  |...bbbbb|bbbbb...|
         joined   |....aaaa|aaaaaaaa|aaabbbbb|bbbbb...|

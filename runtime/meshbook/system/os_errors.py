@@ -1,4 +1,4 @@
-"""The limits of the operating system: what it refused, in words with what helps, and what meshes cannot do without."""
+"""The limits of the operating system: the advice for each refusal, and the means that meshes need."""
 
 from __future__ import annotations
 

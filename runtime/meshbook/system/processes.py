@@ -47,7 +47,7 @@ def outlive_parent() -> None:
 
 
 def may_be_traced() -> None:
-    """Let the parent, and what it starts, read this process where Yama restricts that (PR_SET_PTRACER)."""
+    """Let the parent and its children read this process where Yama restricts that (PR_SET_PTRACER)."""
     _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
@@ -59,7 +59,7 @@ def let_peers_read() -> None:
 
 
 def begin_as_host() -> None:
-    """Set the signals of an agent or template, whatever it has inherited from what started it.
+    """Set the signals of an agent or template, in place of those inherited from its parent.
 
     Interrupts are for ranks. With SIGCHLD ignored the kernel would reap our children before we know how they ended.
     """
@@ -73,10 +73,11 @@ def adopt_orphans() -> None:
 
 
 def set_title(role: str) -> None:
-    """Have ``ps`` and ``nvidia-smi`` show what this process is, and its notebook where Jupyter's server has named it.
+    """Have ``ps`` and ``nvidia-smi`` show the role of this process, and its notebook where Jupyter's server has named
+    it.
 
     role: as in ``main rank 3``. The title is written over the arguments, as far as there is room; proc(5) tells where
-    they are (stat, fields 48 and 49). A last byte that is not zero has Linux show what stands before the first zero.
+    they are (stat, fields 48 and 49). If the last byte is not zero, Linux shows the text before the first zero.
     """
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", ""))
     title = " ".join(filter(None, ("meshbook", role, notebook))).encode(errors="replace")
@@ -225,7 +226,7 @@ def _signal(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def kill_strays(known: Collection[int]) -> None:
-    """SIGKILL to all below this process but ``known`` children and what is below those, whatever session it is in."""
+    """Kill all descendants of this process, in any session, but ``known`` children and their descendants."""
     for child in children(os.getpid()):
         if child not in known:
             for pid in descendants(child):

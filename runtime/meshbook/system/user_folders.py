@@ -1,7 +1,7 @@
 """The folders of this user, also where the usual places are not to be had, and files for this user alone.
 
     sessions            $XDG_RUNTIME_DIR, if it is there and ours, else the temp folder     /meshbook-<uid>
-    what outlives them  $XDG_STATE_HOME, else ~/.local/state                                /meshbook
+    all that stays      $XDG_STATE_HOME, else ~/.local/state                                /meshbook
                         where that cannot be written: in the folder of sessions             /.kept
 
 Anybody may make ``meshbook-<uid>`` in the temp folder before us, and nobody but them can remove it: then it is
@@ -103,7 +103,7 @@ def _owner(path: Path) -> int | None:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make ``folder`` for us alone, and what is missing above it. One of ours that others can read is closed to them.
+    """Make ``folder`` for us alone, and its missing parents. A folder of ours that others can read is closed to them.
 
     Raises: SpawnError for one that another user owns, or may have prepared.
     """

@@ -1,11 +1,11 @@
 """Memory of other processes that is mapped here: when it may be given back to its owner.
 
-A private mapping shows what the owner writes later, on pages that were not written here. So a mapping is given back
+A private mapping shows later writes of the owner, on pages that were not written here. So a mapping is given back
 when its last view has died here, and each child that was forked while it was there has ended. Whether such a child
 lives is read off a page that only the descendants of the fork map: while any of them does, Linux refuses to seal it
 against writes. Their death or exec ends that; nothing that they do to their files does.
 
-What is withheld is bounded: it is what living children were given at their fork.
+The withheld memory is bounded: living children were given it at their fork.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LentMapping:
             self._give_back(self._segment)
 
     def retry(self) -> None:
-        """Give back what was withheld, unless a child still sees it."""
+        """Give back the withheld memory, unless a child still sees it."""
         if all(children.has_ended for children in self._seen_by):
             self._give_back(self._segment)
         else:
@@ -100,7 +100,7 @@ class _ForkedChildren:
             self._page.close()
 
     def lives(self) -> bool:
-        """Whether a descendant may still see what was mapped at the fork."""
+        """Whether a descendant may still see the memory that was mapped at the fork."""
         if self.until == math.inf or self._fd < 0:
             return True
         try:
@@ -111,7 +111,7 @@ class _ForkedChildren:
 
 
 def settle() -> None:
-    """Give back what no child sees any more. Any thread, any time; it never waits."""
+    """Give back the memory that no child sees any more. Callable at any time, on any thread; never waits."""
     global _look_at
     if not _forked or time.monotonic() < _look_at or not _looking.acquire(blocking=False):
         return

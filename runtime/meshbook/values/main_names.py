@@ -1,6 +1,7 @@
-"""Functions and classes of a notebook's ``__main__`` on the ranks: which names they read there, and what is set again.
+"""Functions and classes of a notebook's ``__main__`` on the ranks: which names they read there, and which are set
+again.
 
-    push        a function reads the names of the rank's ``__main__``. What it brings along, a helper or a constant, is
+    push        a function reads the names of the rank's ``__main__``. A helper or a constant that comes with it is
                 bound there where nothing has that name, and again by the next push, until something else binds it
     execute     a function brings all that it reads; names that the notebook does not have are the rank's
     instances   a class that the rank knows already keeps the attributes that were set there, unless the notebook has
@@ -40,15 +41,15 @@ class Sending:
     """The way in which functions and classes of one message are sent, for `meshbook.values.pickling`."""
 
     def __init__(self, reads: str = "", named: Collection[object] = ()) -> None:
-        """reads: "rank", the names of the rank's ``__main__``; "missing", these for what the sender does not have.
+        """reads: "rank", the names of the rank's ``__main__``; "missing", these for names that the sender lacks.
 
-        named: what is sent by its name; of classes among it all attributes are set.
+        named: the objects that are sent by name; of classes among them all attributes are set.
         """
         self.reads = reads
         self._named = {id(each) for each in named if isinstance(each, type)}
 
     def function(self, function: FunctionType, reduced: Reduced) -> Reduced:
-        """reduced: what cloudpickle makes of one that goes by value."""
+        """reduced: the result of cloudpickle for one that goes by value."""
         if not self.reads or function.__globals__ is not vars(sys.modules["__main__"]):
             return reduced
         _, (code, _, *others), (attributes, more), *rest, _ = reduced
@@ -61,7 +62,7 @@ class Sending:
         return (*reduced[:2], (attributes, {**more, "__missing__": missing}), *rest, _set_function_with_missing)
 
     def kind(self, kind: type, reduced: Reduced) -> Reduced:
-        """reduced: what cloudpickle makes of a class that goes by value."""
+        """reduced: the result of cloudpickle for a class that goes by value."""
         *made, (attributes, more), items, pairs, _ = reduced
         about = _digests_of(kind, attributes), self.reads == "rank", id(kind) in self._named
         return *made, (attributes, {**more, "about": about}), items, pairs, _set_class
@@ -71,12 +72,12 @@ class Sending:
 
 
 class _Brought:
-    """The names that arrived functions have brought into ``__main__``, and what they brought."""
+    """The names that arrived functions have brought into ``__main__``, and their values."""
 
     def __init__(self) -> None:
         self._values: dict[str, Callable[[], object]] = {}
         self._hidden: dict[str, tuple[object, object]] = {}
-        """Names that mean something else on the rank, with what they mean there, and what was brought."""
+        """The names that mean something else on the rank, with the value there, and the value that was brought."""
         self._told: set[str] = set()
 
     def bring(self, name: str, value: object) -> None:
@@ -173,7 +174,7 @@ _of_rank: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _digests_of(kind: type, attributes: dict[str, Any]) -> dict[str, _Digests]:
-    """Return what tells a process which attributes have changed since it last got a class.
+    """Return a value that tells a process which attributes have changed since it last got a class.
 
     A class that has arrived here has the digests that it came with. An attribute without one is set at each arrival.
     """
@@ -216,7 +217,7 @@ def _set_class(kind: type, state: tuple[dict[str, Any], dict[str, Any]]) -> None
 
 
 class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Functions and classes that go by value stand for what they are; their own attributes are not looked at."""
+    """Functions and classes that go by value stand for themselves; their own attributes are not looked at."""
 
     with_globals: bool
 
@@ -242,7 +243,7 @@ def _code_digest(code: CodeType) -> str:
 
 
 def _digest(value: Any, *, with_globals: bool) -> bytes:
-    """Raises: whatever pickling does."""
+    """Raises: the errors of pickling."""
     kind = type(value)
     if kind in ATOMS:
         return pickle.dumps(value, 5) if kind not in (str, bytes) else _summed(pickle.dumps(value, 5))

@@ -1,8 +1,8 @@
 """Python values as bytes: a small head, and large buffers beside it that nobody has copied yet.
 
-A value is pickled by the quick C pickler first. What that cannot do, and whatever belongs to ``__main__``,
-goes by value through cloudpickle: by reference, a function of the notebook would "arrive" as whatever older
-definition the other process has. How values travel:
+A value is pickled by the quick C pickler first. Values that it cannot pickle, and those that belong to ``__main__``, go
+by value through cloudpickle: by reference, a function of the notebook would "arrive" as an older definition of the
+other process. How values travel:
 
     NumPy arrays, buffers        out of band from `out_of_band.MIN_BYTES` on
     dense CPU tensors            the same; strides, requires_grad and attributes are kept; non-leaves arrive as
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer as ReadableBuffer
 
 HEAD_MAX_BYTES = 3 << 16
-"""Heads travel as one frame; what is larger goes where the large buffers go. It is copied once there, not at each hop,
+"""Heads travel as one frame; larger ones go where the large buffers go. It is copied once there, not at each hop,
 and a Unix socket holds 208 KiB: for more, writer and reader wait for each other in turns."""
 
 SEARCH_MAX_S = 2.0
@@ -67,7 +67,7 @@ def dumps(
 ) -> Pickled:
     """Pickle ``obj``; functions and classes of ``__main__`` by value, in the definition that they have now.
 
-    what: what a person calls the value; the path in an error starts with it.
+    what: the user's name of the value; the path in an error starts with it.
     roots: names of parts of ``obj`` to start that path from instead, such as the arguments of a call.
     sending: which names functions are to read there.
     Raises: SerializationError naming the part that cannot travel.
@@ -189,7 +189,7 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _BY_VALUE_PARTS = 6
-"""The length of what cloudpickle reduces a function or class to that goes by value; the last part sets its state."""
+"""The number of parts to which cloudpickle reduces a function or class by value; the last part sets its state."""
 _KEEPERS = (type(functools.lru_cache(id)), functools.cached_property)
 """The types that ``@cache``, ``@lru_cache`` and ``@cached_property`` make, which keep results of a function."""
 
@@ -252,8 +252,10 @@ class _DeadlineSink:
 
 
 def _pickle_plain(obj: object) -> bytes | None:
-    """Pickle what is so small and simple that any pickler does it alike, calls of named functions too; looks at a few
-    items only. None for anything else."""
+    """Pickle a value so small and simple that any pickler does it alike, or a call of a named function.
+
+    Looks at a few items only. Returns None for any other value.
+    """
     parts: list[Any] = [obj]  # grows as it is walked
     has_names = is_large = False
     for part in parts:

@@ -106,7 +106,7 @@ class _Segment:
 class SegmentPool:
     """The segments of one process. Any thread may call any method, the garbage collector `release`.
 
-    capacity_bytes: how much may stay allocated while nobody uses it. What is in use is not limited.
+    capacity_bytes: the memory that may stay allocated while unused. Memory in use is not limited.
     """
 
     def __init__(self, capacity_bytes: int = 1 << 30) -> None:
@@ -170,7 +170,7 @@ class SegmentPool:
         self._settle()
 
     def close(self) -> None:
-        """Free everything, also what is in use: receivers keep what they have mapped, and can map no more."""
+        """Free everything, also segments in use: receivers keep their mappings, and can map no more."""
         with self._lock:
             self._closed = True
             segments = [*self._idle, *self._in_use.values()]
@@ -203,7 +203,7 @@ class SegmentPool:
         return best
 
     def _settle(self) -> None:
-        """Move what was released to the idle ones; whoever is at it already looks again afterwards."""
+        """Move released segments to the idle ones; a thread that is at it already looks again afterwards."""
         while self._released and self._lock.acquire(blocking=False):
             try:
                 while self._released:
@@ -308,7 +308,7 @@ def _capacity_for(size_bytes: int) -> int:
 
 KEPT_MAX = 32
 KEPT_MAX_BYTES = 2 << 20
-"""Segments that are larger are read: they would pin too much of what their owner has given up."""
+"""Larger segments are read, since a mapping would pin too much memory that their owner has given up."""
 
 UNUSED_S = 10.0
 """The time after which an unused mapping makes room, where all is taken."""

@@ -1,6 +1,6 @@
 """The part of a value that cannot travel, by the path that a person would write: ``config.callbacks[2].lock``.
 
-The search follows what pickle itself follows (items, the state and arguments that a reduction returns, and
+The search takes the same ways as pickle itself (items, the state and arguments that a reduction returns, and
 for functions and classes that go by value their closures, globals and attributes) and asks of each child
 whether it can be pickled alone. A value that fails though none of its children does is the culprit. A child
 that refers back to a value above it proves nothing, so the search then goes on beside it.
@@ -59,7 +59,7 @@ class _Search:
         self._depth, self._probes = 0, 0
         self._fails: dict[int, bool] = {id(start[1]): True}
         self._alive: list[object] = []
-        """Keeps what was probed, so that no id is used twice."""
+        """The probed objects, kept so that no id is used twice."""
 
     def visit(self, path: str, value: object, error: Exception, depth: int) -> tuple[str, object, Exception] | None:
         """The culprit at or below ``value``, which fails; None if that lies in a value above it."""
@@ -106,7 +106,7 @@ def _describe(path: str, value: object, error: Exception) -> SerializationError:
 
 
 def name_type(kind: type) -> str:
-    """``lock`` types by their module too; builtins and what the notebook defines by the bare name."""
+    """``lock`` types by their module too; builtins and the notebook's own definitions by the bare name."""
     bare = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if bare else f"{kind.__module__}.{kind.__qualname__}"
 

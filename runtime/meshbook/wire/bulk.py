@@ -1,6 +1,6 @@
 """Payloads that cross hosts, in pieces on a lane of their own, so that they never delay a call or an interrupt.
 
-What waits to be sent lies in shared memory, once, however many hosts are to get it. Only the pieces under way are
+Waiting payloads lie in shared memory, once, however many hosts are to get them. Only the pieces under way are
 copied, by ZeroMQ, so these are few; the peer's acknowledgements bring the next ones.
 """
 

@@ -1,9 +1,9 @@
 """TCP connections: whether the machine at the other end is there, and who may connect to a port of ours.
 
-**Whether the machine is there**, whatever the process at that end does. A process that is stopped, swaps or waits for a
-disk says nothing for as long as that takes, while its machine goes on to acknowledge bytes that it is sent. A machine
-that has died, or was cut off, acknowledges nothing. The kernel tells the two apart (TCP_INFO), provided that something
-is under way: heartbeats see to that.
+**Whether the machine is there**, even if the process at that end is silent. A process that is stopped, swaps or waits
+for a disk says nothing for as long as that takes, while its machine goes on to acknowledge bytes that it is sent. A
+machine that has died, or was cut off, acknowledges nothing. The kernel tells the two apart (TCP_INFO), provided that
+something is under way: heartbeats see to that.
 
     nothing under way, or no room at the other end     nothing is asked, so nothing is wrong
     acknowledged, however late                         the machine is there

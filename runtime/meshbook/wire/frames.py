@@ -53,7 +53,7 @@ def check_sizes(sizes: Iterable[int]) -> None:
 
 
 class FrameReader:
-    """A byte stream, turned back into messages whatever the pieces in which it arrives."""
+    """A byte stream, turned back into messages from pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

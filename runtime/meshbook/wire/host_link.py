@@ -1,4 +1,4 @@
-"""The end of a connection that was dialled in to: its lanes, what waits for them, payloads in pieces.
+"""The listening end of a connection: its lanes, their waiting messages, payloads in pieces.
 
 The other end is a `meshbook.wire.uplink.Uplink` of an agent: to the controller all agents are hosts that dial in, to an
 agent those of other hosts are.

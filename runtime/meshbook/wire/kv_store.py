@@ -31,7 +31,7 @@ class StoreOp(msgspec.Struct, array_like=True, frozen=True):
     wait                      n keys                 nothing, once all keys exist
     add                       1 key, ``amount``      ``number``: the sum, also stored as decimal text
     check                     n keys                 ``number``: 1 if all exist
-    compare_set               1 key, expected, new   ``values``: what the key holds now
+    compare_set               1 key, expected, new   ``values``: the key's value now
     delete                    n keys                 ``number``: how many of them existed
     num_keys                                         ``number``
     list_keys                                        ``values``: the keys as UTF-8

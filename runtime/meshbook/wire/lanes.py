@@ -4,7 +4,7 @@
     calls     calls, replies, output, in order
     bulk      pieces of payloads that cross hosts
 
-Each lane is a stream of its own, so that an interrupt never waits behind a payload. Transports lose what is under way
+Each lane is a stream of its own, so that an interrupt never waits behind a payload. Transports lose messages under way
 when a connection breaks; `meshbook.wire.link` numbers and replays it.
 """
 

@@ -1,8 +1,8 @@
 """Numbered, acknowledged, replayed messages over a pipe that keeps order but may lose or repeat.
 
-ZeroMQ is such a pipe: what was under way when a connection broke, or was sent while there was none, is gone
-without a word. A `Link` is one side's memory of one lane. It has no socket and no clock: it turns messages
-into frames and frames into messages, and its owner sends what `pending` and `heartbeat` give.
+ZeroMQ is such a pipe: frames that were under way when a connection broke, or were sent while there was none, are gone
+without a word. A `Link` is one side's memory of one lane. It has no socket and no clock: it turns messages into frames
+and frames into messages, and its owner sends what `pending` and `heartbeat` give.
 
     first frame of each:   u8 kind | 3 zero bytes | u32 epoch | u64 seq | u64 ack | header of the message
                            MESSAGE     seq is its number, from 1; its payload follows in further frames
@@ -22,8 +22,8 @@ Every first frame carries ``ack``, the number up to which its sender has all. A 
 acknowledged; without traffic the other way an ACK is due after 64 messages or 1 MiB. A question that stays
 without effect is asked again at the next heartbeat, or at the second one if the first may have crossed it.
 
-``epoch`` tells incarnations of a peer apart. Frames of another epoch are ignored; whoever learns that a peer
-has started anew (`epoch_of`) begins a new `Link`.
+``epoch`` tells incarnations of a peer apart. Frames of another epoch are ignored; an owner that learns of a restarted
+peer (`epoch_of`) begins a new `Link`.
 """
 
 from __future__ import annotations

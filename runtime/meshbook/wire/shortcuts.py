@@ -6,7 +6,7 @@
                <─Replies, a datagram────
                ──Heard─────────────────>              when nothing else comes for a moment
 
-The agent is what the next controller learns from, so what is not done with soon is the agent's as well:
+The next controller learns from the agent, so the agent also gets each call that is not answered soon:
 
     not answered within `DEFER_S`     the controller sends the call by the agent too, before anything else that it
                                       sends there; the rank, which has it, runs it once
@@ -15,8 +15,8 @@ The agent is what the next controller learns from, so what is not done with soon
     the answer is no small value      it goes by the agent, behind `CameEarly`
     some of its ranks have not got it the agent, which has heard of it from another, has it come to them all
 
-Which calls may come so, `meshbook.controller.shortcuts` knows. What a datagram may be lost by (a full queue, another
-process at the other end) costs time: the call comes by the agent then.
+Which calls may come so, `meshbook.controller.shortcuts` knows. A lost datagram (a full queue, another process at the
+other end) costs time: the call comes by the agent then.
 
 All sockets lie in the session's folder, which is its owner's alone; that of a rank is connected to the controller's, so
 nobody else can send there. Where it is a rank tells when it has been called some times.

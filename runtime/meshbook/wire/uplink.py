@@ -1,4 +1,4 @@
-"""The dialling end of a connection: its lanes, what waits for them, payloads in pieces, and the silence of the peer.
+"""The dialling end of a connection: its lanes, their waiting messages, payloads in pieces, and the silence of the peer.
 
 The other end is a `meshbook.wire.host_link.HostLink`. An agent dials its controller, and the agents of other hosts.
 """

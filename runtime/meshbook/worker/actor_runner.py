@@ -5,8 +5,8 @@
 
 All of it is coroutines. A class with an ``async`` endpoint gets an asyncio loop on that thread, where its plain
 endpoints run too; without a loop the same coroutines never wait for anything but the inbox, so that a single step runs
-them. Messages are handled one at a time, except those to a `concurrent_endpoint`, and what `__supervise__` is told. The
-first message makes the actor. When that fails it stays, and answers everything with what was raised.
+them. Messages are handled one at a time, except messages to a `concurrent_endpoint` and to `__supervise__`. The first
+message makes the actor. When that fails it stays, and answers everything with that error.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ActorRunner:
         self._inbox.end()
 
     def end_now(self, why: str = "") -> None:
-        """Have the actor clean up and end without more messages, and interrupt those that it handles. Any thread. why:
+        """Have the actor clean up and end without more messages, and interrupt its running ones. Any thread. why:
         for callers who get no other answer, see `meshbook.errors.MailboxClosed`."""
         self._why_ended = why
         self._inbox.refuse(lambda call: True, lambda call: self._closed() if why else Outcome(wire.DROPPED))
@@ -295,8 +295,10 @@ class ActorRunner:
         return declared
 
     async def _answer(self, message: InboxMessage, handle: Coroutine[object, object, Outcome | None]) -> bool:
-        """Run ``handle``, in which an interrupt may be raised, and reply. Return False if it was dropped before. The
-        message is among those that are handled before it ceases to wait, so a cancel finds it."""
+        """Run ``handle``, in which an interrupt may be raised, and reply. Return False if it was dropped before.
+
+        The message counts as handled before it ceases to wait, so a cancel finds it.
+        """
         gate, serial, call = self.gate, message.serial, message.call
         assert gate is not None
         self.current[serial] = _Handling(call, asyncio.current_task() if self._loop is not None else None)

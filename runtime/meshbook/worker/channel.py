@@ -173,5 +173,5 @@ class WorkerOutput:
 
 
 def _by_text(items: Mapping[str, object]) -> dict[str, object]:
-    """Make the kinds of content text, whatever a user's bundle has."""
+    """Turn the kinds of content of a user's bundle into texts."""
     return {kind if type(kind) is str else str(kind): item for kind, item in items.items()}

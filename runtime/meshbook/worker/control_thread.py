@@ -1,4 +1,4 @@
-"""The control thread of a worker, which answers urgent messages whatever the main thread does; and `Claims`, under
+"""The control thread of a worker, which answers urgent messages while the main thread is busy; and `Claims`, under
 whose lock the two threads decide which call the main thread runs and which calls are dropped before they begin.
 """
 

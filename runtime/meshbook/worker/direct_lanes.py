@@ -1,7 +1,7 @@
 """Sockets to other ranks of this host, by which calls need not go by the agent (`meshbook.agent.mail`).
 
 A process has a lane to each rank that it often calls, and uses it for calls of one rank whose arguments are small.
-Answers come back on it, but those that are large or behind something printed, which are the agent's to pass on.
+Answers come back on it, except large ones and those behind a print, which the agent passes on.
 Messages of one sender come in the order of sending:
 
     agent, then lane    `TakeLane` goes by the agent, and the callee has its end of the lane behind all that went before

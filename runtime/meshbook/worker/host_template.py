@@ -1,4 +1,4 @@
-"""The template of hosts: what agents and their workers import, imported once, and forked into agents.
+"""The template of hosts: it imports the modules of agents and workers once, and is forked into agents.
 
     launcher ──fork+exec──> template of hosts ──fork──> agent ──fork──> the agent's template of workers
                                      '── stays the agents' parent: they end as they like, it is asked how

@@ -8,7 +8,7 @@ A handler that user code sets for SIGINT is called in our place until its call e
 each cell of a notebook has its kernel's. SIG_IGN holds as well; SIG_DFL raises, as ours: an interrupt never ends
 a rank.
 
-An insistent interrupt does more, whatever handler is set: for `INSIST_S` KeyboardInterrupt is raised again and again,
+An insistent interrupt does more, under any handler: for `INSIST_S` KeyboardInterrupt is raised again and again,
 and code that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after
 the ``except`` block: outside of the ``try`` that would catch it once more (`SwallowedInterrupts`). ``finally`` and
 ``with`` blocks run as ever: while the exception is handled nothing happens. At the first line of the user's own code

@@ -68,7 +68,7 @@ class _Fork(NamedTuple):
 
 
 def main(sock: socket.socket) -> NoReturn:
-    """Import, say ready, and serve fork requests until the agent closes the socket; then end what it left."""
+    """Import, say ready, and serve fork requests until the agent closes the socket; then end the remaining workers."""
     started = time.perf_counter()
     serve(sock, preload(STANDARD_PRELOAD), started, [*LATER])
 
@@ -141,7 +141,7 @@ class SpawnedWorkers:
         self._started: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """Note a worker; forget those that have ended with all their children."""
+        """Note a worker; forget workers that have ended with all their children."""
         self._started = {
             each: at for each, at in self._started.items() if is_group(each) or start_time(each) == at is not None
         }

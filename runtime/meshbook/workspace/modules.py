@@ -1,6 +1,6 @@
 """The modules beside the notebook: found on its machine, sent to the ranks, and imported or reloaded there.
 
-A rank that sees the very files imports what they say by then, as without us; our reload takes what was sent, so that
+A rank that sees the very files imports them as they are by then, as without us; our reload takes the sent text, so that
 all ranks get the same. Where IPython's autoreload is on, objects that it looks after are brought up to date as by it.
 """
 
@@ -58,7 +58,7 @@ class LocalModule:
 
 @dataclass(frozen=True)
 class FoundModules:
-    """Modules, in an order in which those that others import come first."""
+    """Modules in an order in which imported modules come first."""
 
     modules: tuple[LocalModule, ...]
     broken: Mapping[str, str]
@@ -178,7 +178,7 @@ def _imports(tree: ast.Module, name: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _in_order(modules: Mapping[str, LocalModule]) -> Iterable[LocalModule]:
-    """Put modules before those that import them; modules that import each other come in any order."""
+    """Put modules before their importers; modules that import each other come in any order."""
     ordered: dict[str, LocalModule] = {}
     begun: set[str] = set()
 
@@ -313,7 +313,7 @@ def take_modules(modules: Sequence[LocalModule], namespace: dict[str, object] | 
     """Make modules importable here; reload those in use that are of another version, or import such.
 
     modules: in the order of `FoundModules`. namespace: where names bound to functions and classes of reloaded modules
-    get the new ones; by default ``__main__``. Returns: what became of each.
+    get the new ones; by default ``__main__``. Returns: the outcome for each.
     """
     _install()
     if namespace is None:

@@ -24,7 +24,7 @@ FIRST_LOOK_S = 0.5
 
 
 class Scheduler(NamedTuple):
-    """title: what people call it. provider: Parsl's class. program: the command that submits.
+    """title: its name for people. provider: Parsl's class. program: the command that submits.
 
     limits: whether a job has a time limit, which Parsl makes some minutes unless it is said.
     """
@@ -49,7 +49,7 @@ _OURS = ("self", "nodes_per_block", "init_blocks", "min_blocks", "max_blocks", "
 
 
 class QueueState(NamedTuple):
-    """waits: what a job waits for; ended: that it has ended, and what the scheduler says of it. Empty where not so."""
+    """waits: the reason why a job waits. ended: the scheduler's text on a job that has ended. Empty where not so."""
 
     waits: str = ""
     ended: str = ""

@@ -1,7 +1,7 @@
 """Processes beside us that start agents elsewhere and speak for them: clients like srun and mpirun, and our drivers.
 
 A client is our child, or was that of the controller before us, which it outlives: all that is known of it then is its
-pid and its log. What each engine writes there is read by a `ClientLog` of its own.
+pid and its log. Each engine has a `ClientLog` that reads its lines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ClientLog(ABC):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return what the log says so far."""
+        """Return the facts that the log tells so far."""
         found = cls()
         for line in filter(None, map(str.strip, text.splitlines())):
             found.add(line)
@@ -52,7 +52,7 @@ class ClientLog(ABC):
 
     @abstractmethod
     def add(self, line: str) -> None:
-        """Note what a line says; it is stripped and not empty."""
+        """Note the facts of a line, which is stripped and not empty."""
 
 
 Log = TypeVar("Log", bound=ClientLog)
@@ -211,7 +211,7 @@ class DriverLog(ClientLog):
                     setattr(self, kind, value)
 
     def waits_for(self, host: str) -> str:
-        """Return what a host waits for; empty once its agent was started."""
+        """Return the obstacle that a host waits for; empty once its agent was started."""
         return "" if host in self.node else self.waits.get(host) or self.waits.get("") or self.asked
 
     def end_of(self, host: str) -> str:

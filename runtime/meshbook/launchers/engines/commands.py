@@ -33,7 +33,7 @@ def program_of(engine: str, name: str) -> str:
 
 
 def answer_of(engine: str, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command; returns its output, whatever its exit code. Bytes that are no text become question marks.
+    """Run a command; returns its output, at any exit code. Bytes that are no text become question marks.
 
     Raises: SpawnError where it is not there, or does not end; then it is killed, with all that it has started.
     """

@@ -1,12 +1,12 @@
 """The loop of a driver, a process beside us that holds the hosts of an engine, as for Ray and Kubernetes.
 
-A driver reads what is wanted from stdin, a line of JSON. That pipe closes when its controller goes. Later requests come
+A driver reads its task from stdin, a line of JSON. That pipe closes when its controller goes. Later requests come
 by a socket in the session's folder, and each is answered by an empty line:
 
     {"start": {...}}                            one more host, in the engine's terms
     {"end": "ray-1"}                            end the host with this id
 
-What it has to say goes to its stdout, a log that outlives it and is read by `meshbook.launchers.engines.clients`; other
+Its reports go to its stdout, a log that outlives it and is read by `meshbook.launchers.engines.clients`; other
 lines, of the engine or of Python, may stand between:
 
     meshbook: {"job": "03000000"}
@@ -59,7 +59,7 @@ class Driver(ABC):
 
     @abstractmethod
     def on_request(self, request: dict[str, Any]) -> None:
-        """Do what a request asks. Raises: KeyError where it makes no sense."""
+        """Carry out a request. Raises: KeyError where it makes no sense."""
 
     def on_alone(self) -> None:  # noqa: B027  most have nothing to do
         """Called when the controller has gone."""

@@ -201,7 +201,7 @@ class Pod:
         return next((f"{self.place} cannot start: {_reason_of(each)}" for each in hopeless), "")
 
     def waits_for(self) -> str:
-        """Return what keeps its agent from starting."""
+        """Return the obstacle to the start of its agent."""
         for condition in self._conditions:
             if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
                 why = condition.get("message") or condition.get("reason") or "no node yet"

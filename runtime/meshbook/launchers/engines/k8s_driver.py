@@ -1,10 +1,10 @@
-"""The driver of Kubernetes: has a Job for each host, and tells what becomes of their pods.
+"""The driver of Kubernetes: has a Job for each host, and reports the fates of their pods.
 
-    python -m meshbook.launchers.engines.k8s_driver     gets what `meshbook.launchers.k8s` wants by stdin
+    python -m meshbook.launchers.engines.k8s_driver     gets the order of `meshbook.launchers.k8s` by stdin
 
 A Job whose agent has ended is removed, once it is told why. The driver removes all of them when it is told to end
-(SIGTERM), those that have not started when its controller goes, and ends with the last one when no controller is there.
-Pods that run outlive it; another driver finds them.
+(SIGTERM), the Jobs that have not started when its controller goes, and ends with the last one when no controller is
+there. Pods that run outlive it; another driver finds them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class JobDriver(Driver):
             self._end_all(host for host in self._hosts.values() if host.id == request["end"])
 
     def end(self) -> None:
-        """Remove what is left, and end."""
+        """Remove the remaining Jobs, and end."""
         self._is_over = True
         self._end_all(self._hosts.values())
         self._pool.shutdown(wait=True)  # each of its calls has a deadline

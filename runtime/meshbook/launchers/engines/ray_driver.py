@@ -1,9 +1,9 @@
 """The driver of Ray: has a placement group, and in each of its bundles an actor that starts an agent.
 
-    python -m meshbook.launchers.engines.ray_driver     gets what `meshbook.launchers.ray` wants by stdin
+    python -m meshbook.launchers.engines.ray_driver     gets the order of `meshbook.launchers.ray` by stdin
 
 It ends when it is told to (SIGTERM), when its controller goes before Ray had the nodes, and when the last agent has
-ended and no controller is there: with its end Ray removes what is left of its actors and of the placement group.
+ended and no controller is there: with its end Ray removes its remaining actors and the placement group.
 """
 
 from __future__ import annotations

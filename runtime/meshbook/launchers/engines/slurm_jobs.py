@@ -1,4 +1,4 @@
-"""Allocations of Slurm, the clients that ask for them and start agents there, and the log of what these say.
+"""Allocations of Slurm, the clients that ask for them and start agents there, and the logs of these clients.
 
 `meshbook.launchers.slurm` says how they stand together.
 """
@@ -51,7 +51,7 @@ _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 _CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) (\d+)\S* ON \S+ CANCELLED AT \S+(?: DUE TO (.*?))? \*\*\*")
 """The number of a step begins with that of its job."""
 _IMPOSSIBLE = "Requested partition configuration not available now"
-"""salloc says so of what no node of the partition will ever be, and waits all the same."""
+"""The text of salloc on a request that no node of the partition can ever meet; it waits all the same."""
 
 _NOISE = re.compile(
     r"salloc: (Granted|Pending|Relinquishing|Nodes |Waiting for|job \d+ (queued|has been allocated))"
@@ -182,7 +182,7 @@ class Allocation:
         self._clients: dict[Path, SlurmClient] = {}
         self._looked, self._queue = 0.0, ""
         self.sizes = "see sinfo"
-        """The number of nodes that were asked for, and of those that there are, in words."""
+        """Return the number of nodes that were asked for, and the number found, in words."""
         self.address = ""
         """The address at which its nodes reach us, as in `Launcher.transport`, once that was found out."""
 

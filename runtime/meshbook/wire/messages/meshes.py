@@ -41,7 +41,7 @@ class StartCommand(NamedTuple):
 
 
 class Spawn(Header, frozen=True, tag="spawn"):
-    """Start workers of a mesh; they join those that the host has of it. Answered by `MeshReady` or `SpawnFailed`."""
+    """Start workers of a mesh; they join its workers on the host. Answered by `MeshReady` or `SpawnFailed`."""
 
     request: int  # named in the answer, and wherever one of the workers ends
     mesh: int

@@ -1,6 +1,6 @@
 """The output of ranks, the prompts at which they stop, and the questions that they or their agents answer.
 
-Questions are answered whatever the main threads of ranks do.
+Questions are answered even while the main threads of ranks are busy.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class AtPrompt(NamedTuple):
 
 
 class Prompted(Header, frozen=True, tag="prompted"):
-    """A rank has stopped at a prompt of pdb, or gone on from one; in the order of what it prints."""
+    """A rank has stopped at a prompt of pdb, or gone on from one; in the order of its prints."""
 
     mesh: int
     rank: int
