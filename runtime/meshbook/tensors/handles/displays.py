@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes_per_rank, format_ranks, group_ranks, name_ranks
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
-from meshbook.tensors.messages.layouts import MeshEnd
+from meshbook.tensors.messages.layouts import MeshEnd, are_in_blocks
 from meshbook.tensors.messages.operations import Box, LocalPart, TensorId
 from meshbook.tensors.ranks.rank_tensors import SHOWN_ELEMENTS, TensorDescription
 
@@ -43,7 +43,7 @@ def to_html(tensor: MeshTensor) -> str:
 def _picture(tensor: MeshTensor, placements: Sequence[Placement]) -> str:
     """Return the picture; it is empty for a number, for parts that are interleaved, and for parts of a sum."""
     mesh, shape = tensor.mesh, tuple(tensor.shape)
-    if not all(type(each) in (Shard, Replicate) for each in placements) or not shape or not tensor.numel():
+    if not are_in_blocks(placements) or not shape or not tensor.numel():
         return ""
     boxes = MeshEnd(mesh.stream.name, mesh.shape, mesh.procs.ranks).boxes(shape, placements)
     sharded = [each.dim for each in placements if isinstance(each, Shard)]
@@ -64,10 +64,7 @@ def not_drawn(boxes: Mapping[int, Box], sharded: Sequence[int], drawn: Sequence[
 
 
 def _elements(box: Box) -> int:
-    found = 1
-    for begin, end in box:
-        found *= end - begin
-    return found
+    return math.prod(end - begin for begin, end in box)
 
 
 def draw(boxes: Mapping[int, Box], shape: Sequence[int], drawn: Sequence[int]) -> str:

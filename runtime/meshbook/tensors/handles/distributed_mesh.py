@@ -16,14 +16,14 @@ from meshbook.mesh.driven import current_procs, procs_of_sizes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import call_after_repairs, is_renumbered
 from meshbook.shape import Index
-from meshbook.tensors.handles.mesh_tensor import MeshTensor, adopt
+from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.resharding import join, move
 from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 from meshbook.tensors.messages.operations import Adopted, LocalPart
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import restore
-from meshbook.torch_internals import tree_leaves, tree_map
+from meshbook.torch_internals import tree_map
 
 _names = itertools.count(1)
 _OF_THIS_PROCESS = secrets.token_hex(4)
@@ -31,10 +31,6 @@ _OF_THIS_PROCESS = secrets.token_hex(4)
 
 ADOPTED_NUMBERS = 1000
 """The most DTensors that one call may return."""
-
-
-def _is_adopted(value: object) -> bool:
-    return isinstance(value, Adopted)
 
 
 class Mesh:
@@ -141,9 +137,19 @@ class Mesh:
         )
         values = call.get()
         value = next(iter(values.values()))
-        if not any(isinstance(each, Adopted) for each in tree_leaves(value, is_leaf=_is_adopted)):
-            return values
-        return tree_map(lambda each: adopt(each, self) if _is_adopted(each) else each, value, is_leaf=_is_adopted)
+        adopted: list[Adopted] = []
+
+        def adopt(each: object) -> object:
+            if not isinstance(each, Adopted):
+                return each
+            adopted.append(each)
+            return self._adopt(each)
+
+        made = tree_map(adopt, value, is_leaf=lambda each: isinstance(each, Adopted))
+        return made if adopted else values
+
+    def _adopt(self, adopted: Adopted) -> MeshTensor:
+        return MeshTensor._of(self, adopted.output, adopted.number)
 
     def from_ranks(self, name: str, *, placements: Sequence[Placement] | None = None) -> MeshTensor:
         """Return the tensor that cells on the ranks call ``name``, in the same memory: each side sees the other write.
@@ -156,7 +162,7 @@ class Mesh:
         told = self.procs.execute(known_meshes.ask, *about, "look", name).get().values()
         part = self.join(name, dict(zip(self.procs.ranks, told, strict=True)), placements)
         found = self.procs.execute(known_meshes.ask, *about, "adopt_name", number, name, part).get()
-        return adopt(next(iter(found.values())), self)
+        return self._adopt(next(iter(found.values())))
 
     def join(self, name: str, parts: Mapping[int, LocalPart], placements: Sequence[Placement] | None) -> LocalPart:
         """Return the one tensor that the ranks' tensors called ``name`` make together."""

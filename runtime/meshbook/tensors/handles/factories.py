@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
 from typing_extensions import Required, TypedDict, Unpack
 
 from meshbook.concurrency.future import Future
@@ -22,8 +22,8 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, make, new_seed, place
 from meshbook.tensors.messages.issued_lines import CodeLine, line_of_caller
-from meshbook.tensors.messages.layouts import MeshEnd, ShardingSpec, contiguous_strides, to_placements
-from meshbook.tensors.messages.operations import Box, Factory, NewOutput, SentTensor, TensorId
+from meshbook.tensors.messages.layouts import MeshEnd, ShardingSpec, are_in_blocks, to_placements
+from meshbook.tensors.messages.operations import Box, Factory, NewOutput, SentTensor, TensorId, contiguous_strides
 
 if TYPE_CHECKING:
     from meshbook.tensors.handles.distributed_mesh import Mesh
@@ -138,12 +138,11 @@ class Placing(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, mesh: Mesh, placements: tuple[Placement, ...]) -> Placing:
-        return cls(mesh.stream.new_number_aside(), as_values(tensor), placements)
+        return cls(mesh.stream.new_numbers(1)[0], as_values(tensor), placements)
 
     def mesh_tensor(self, mesh: Mesh) -> MeshTensor:
         """Return the tensor's handle: ranks free the tensor when that is gone."""
-        shape = tuple(self.whole.shape)
-        return MeshTensor._of(mesh, NewOutput(shape, contiguous_strides(shape), self.whole.dtype), self.number)
+        return MeshTensor._of(mesh, NewOutput.in_order(self.whole.shape, self.whole.dtype), self.number)
 
 
 def as_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,7 +156,7 @@ def as_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def lay_out(tensor: torch.Tensor, mesh: Mesh, placements: tuple[Placement, ...]) -> MeshTensor:
     """Put a tensor of this process on the ranks, each of which keeps its part."""
-    if not _is_in_blocks(placements):
+    if not are_in_blocks(placements):
         return place(as_values(tensor), mesh, placements)
     placing = Placing.of(tensor, mesh, placements)
     made = placing.mesh_tensor(mesh)
@@ -196,7 +195,3 @@ def for_ranks(placing: Placing, boxes: Mapping[int, Box], ranks: Sequence[int], 
         every = [tuple((0, end - begin) for begin, end in box) for box in different]
         parts = {rank: (at := different.index(boxes[rank]), every[at]) for rank in ranks}
     return SentTensor(placing.number, placing.placements, shape, contiguous_strides(shape), pieces, parts)
-
-
-def _is_in_blocks(placements: Sequence[Placement]) -> bool:
-    return all(type(each) in (Shard, Replicate) for each in placements)

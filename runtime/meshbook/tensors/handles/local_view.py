@@ -23,11 +23,12 @@ from torch.distributed.tensor import Placement
 
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape import Extent
 from meshbook.source.location import PACKAGE
 from meshbook.tensors.handles.distributed_mesh import Mesh, one_mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, dispatch
 from meshbook.tensors.handles.resharding import check_alike
-from meshbook.tensors.messages.layouts import ShardingSpec, contiguous_strides
+from meshbook.tensors.messages.layouts import ShardingSpec
 from meshbook.tensors.messages.operations import LocalPart, NewOutput
 from meshbook.tensors.ranks import local_ranks
 from meshbook.tensors.ranks.local_ranks import REDUCTIONS, LocalMove, LocalTensors
@@ -82,12 +83,10 @@ class LocalMesh(Mesh):
         if free:
             raise UsageError(f"{mesh} does not have the axis {free[0]} of {self}: tensor.slice_mesh({free[0]}=0) first")
         sources = {}
-        for position, rank in enumerate(mesh.procs.ranks):
-            at = _coordinates(mesh.axes, position)
-            index = 0
-            for axis, size in self.axes.items():
-                index = index * size + at.get(axis, 0) % size
-            sources[rank] = self.procs.ranks[index]
+        own = Extent.of(self.axes)
+        for at, rank in zip(Extent.of(mesh.axes).points(), mesh.procs.ranks, strict=True):
+            nearest = {axis: at.get(axis, 0) % size for axis, size in own.items()}
+            sources[rank] = self.procs.ranks[own.rank(nearest)]
         number, shape = mesh.stream.new_number(), tuple(tensor.shape)
         settle(self, mesh)
         self.stream.check([tensor._handle.number])
@@ -96,7 +95,7 @@ class LocalMesh(Mesh):
         )
         ranks = base.select(sorted({*sources, *sources.values()}))
         mesh.stream.follow("to_mesh", (number,), ranks.execute(local_ranks.take_copy, move), tensor._handle)
-        return MeshTensor._of(mesh, NewOutput(shape, contiguous_strides(shape), tensor.dtype), number)
+        return MeshTensor._of(mesh, NewOutput.in_order(shape, tensor.dtype), number)
 
     def part(self, tensor: MeshTensor, **axes: Any) -> MeshTensor:
         mesh = local_mesh_of(self.procs.slice(**axes))
@@ -144,7 +143,7 @@ class _Reduce(torch.autograd.Function):
         dtype = torch.result_type(like, 1.0) if reduction == "avg" else tensor.dtype
         number = stream.new_number()
         stream.put("reduce", number, handle.number, names, reduction, scatter)
-        return MeshTensor._of(tensor.mesh, NewOutput(tuple(shape), contiguous_strides(shape), dtype), number)
+        return MeshTensor._of(tensor.mesh, NewOutput.in_order(shape, dtype), number)
 
     @staticmethod
     def backward(ctx: Any, gradient: MeshTensor) -> Any:
@@ -167,7 +166,7 @@ class _Share(torch.autograd.Function):
         names = source.name, mesh.stream.name, tensor.mesh.procs.ranks
         shared = mesh.procs.execute(local_ranks.share, *names, tensor._handle.number, number, shape, tensor.dtype)
         mesh.stream.follow("slice_mesh", (number,), shared, tensor._handle)
-        return MeshTensor._of(mesh, NewOutput(shape, tuple(tensor.stride()), tensor.dtype), number)
+        return MeshTensor._of(mesh, NewOutput.of(tensor), number)
 
     @staticmethod
     def backward(ctx: Any, gradient: MeshTensor) -> Any:
@@ -250,12 +249,10 @@ def rank_tensor(procs: ProcMesh | Mesh, dim: str | Sequence[str]) -> MeshTensor:
     """Return each rank's index along an axis, or along several as one, the last fastest. Raises: UnknownAxisError."""
     mesh, names = local_mesh_of(procs), [dim] if isinstance(dim, str) else list(dim)
     mesh.procs.size(names)
-    numbers = {}
-    for position, rank in enumerate(mesh.procs.ranks):
-        at, index = _coordinates(mesh.axes, position), 0
-        for name in names:
-            index = index * mesh.axes[name] + at[name]
-        numbers[rank] = index
+    points, among = Extent.of(mesh.axes).points(), Extent(names, [mesh.axes[name] for name in names])
+    numbers = {
+        rank: among.rank({name: at[name] for name in names}) for at, rank in zip(points, mesh.procs.ranks, strict=True)
+    }
     return cast("MeshTensor", mesh.execute(local_ranks.own_number, numbers))
 
 
@@ -273,10 +270,3 @@ def check_own(tensor: MeshTensor, ranks: Sequence[int]) -> None:
     except OwnTensorsLost as lost:
         if lost.number != number or not set(ranks).isdisjoint(lost.ranks):  # else it is of a tensor made of that one
             raise
-
-
-def _coordinates(axes: Mapping[str, int], position: int) -> dict[str, int]:
-    found = {}
-    for axis, size in reversed(list(axes.items())):
-        position, found[axis] = divmod(position, size)
-    return found

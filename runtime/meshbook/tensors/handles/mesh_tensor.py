@@ -30,8 +30,8 @@ from meshbook.tensors.handles.metadata import (
     read_arguments,
 )
 from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
-from meshbook.tensors.messages.layouts import ShardingSpec, contiguous_strides
-from meshbook.tensors.messages.operations import Adopted, Factory, NewOutput, written_arguments
+from meshbook.tensors.messages.layouts import ShardingSpec
+from meshbook.tensors.messages.operations import Factory, NewOutput, written_arguments
 from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.torch_internals import (
@@ -269,19 +269,14 @@ def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> M
     number = mesh.stream.new_number()
     whole = whole.detach().contiguous()
     mesh.stream.put("place", number, whole, placements)
-    return MeshTensor._of(mesh, NewOutput(tuple(whole.shape), tuple(whole.stride()), whole.dtype), number)
-
-
-def adopt(adopted: Adopted, mesh: Mesh) -> MeshTensor:
-    """Return the handle of a tensor that code on the ranks has made."""
-    return MeshTensor._of(mesh, NewOutput(adopted.shape, adopted.strides, adopted.dtype), adopted.number)
+    return MeshTensor._of(mesh, NewOutput.of(whole), number)
 
 
 def make(factory: Factory, shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
     """Have each rank make its part of a tensor."""
     number = mesh.stream.new_number()
     mesh.stream.put("make", number, factory, placements)
-    return MeshTensor._of(mesh, NewOutput(tuple(shape), contiguous_strides(shape), factory.dtype), number)
+    return MeshTensor._of(mesh, NewOutput.in_order(shape, factory.dtype), number)
 
 
 def _await_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -19,11 +19,12 @@ from meshbook.tensors.messages.operations import (
     NumberPlace,
     Template,
     TensorPlace,
+    fill_places,
     gives_alias,
     is_random,
     written_arguments,
 )
-from meshbook.torch_internals import Operator
+from meshbook.torch_internals import Operator, tree_leaves
 
 aten = torch.ops.aten
 
@@ -142,13 +143,16 @@ def learn(
     places = _Places()
     template_args = [places.put(argument, tensors) for argument in _with_dims_from_the_first(operator, args)]
     template_kwargs = {name: places.put(value, tensors) for name, value in kwargs.items()}
-    _check_written(operator, template_args, template_kwargs)
+    written = _written(operator, template_args, template_kwargs)
+
+    def on_meta(value: Any) -> Any:
+        is_device = isinstance(value, torch.device)
+        return torch.device("meta") if is_device else fill_places(value, metas, numbers, "meta")
+
     try:
         with held_back():  # torch may import parts of itself for it, and stays broken where that is cut off
-            made = operator(
-                *[_on_meta(argument, metas, numbers) for argument in template_args],
-                **{name: _on_meta(value, metas, numbers) for name, value in template_kwargs.items()},
-            )
+            named = {name: on_meta(value) for name, value in template_kwargs.items()}
+            made = operator(*map(on_meta, template_args), **named)
     except Exception as error:
         if way_round := FORWARD_MODE if operator.namespace == "prims" else LACKING.get(operator):
             raise UsageError(f"{operator} has no way for such mesh tensors: use {way_round} ({error})") from None
@@ -171,26 +175,30 @@ def learn(
                 "sparse=False for the gradient of an embedding"
             )
         same = [index for index, meta in enumerate(metas) if result is meta]
-        outputs.append(
-            OutputOf(same[0]) if same else NewOutput(tuple(result.shape), tuple(result.stride()), result.dtype)
-        )
+        outputs.append(OutputOf(same[0]) if same else NewOutput.of(result))
     template = new_template(operator, template_args, template_kwargs)
     form = torch.Tensor if isinstance(made, torch.Tensor) else None if made is None else type(made)
-    written = _written(operator, template_args, template_kwargs)
     aliases = not written and gives_alias(operator)
     is_view = aliases and operator is not aten.detach.default
     return Metadata(template, tuple(outputs), form, is_random(operator), written, aliases, is_view)
 
 
-def _check_written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse to write to a tensor of this process, of which the ranks have but its number. Raises: UsageError."""
-    if operator._schema.name.startswith("aten::_fused_"):
-        return  # of the counters of steps their schemas say so, and torch counts before
-    targets = [argument.of(args, kwargs) for argument in written_arguments(operator)]
-    if any(isinstance(leaf, NumberPlace) for each in targets for leaf in (each if type(each) is list else [each])):
+def _written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the places of the tensors that the operation writes to.
+
+    Raises: UsageError for a tensor of this process, of which the ranks have but its number.
+    """
+    targets = tree_leaves([argument.of(args, kwargs) for argument in written_arguments(operator)], is_leaf=_is_place)
+    # fused steps write to the counters of steps by their schemas, and torch has counted before
+    if any(type(each) is NumberPlace for each in targets) and not operator._schema.name.startswith("aten::_fused_"):
         raise UsageError(
             f"{operator} would write values of a mesh to a tensor of this process: take tensor.full_tensor() first"
         )
+    return tuple(each.at for each in targets if type(each) is TensorPlace)
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, (TensorPlace, NumberPlace))
 
 
 _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")
@@ -235,22 +243,3 @@ class _Places:
         if isinstance(value, (list, tuple)):
             return [self.put(each, tensors) for each in value]
         return value
-
-
-def _on_meta(value: Any, metas: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
-    if isinstance(value, TensorPlace):
-        return metas[value.at]
-    if isinstance(value, NumberPlace):
-        return numbers[value.at] if value.dtype is None else torch.empty((), dtype=value.dtype, device="meta")
-    if isinstance(value, list):
-        return [_on_meta(each, metas, numbers) for each in value]
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def _written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    found: list[int] = []
-    for argument in written_arguments(operator):
-        target = argument.of(args, kwargs)
-        targets = target if isinstance(target, list) else [target]
-        found += [each.at for each in targets if isinstance(each, TensorPlace)]
-    return tuple(found)

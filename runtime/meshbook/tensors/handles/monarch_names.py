@@ -212,8 +212,8 @@ def remote(
         outputs: dict[int, NewOutput] = {}
 
         def know(meta: torch.Tensor) -> MeshTensor:
-            number, output = mesh.stream.new_number(), NewOutput(tuple(meta.shape), tuple(meta.stride()), meta.dtype)
-            outputs[number] = output
+            number = mesh.stream.new_number()
+            outputs[number] = output = NewOutput.of(meta)
             return MeshTensor._of(mesh, output, number)
 
         made = tree_map_only(torch.Tensor, know, foreseen)

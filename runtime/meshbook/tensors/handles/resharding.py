@@ -15,7 +15,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh.proc_view import check_numbers, is_renumbered
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.metadata import new_template
-from meshbook.tensors.messages.layouts import MeshEnd, contiguous_strides, to_placements
+from meshbook.tensors.messages.layouts import MeshEnd, strides_as, to_placements
 from meshbook.tensors.messages.operations import REDISTRIBUTE, LocalPart, NewOutput, Template, TensorId, TensorPlace
 from meshbook.tensors.ranks.known_meshes import Resharding, position_in, take_part
 from meshbook.tensors.sending.op_settling import Handle
@@ -50,8 +50,7 @@ def _issue(tensor: MeshTensor, mesh: Mesh, layout: LayoutThere) -> MeshTensor:
     source, stream, handle = tensor.mesh, mesh.stream, tensor._handle
     number = stream.new_number()
     wanted = layout.number if isinstance(layout, Handle) else layout
-    shape = tuple(tensor.shape)
-    output = NewOutput(shape, contiguous_strides(shape), tensor.dtype)
+    output = NewOutput.in_order(tensor.shape, tensor.dtype)
     if source is mesh:
         read = [handle.number, *([wanted] if isinstance(wanted, TensorId) else [])]
         stream.issue(_template(wanted if len(read) == 1 else None), read, (), [number])
@@ -121,7 +120,7 @@ def join(name: str, parts: Mapping[int, LocalPart], mesh: Mesh, placements: Sequ
             raise UsageError(f"the ranks' own {name} cannot make a tensor by {odd[0]}: use Shard, Replicate or Partial")
         shape = _shape(parts, mesh, layout)
     _check_sizes(name, parts, mesh, shape, layout)
-    return first._replace(placements=layout, shape=shape, strides=_strides(first, shape))
+    return first._replace(placements=layout, shape=shape, strides=strides_as(first.local_strides, shape))
 
 
 def check_alike(
@@ -188,12 +187,3 @@ def _check_sizes(
             "as torch.chunk does, the last parts shorter or empty: send rows between the ranks until they fit, or "
             "bring them here by pull, and use meshbook.distribute"
         )
-
-
-def _strides(part: LocalPart, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of the whole, with its dims in the order in which the part has them in memory."""
-    found, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (part.local_strides[dim], -dim)):
-        found[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(found)

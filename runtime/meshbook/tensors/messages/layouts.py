@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshbook.errors import UnknownAxisError, UsageError
@@ -69,8 +70,31 @@ def _checked(placements: Sequence[Placement], axes: Sequence[str], shape: Sequen
     return tuple(Shard(each.dim % len(shape)) if isinstance(each, Shard) else each for each in placements)
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+def are_in_blocks(placements: Sequence[Placement]) -> bool:
+    """Whether each rank holds a block of the values: no sums, and no parts that are interleaved."""
+    return all(type(each) in (Shard, Replicate) for each in placements)
+
+
+def strides_as(local_strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a whole tensor whose dims are in the order in which a part has them in memory."""
+    strides, step = [1] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local_strides[dim], -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def from_part(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> DTensor:
+    """Return a tensor of this shape and these strides by this rank's part; the ranks compare nothing."""
+    return DTensor.from_local(
+        local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
 
 
 class MeshEnd(NamedTuple):

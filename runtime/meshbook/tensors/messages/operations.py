@@ -7,6 +7,7 @@ has the new templates, the uses of templates and the tensors that nothing needs 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -56,12 +57,38 @@ class NumberPlace(NamedTuple):
     dtype: torch.dtype | None
 
 
+def fill_places(value: Any, tensors: Sequence[Any], numbers: Sequence[float], device: str = "cpu") -> Any:
+    """Return an argument of a template with the tensors and numbers of a use. device: of tensors without dims."""
+    kind = type(value)
+    if kind is TensorPlace:
+        return tensors[value.at]
+    if kind is NumberPlace:
+        number = numbers[value.at]
+        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype, device=device)
+    if kind is list or kind is tuple:
+        return [fill_places(each, tensors, numbers, device) for each in value]
+    return value
+
+
 class NewOutput(NamedTuple):
     """A result that is a tensor of its own."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> NewOutput:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @classmethod
+    def in_order(cls, shape: Sequence[int], dtype: torch.dtype) -> NewOutput:
+        """Return a result whose elements lie in C order."""
+        return cls(tuple(shape), contiguous_strides(shape), dtype)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class Template(NamedTuple):
@@ -149,9 +176,7 @@ class Adopted(NamedTuple):
     """A DTensor that code on the ranks has made, and that they know by its number from now on."""
 
     number: TensorId
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    output: NewOutput
 
 
 class LocalPart(NamedTuple):
@@ -165,6 +190,13 @@ class LocalPart(NamedTuple):
     local_strides: tuple[int, ...]
     shares: tuple[TensorId, int] | None = None
     """The tensor in whose memory the part lies, and its offset there in elements."""
+
+    @classmethod
+    def of(
+        cls, local: torch.Tensor, placements: Sequence[Any], shape: Sequence[int], strides: Sequence[int]
+    ) -> LocalPart:
+        """Describe a rank's part of a tensor with this shape, these strides and placements."""
+        return cls(placements, tuple(shape), tuple(strides), local.dtype, tuple(local.shape), local.stride())
 
 
 class Undone(NamedTuple):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from meshbook.errors import UsageError
 from meshbook.groups.rank_groups import own_groups
 from meshbook.tensors.messages.issued_lines import CodeLine, frame_at
-from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, contiguous_strides, pieces, within
+from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, pieces, within
 from meshbook.tensors.messages.operations import Box, LocalPart, NewOutput, TensorId, TensorReference
 from meshbook.tensors.ranks.rank_operations import NotMade
 from meshbook.tensors.ranks.rank_tensors import RankTensors
@@ -155,10 +155,7 @@ def take_part(moved: Resharding) -> dict[TensorId, str]:
     made = torch.empty([end - begin for begin, end in part], dtype=moved.output.dtype, device=device)
     send_pieces([piece for piece in pieces(given, parts) if me in piece[:2]], local, held, made, part)
     if there is not None:
-        strides = contiguous_strides(shape)
-        there.keep(
-            moved.result, made, LocalPart(placements, shape, strides, made.dtype, tuple(made.shape), made.stride())
-        )
+        there.keep(moved.result, made, LocalPart.of(made, placements, shape, moved.output.strides))
     return {}
 
 

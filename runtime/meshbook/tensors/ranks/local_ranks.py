@@ -87,7 +87,7 @@ class LocalTensors(RankTensors):
     def know(self, number: TensorId, tensor: torch.Tensor) -> Adopted:
         """Keep a tensor on the device of the mesh, from which ranks send and to which they receive."""
         self._tensors[number] = RankTensor(cast("Any", tensor.detach().to(self.mesh.device_type)))
-        return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        return Adopted(number, NewOutput.of(tensor))
 
     def call(self, numbers: range, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         left = iter(numbers)
@@ -127,10 +127,7 @@ class LocalTensors(RankTensors):
     def parts(self) -> tuple[dict[TensorId, LocalPart], list[TensorId]]:
         placements = (EachItsOwn(),) * self.mesh.ndim
         held = {number: each.tensor for number, each in self._tensors.items() if isinstance(each, RankTensor)}
-        return {
-            number: LocalPart(placements, tuple(t.shape), t.stride(), t.dtype, tuple(t.shape), t.stride())
-            for number, t in held.items()
-        }, []
+        return {number: LocalPart.of(t, placements, t.shape, t.stride()) for number, t in held.items()}, []
 
 
 _REDUCTIONS = {

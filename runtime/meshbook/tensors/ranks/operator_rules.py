@@ -21,13 +21,12 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshbook.tensors.messages.layouts import has_empty_part, splits_unequally
+from meshbook.tensors.messages.layouts import from_part, has_empty_part, splits_unequally
 from meshbook.tensors.messages.operations import (
     REDISTRIBUTE,
-    NumberPlace,
     Template,
-    TensorPlace,
     Use,
+    fill_places,
     find_operator,
     gives_alias,
     is_random,
@@ -160,8 +159,8 @@ class CompiledTemplate:
         self.apart = _way_apart(self.operator) if self.operator in APART and not reduces_all else None
 
     def fill(self, use: Use, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        args = [_fill(argument, tensors, use.numbers) for argument in self.args]
-        return args, {name: _fill(value, tensors, use.numbers) for name, value in self.kwargs.items()}
+        args = [fill_places(argument, tensors, use.numbers) for argument in self.args]
+        return args, {name: fill_places(value, tensors, use.numbers) for name, value in self.kwargs.items()}
 
 
 def _way_apart(operator: Operator) -> Callable[..., Any]:
@@ -177,18 +176,6 @@ def _mean_of_items(operator: Operator, scores: Any, classes: Any, weight: Any, r
         return loss, weights
     weights = weights.redistribute(placements=[Replicate()] * len(weights.placements))  # once: gradients need it, too
     return loss / weights, weights
-
-
-def _fill(value: Any, tensors: Sequence[Any], numbers: Sequence[float]) -> Any:
-    kind = type(value)
-    if kind is TensorPlace:
-        return tensors[value.at]
-    if kind is NumberPlace:
-        number = numbers[value.at]
-        return number if value.dtype is None else torch.tensor(number, dtype=value.dtype, device="cpu")
-    if kind is list or kind is tuple:
-        return [_fill(each, tensors, numbers) for each in value]
-    return value
 
 
 def has_no_way(error: Exception) -> bool:
@@ -274,8 +261,7 @@ def with_nan(made: Any) -> Any:
             placements[axis] = Replicate()
     if local is made._local_tensor:
         return made
-    told: dict[str, Any] = {"run_check": False, "shape": made.shape, "stride": made.stride()}
-    return DTensor.from_local(local, made.device_mesh, placements, **told)
+    return from_part(local, made.device_mesh, placements, made.shape, made.stride())
 
 
 _AUTOGRAD = DispatchKey.AutogradFunctionality

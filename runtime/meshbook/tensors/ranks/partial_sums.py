@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from meshbook.tensors.messages.layouts import from_part
 from meshbook.torch_internals import make_spec
 
 if TYPE_CHECKING:
@@ -75,14 +76,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_moved(each, device) for each in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def strides_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a whole tensor whose parts lie in memory as one of them does."""
-    strides, stride = [1] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: local.stride(dim)):
-        strides[dim], stride = stride, stride * max(shape[dim], 1)
-    return tuple(strides)
 
 
 def listed(value: Any) -> list[Any]:
@@ -162,8 +155,7 @@ def _ended(tensor: DTensor) -> list[Placement]:
 
 def _said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Return a tensor with the same parts and other placements."""
-    told: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(tensor.to_local(), tensor.device_mesh, placements, **told)
+    return from_part(tensor.to_local(), tensor.device_mesh, placements, tensor.shape, tensor.stride())
 
 
 def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> set[int]:

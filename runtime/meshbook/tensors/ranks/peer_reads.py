@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from meshbook.system.memory_copies import MOST_RUNS, SLICE_BYTES, ProcessMemoryError, read_process_runs
 from meshbook.system.processes import let_peers_read, memory_name
-from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, contiguous_strides, new_memory, pieces, within
-from meshbook.tensors.messages.operations import Box
+from meshbook.tensors.messages.layouts import MeshEnd, TensorPiece, are_in_blocks, from_part, new_memory, pieces, within
+from meshbook.tensors.messages.operations import Box, contiguous_strides
 
 LEAST_BYTES = 1 << 20
 """The least size of tensors that are read: for smaller ones to agree takes as long as to send them."""
@@ -72,10 +72,7 @@ class PeerReads:
             (only is not None and self._position not in only)
             or self._read(list(pieces(given, {self._position: part})), table, given, local, made, part)
         ):
-            strides = contiguous_strides(shape)
-            return DTensor.from_local(
-                made, self._mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=strides
-            )
+            return from_part(made, self._mesh, placements, shape, contiguous_strides(shape))
         return None
 
     def _gather(self, mine: Sequence[int]) -> list[list[int]]:
@@ -126,7 +123,7 @@ def _is_for_reading(tensor: DTensor, placements: Sequence[Placement]) -> bool:
     both = (*tensor.placements, *placements)
     return (
         tensor.numel() * tensor.element_size() >= LEAST_BYTES
-        and all(type(each) in (Shard, Replicate) for each in both)
+        and are_in_blocks(both)
         and tuple(tensor.stride()) == contiguous_strides(tensor.shape)
         and not (tensor.requires_grad and torch.is_grad_enabled())
     )

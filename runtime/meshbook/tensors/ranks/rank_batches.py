@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshbook.tensors.messages.anomalies import Search
 from meshbook.tensors.messages.issued_lines import CodeLine, each_line, frame_at, name_code_line
@@ -24,13 +27,15 @@ from meshbook.tensors.messages.operations import (
     OperationFailed,
     Recording,
     Replay,
+    Template,
     TensorId,
     Undone,
     Use,
     Write,
 )
-from meshbook.tensors.ranks.lowered_operations import Lowered
-from meshbook.tensors.ranks.rank_operations import GONE, Failed, NamedOperations, NotMade, RankTensor
+from meshbook.tensors.ranks.operator_rules import CompiledTemplate
+from meshbook.tensors.ranks.partial_sums import end_shared_sums, lay_all_out
+from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor
 from meshbook.tensors.ranks.step_plans import StepPlan, StepRun, StepTrace, Untraceable
 
 TRACED_FROM = 3
@@ -90,19 +95,11 @@ class KnownStep:
                     pass
         return run
 
-    def look_before(self, use: Use) -> None:
-        """Note that an operation is about to be done as always."""
+    def trace(self, note: Callable[[StepTrace], None]) -> None:
+        """Note something in the trace of this run, if it is traced, and trace it no more if no plan can be made."""
         if self._trace is not None:
             try:
-                self._trace.begin(use)
-            except Untraceable:
-                self._trace = None
-
-    def look_after(self, use: Use, operator: str, lowered: Lowered | None, *, varies: bool) -> None:
-        """Note that it was done. lowered: its calls, if they are known. varies: its numbers are others each time."""
-        if self._trace is not None:
-            try:
-                self._trace.end(use, operator, lowered, varies=varies)
+                note(self._trace)
             except Untraceable:
                 self._trace = None
 
@@ -122,11 +119,24 @@ class Missed(Exception):
     """Raised on a rank that an interrupt kept from operations before these."""
 
 
-class RankBatches(NamedOperations):
+class Failed(NamedTuple):
+    """The mark of a result whose operation failed."""
+
+    why: str
+
+
+GONE = "a tensor that it needs is not on this rank"
+
+
+class RankBatches:
     """The mesh tensors of one process, and the operations of the controller on them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__(mesh)
+        self.mesh = mesh
+        self._operations = Operations(mesh)
+        self._tensors: dict[TensorId, RankTensor | Failed] = {}
+        self._templates: dict[int, Template] = {}
+        self._compiled: dict[int, CompiledTemplate] = {}
         self._steps: dict[TensorId, KnownStep] = {}
         self._turn = self._waits = self._waited = 0
         self._waited_for: tuple[weakref.ref[torch.Tensor], int] | None = None
@@ -267,16 +277,21 @@ class RankBatches(NamedOperations):
                     elif step is None or left.replay is None:
                         self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
                     else:
-                        step.look_before(use)
+                        step.trace(partial(StepTrace.begin, use=use))
                         self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
-                        lowered, varies = self._operations.lowered, index in left.replay.numbers
-                        step.look_after(use, self._name(use), lowered, varies=varies)
+                        done_by, varies = self._operations.lowered, index in left.replay.numbers
+                        step.trace(
+                            partial(StepTrace.end, use=use, operator=self._name(use), lowered=done_by, varies=varies)
+                        )
                 except BaseException as error:
                     why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
                     done = index
                     if step is not None:
                         done += isinstance(error, KeyboardInterrupt) and self._has_stepped(left.uses, index)
-                        self._halt_step(step, run, done)
+                        step.forget(plan=False)
+                        if run is not None:  # its tensors so far are there, whether this rank goes on or not
+                            run.keep(self._tensors, done)
+                            self._cut_off = run
                     raise OperationFailed(number, self._name(use), name_code_line(line), why, done) from error
                 for name in ended if run is None else ():
                     self._tensors.pop(name, None)
@@ -287,13 +302,6 @@ class RankBatches(NamedOperations):
         elif step is not None:
             step.finish()
         return failed if left.replay is None else self._name_results(left.replay, failed)
-
-    def _halt_step(self, step: KnownStep, run: StepRun | None, done: int) -> None:
-        """Halt within a step: its tensors so far are there, whether this rank goes on with the rest or not."""
-        step.forget(plan=False)
-        self._cut_off = run
-        if run is not None:
-            run.keep(self._tensors, done)
 
     def _do_named(self, use: Use) -> None:
         """Do an operation of a step on tensors that have names."""
@@ -380,3 +388,70 @@ class RankBatches(NamedOperations):
     def stepped(self) -> int:
         """Return the turn in which all ranks last began to step with an optimizer."""
         return self._waited
+
+    # ---- single operations -------------------------------------------------------------------------------------------
+
+    def give_up(self, number: TensorId, why: str) -> None:
+        """Note that a tensor could not be made, here as on the other ranks."""
+        self._tensors[number] = Failed(why)
+
+    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
+        """Lay the first tensor of each pair out as the second; a tensor that has failed is left as it is.
+
+        A tensor that shares memory with views, or may, stays where it is, and only its sum is done.
+        Returns: the axes along which all ranks have waited for each other by that.
+        """
+        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
+        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
+        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
+        families: Counter[int] = Counter()
+        if any(tensor.placements != placements for _, tensor, placements in wanted):
+            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
+        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
+        return lay_all_out(
+            [(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1]
+        )
+
+    def _name(self, use: Use) -> str:
+        known = self._templates.get(use.template)
+        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+
+    def _compile(self, number: int) -> CompiledTemplate:
+        if number not in self._templates:
+            raise RuntimeError("this rank was interrupted before it was told what it is")
+        try:
+            made = self._compiled[number] = CompiledTemplate(self._templates[number], self.mesh.device_type)
+        except AttributeError as error:
+            raise NotMade(f"the ranks do not know it: {error}") from error
+        return made
+
+    def _run(self, template: CompiledTemplate, use: Use) -> None:
+        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
+        if len(results) < len(use.results):
+            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
+        self._tensors.update(zip(use.results, results, strict=False))
+
+    def _run_searched(self, use: Use, search: Search, index: int) -> None:
+        """Do an operation as `_run` does, and search it; the values of an empty tensor are left out."""
+        template = self._compiled.get(use.template) or self._compile(use.template)
+        search.note_operands(index, [self._of(number) for number in use.tensors])
+        self._run(template, use)
+        written = use.tensors if template.written else ()
+        if "empty" not in template.name:
+            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
+
+    def _operand(self, number: TensorId) -> RankTensor:
+        found = self._tensors.get(number)
+        if isinstance(found, Failed):
+            raise NotMade(found.why)
+        if found is None:
+            raise NotMade(self.why_halted or GONE)
+        return found
+
+    def _of(self, number: TensorId) -> DTensor:
+        return self._operations.read(self._operand(number))
+
+    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
+        for number in use.results:
+            self.give_up(number, why)
+            failed[number] = why

@@ -1,4 +1,4 @@
-"""Tensors of one rank by their numbers, and single operations on them.
+"""Single operations on the tensors of one rank.
 
 DTensor does an operation where it does it rightly, and it is done in another way where not (`operator_rules`). Random
 numbers are drawn for the whole tensor, from a seed that the controller has drawn, and each rank keeps its part: so they
@@ -7,7 +7,6 @@ do not depend on the shape of the mesh, nor on the placements.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,9 +14,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from meshbook.tensors.messages.anomalies import Search
-from meshbook.tensors.messages.layouts import has_empty_part, is_cut_along_batch, is_mean_of_unequal, is_unequal
-from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, WAIT, Template, TensorId, Use
+from meshbook.tensors.messages.layouts import (
+    from_part,
+    has_empty_part,
+    is_cut_along_batch,
+    is_mean_of_unequal,
+    is_unequal,
+    strides_as,
+)
+from meshbook.tensors.messages.operations import LAY_OUT, ONE_HOT, REDISTRIBUTE, Use
 from meshbook.tensors.ranks.lowered_operations import Lowered, LoweredOperations, way_of
 from meshbook.tensors.ranks.operator_rules import (
     ATTENTION,
@@ -36,12 +41,10 @@ from meshbook.tensors.ranks.partial_sums import (
     end_shared_sums,
     end_sums,
     full,
-    lay_all_out,
     listed,
     parts_like,
     share_sum,
     shares_memory,
-    strides_as,
     whole_of,
 )
 from meshbook.tensors.ranks.peer_reads import PeerReads
@@ -248,21 +251,15 @@ class Operations:
         like = next(each for each in args if isinstance(each, DTensor))
         made: list[DTensor] = []
         for local in template.operator(*tree_map_only(DTensor, DTensor.to_local, list(args)), **kwargs):
-            shape = torch.Size((*like.shape[:2], *local.shape[2:]))
-            told: dict[str, Any] = {"run_check": False, "shape": shape, "stride": strides_as(local, shape)}
-            made.append(DTensor.from_local(local, self._mesh, like.placements, **told))
+            shape = (*like.shape[:2], *local.shape[2:])
+            made.append(from_part(local, self._mesh, like.placements, shape, strides_as(local.stride(), shape)))
         return made
 
     def _one_hot(self, indices: DTensor, num_classes: int) -> DTensor:
         """Make one-hot rows of this rank's indices. Raises: RuntimeError, as torch does, for a wrong index."""
         indices = indices.redistribute(placements=block_placements(indices))
-        made, shape = ONE_HOT(indices.to_local(), num_classes), torch.Size((*indices.shape, num_classes))
-        told: dict[str, Any] = {
-            "run_check": False,
-            "shape": shape,
-            "stride": torch.empty(shape, device="meta").stride(),
-        }
-        return DTensor.from_local(made, self._mesh, indices.placements, **told)
+        made, shape = ONE_HOT(indices.to_local(), num_classes), (*indices.shape, num_classes)
+        return from_part(made, self._mesh, indices.placements, shape, strides_as(made.stride(), shape))
 
     def _do_on_whole(self, template: CompiledTemplate, use: Use, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Do an operation on whole tensors, on every rank, and keep this rank's part of tensors that it wrote to."""
@@ -305,94 +302,5 @@ class Operations:
         return part
 
 
-class Failed(NamedTuple):
-    """The mark of a result whose operation failed."""
-
-    why: str
-
-
 class NotMade(Exception):
     """Raised for an operation that fails on all ranks alike, before any has begun with it."""
-
-
-GONE = "a tensor that it needs is not on this rank"
-
-
-class NamedOperations:
-    """The mesh tensors of one process, for one device mesh, and how an operation is done on them."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self._operations = mesh, Operations(mesh)
-        self._tensors: dict[TensorId, RankTensor | Failed] = {}
-        self._templates: dict[int, Template] = {}
-        self._compiled: dict[int, CompiledTemplate] = {}
-
-    @property
-    def why_halted(self) -> str:
-        """Empty while this rank goes on."""
-        return ""
-
-    def give_up(self, number: TensorId, why: str) -> None:
-        """Note that a tensor could not be made, here as on the other ranks."""
-        self._tensors[number] = Failed(why)
-
-    def lay_like(self, pairs: Sequence[tuple[TensorId, TensorId]]) -> set[int]:
-        """Lay the first tensor of each pair out as the second; a tensor that has failed is left as it is.
-
-        A tensor that shares memory with views, or may, stays where it is, and only its sum is done.
-        Returns: the axes along which all ranks have waited for each other by that.
-        """
-        found = [(self._tensors.get(number), self._tensors.get(other)) for number, other in pairs]
-        both = [(a, b) for a, b in found if isinstance(a, RankTensor) and isinstance(b, RankTensor)]
-        wanted = [(held, self._operations.read(held), like.tensor.placements) for held, like in both]
-        families: Counter[int] = Counter()
-        if any(tensor.placements != placements for _, tensor, placements in wanted):
-            families.update(id(each.family) for each in self._tensors.values() if isinstance(each, RankTensor))
-        end_shared_sums([held for held, _, _ in wanted if families[id(held.family)] > 1])
-        return lay_all_out(
-            [(tensor, placements) for held, tensor, placements in wanted if families[id(held.family)] <= 1]
-        )
-
-    def _name(self, use: Use) -> str:
-        known = self._templates.get(use.template)
-        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
-
-    def _compile(self, number: int) -> CompiledTemplate:
-        if number not in self._templates:
-            raise RuntimeError("this rank was interrupted before it was told what it is")
-        try:
-            made = self._compiled[number] = CompiledTemplate(self._templates[number], self.mesh.device_type)
-        except AttributeError as error:
-            raise NotMade(f"the ranks do not know it: {error}") from error
-        return made
-
-    def _run(self, template: CompiledTemplate, use: Use) -> None:
-        results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
-        if len(results) < len(use.results):
-            raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
-        self._tensors.update(zip(use.results, results, strict=False))
-
-    def _run_searched(self, use: Use, search: Search, index: int) -> None:
-        """Do an operation as `_run` does, and search it; the values of an empty tensor are left out."""
-        template = self._compiled.get(use.template) or self._compile(use.template)
-        search.note_operands(index, [self._of(number) for number in use.tensors])
-        self._run(template, use)
-        written = use.tensors if template.written else ()
-        if "empty" not in template.name:
-            search.note_results(index, [self._of(number) for number in (*use.results, *written)])
-
-    def _operand(self, number: TensorId) -> RankTensor:
-        found = self._tensors.get(number)
-        if isinstance(found, Failed):
-            raise NotMade(found.why)
-        if found is None:
-            raise NotMade(self.why_halted or GONE)
-        return found
-
-    def _of(self, number: TensorId) -> DTensor:
-        return self._operations.read(self._operand(number))
-
-    def _fail(self, use: Use, why: str, failed: dict[TensorId, str]) -> None:
-        for number in use.results:
-            self.give_up(number, why)
-            failed[number] = why

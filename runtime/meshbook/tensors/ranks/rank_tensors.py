@@ -17,11 +17,19 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from meshbook.errors import UsageError
-from meshbook.tensors.messages.layouts import own_copy
-from meshbook.tensors.messages.operations import Adopted, Factory, LocalPart, PartTransfer, SentTensor, TensorId
+from meshbook.tensors.messages.layouts import are_in_blocks, from_part, own_copy, strides_as
+from meshbook.tensors.messages.operations import (
+    Adopted,
+    Factory,
+    LocalPart,
+    NewOutput,
+    PartTransfer,
+    SentTensor,
+    TensorId,
+)
 from meshbook.tensors.ranks.partial_sums import block_placements, full
 from meshbook.tensors.ranks.rank_batches import RankBatches
 from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor
@@ -66,22 +74,19 @@ class RankTensors(RankBatches):
             if memory.nbytes() > local.numel() * local.element_size() or memory.data_ptr() in taken:
                 local = own_copy(local)
             taken.add(memory.data_ptr())
-            part = LocalPart(sent.placements, sent.shape, sent.strides, local.dtype, tuple(local.shape), local.stride())
-            self.keep(sent.number, local, part)
+            self.keep(sent.number, local, LocalPart.of(local, sent.placements, sent.shape, sent.strides))
 
     def make(self, number: TensorId, factory: Factory, placements: Sequence[Placement]) -> None:
         """Take this rank's part of a tensor that is made here, without memory for the whole where that can be."""
         shape, made = shape_of(factory), None
-        if all(type(each) in (Shard, Replicate) for each in placements):
+        if are_in_blocks(placements):
             place = local_shape_and_offset(shape, self.mesh, placements)
             made = make_part(factory, *place, self.mesh.device_type)
         if made is None:
             self.place(number, factory.make(), placements)
             return
         made = made.to(self.mesh.device_type)
-        strides = torch.empty(shape, device="meta").stride()
-        part = LocalPart(tuple(placements), shape, strides, made.dtype, tuple(made.shape), made.stride())
-        self.keep(number, made, part)
+        self.keep(number, made, LocalPart.of(made, tuple(placements), shape, strides_as(made.stride(), shape)))
 
     def layout_of(self, number: TensorId) -> Sequence[Placement]:
         """Return the placements of a tensor like this one in blocks: sums are done, and interleaved parts whole."""
@@ -139,8 +144,7 @@ class RankTensors(RankBatches):
         if isinstance(found, DTensor):
             self._check_mesh(found)
             return _part_of(found)
-        shape, strides = tuple(found.shape), tuple(found.stride())
-        return LocalPart((), shape, strides, found.dtype, shape, strides)
+        return LocalPart.of(found, (), found.shape, found.stride())
 
     def adopt_name(self, number: TensorId, name: str, part: LocalPart) -> Adopted:
         """Keep the tensor that cells of this rank call ``name``, as a part of one."""
@@ -150,7 +154,7 @@ class RankTensors(RankBatches):
     def _adopt(self, number: TensorId, tensor: DTensor) -> Adopted:
         self._check_mesh(tensor)
         self._tensors[number] = RankTensor(cast("DTensor", tensor.detach()))
-        return Adopted(number, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        return Adopted(number, NewOutput.of(tensor))
 
     def _check_mesh(self, tensor: DTensor) -> None:
         if tensor.device_mesh != self.mesh:
@@ -222,9 +226,7 @@ class RankTensors(RankBatches):
                 each.family = each.version  # new ranks know of no other views than those that share memory
 
     def _from_part(self, local: torch.Tensor, part: LocalPart) -> DTensor:
-        return DTensor.from_local(
-            local, self.mesh, list(part.placements), run_check=False, shape=torch.Size(part.shape), stride=part.strides
-        )
+        return from_part(local, self.mesh, part.placements, part.shape, part.strides)
 
     @property
     def _is_first(self) -> bool:
@@ -236,10 +238,7 @@ def _name(placements: Sequence[Placement]) -> str:
 
 
 def _part_of(tensor: DTensor) -> LocalPart:
-    local = tensor.to_local()
-    return LocalPart(
-        tensor.placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tuple(local.shape), local.stride()
-    )
+    return LocalPart.of(tensor.to_local(), tensor.placements, tensor.shape, tensor.stride())
 
 
 def find_tensor(name: str) -> torch.Tensor:
@@ -273,25 +272,7 @@ def make_part(factory: Factory, sizes: Sequence[int], begin: Sequence[int], devi
     """
     if factory.function in UNIFORM:
         return factory._replace(args=(tuple(sizes), *factory.args[1:])).make(device)
-    if factory.function == "arange":
-        return _arange(factory, sizes[0], begin[0])
     return _draw(factory, sizes, begin) if factory.function in DRAWN else None
-
-
-def _arange(factory: Factory, count: int, begin: int) -> torch.Tensor | None:
-    """Return numbers of a range; None where they are rounded, which depends on their place in the whole."""
-    given = (0, *factory.args) if len(factory.args) == 1 else factory.args
-    if any(each != int(each) for each in given if math.isfinite(each)) or not all(map(math.isfinite, given)):
-        return None
-    start, end, step = map(int, (*given, 1)[:3])
-    most = (
-        int(2 / torch.finfo(factory.dtype).eps) if factory.dtype.is_floating_point else torch.iinfo(factory.dtype).max
-    )
-    least = -most if factory.dtype.is_floating_point else torch.iinfo(factory.dtype).min
-    if not all(least <= each <= most for each in (start, end, start + begin * step, start + (begin + count) * step)):
-        return None
-    bounds = (start + begin * step, start + (begin + count) * step, step)
-    return factory._replace(args=bounds).make()
 
 
 def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch.Tensor | None:

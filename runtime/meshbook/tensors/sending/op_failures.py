@@ -211,15 +211,6 @@ class Replays:
         self._undecided: list[tuple[Turn, set[Write]]] = []
         """The turns that a repair decides on, the last first, and their writes behind the wait."""
 
-    def forget_told(self) -> None:
-        """Forget which recordings ranks know, since there are ranks that were not told."""
-        self.calls.clear()
-
-    def take_untold(self) -> MeshError | None:
-        """Return the error of the last step, if it was not told yet; now it is."""
-        error, self.untold = self.untold, None
-        return error
-
     def note_lost(
         self,
         cause: MeshError,

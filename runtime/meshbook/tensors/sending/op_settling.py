@@ -49,7 +49,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "number", "output", "stream")
 
-    def __init__(self, number: TensorId, stream: NumberedTensors, output: NewOutput) -> None:
+    def __init__(self, number: TensorId, stream: SentOperations, output: NewOutput) -> None:
         """output: shape, strides and dtype, which are part of the signature of operations that read the tensor."""
         self.number, self.stream, self.output = number, stream, output
         # not by __del__: an interrupt that comes within Python's code there is lost
@@ -61,68 +61,6 @@ class _HandleRef(weakref.ref[Handle]):
     __slots__ = ("number",)
 
     number: TensorId
-
-
-class NumberedTensors(abc.ABC):
-    """The numbers of the tensors of one mesh."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        """A lock to note or send an operation, since calls of other threads send issued operations, too."""
-        self.held: dict[TensorId, weakref.ref[Handle]] = {}
-        """The references that note that a handle is gone, by its number."""
-        self.roots: dict[TensorId, TensorId] = {}
-        """The tensor, no view itself, that each view is or was a view of."""
-        self._freed: list[_HandleRef] = []
-        """The references of handles that are gone, of which ranks were not told yet."""
-        self.note_freed = self._freed.append
-        self._numbers = itertools.count(1)
-
-    @abc.abstractmethod
-    def why_not(self, number: TensorId) -> MeshError | None:
-        """Return why a tensor could not be made, if it could not; wait until that is known."""
-
-    def new_number(self) -> TensorId:
-        return next(self._numbers)
-
-    def new_numbers(self, count: int) -> range:
-        """Return as many new numbers, in a row."""
-        with self._lock:
-            first = next(self._numbers)
-            self._numbers = itertools.count(first + count)
-            return range(first, first + count)
-
-    def new_number_aside(self) -> TensorId:
-        """Return a new number, for a thread that issues no operations."""
-        with self._lock:
-            return next(self._numbers)
-
-    def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
-        """Note that tensors are in the memory of another one."""
-        root = self.roots.get(base, base)
-        for number in views:
-            self.roots[number] = root
-
-    def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
-        """Return the places of views of a tensor that is still there, of one of ``others``, or of one root."""
-        roots = [self.roots.get(number, 0) for number in numbers]
-        there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
-        return [
-            (at, root)
-            for at, root in enumerate(roots)
-            if root and (root in there or root in others or roots.count(root) > 1)
-        ]
-
-    def forget_freed(self) -> list[TensorId]:
-        """Return the tensors whose handles are gone since the last call, and forget them."""
-        count = len(self._freed)
-        freed: list[TensorId] = []
-        for each in self._freed[:count]:
-            freed.append(number := each.number)
-            self.held.pop(number, None)
-            self.roots.pop(number, None)
-        del self._freed[:count]
-        return freed
 
 
 HANG_NOTE_S = 10.0
@@ -159,12 +97,22 @@ class Underway(msgspec.Struct, eq=False):
         return self.operations
 
 
-class SentOperations(NumberedTensors):
+class SentOperations(abc.ABC):
     """The operations of one mesh. Any thread may wait for them; each answer is noted once."""
 
     def __init__(self, procs: ProcMesh, name: str) -> None:
-        super().__init__()
-        self.procs, self.name = procs, name
+        self.procs = procs
+        self.name = name
+        self._lock = threading.RLock()
+        """A lock to note or send an operation, since calls of other threads send issued operations, too."""
+        self.held: dict[TensorId, weakref.ref[Handle]] = {}
+        """The references that note that a handle is gone, by its number."""
+        self.roots: dict[TensorId, TensorId] = {}
+        """The tensor, no view itself, that each view is or was a view of."""
+        self._freed: list[_HandleRef] = []
+        """The references of handles that are gone, of which ranks were not told yet."""
+        self.note_freed = self._freed.append
+        self._numbers = itertools.count(1)
         self._told: set[int] = set()
         """Templates that the ranks know."""
         self._first = 0
@@ -187,6 +135,51 @@ class SentOperations(NumberedTensors):
     @abc.abstractmethod
     def send_issued(self) -> None:
         """Send operations that were issued before the failures were known here."""
+
+    @abc.abstractmethod
+    def why_not(self, number: TensorId) -> MeshError | None:
+        """Return why a tensor could not be made, if it could not; wait until that is known."""
+
+    # ---- numbers of tensors ------------------------------------------------------------------------------------------
+
+    def new_number(self) -> TensorId:
+        return next(self._numbers)
+
+    def new_numbers(self, count: int) -> range:
+        """Return as many new numbers, in a row; a thread that issues no operations may ask for them."""
+        with self._lock:
+            first = next(self._numbers)
+            self._numbers = itertools.count(first + count)
+            return range(first, first + count)
+
+    def note_views(self, views: Sequence[TensorId], base: TensorId) -> None:
+        """Note that tensors are in the memory of another one."""
+        root = self.roots.get(base, base)
+        for number in views:
+            self.roots[number] = root
+
+    def find_views(self, numbers: Sequence[TensorId], others: Sequence[TensorId]) -> list[tuple[int, TensorId]]:
+        """Return the places of views of a tensor that is still there, of one of ``others``, or of one root."""
+        roots = [self.roots.get(number, 0) for number in numbers]
+        there = {root for root in roots if (held := self.held.get(root)) is not None and held() is not None}
+        return [
+            (at, root)
+            for at, root in enumerate(roots)
+            if root and (root in there or root in others or roots.count(root) > 1)
+        ]
+
+    def forget_freed(self) -> list[TensorId]:
+        """Return the tensors whose handles are gone since the last call, and forget them."""
+        count = len(self._freed)
+        freed: list[TensorId] = []
+        for each in self._freed[:count]:
+            freed.append(number := each.number)
+            self.held.pop(number, None)
+            self.roots.pop(number, None)
+        del self._freed[:count]
+        return freed
+
+    # ---- operations under way ----------------------------------------------------------------------------------------
 
     def check(self, tensors: Sequence[TensorId], overwritten: Sequence[TensorId] = ()) -> None:
         """Raise the error of a tensor that could not be made. overwritten: tensors of which no value is read."""
@@ -305,7 +298,7 @@ class SentOperations(NumberedTensors):
     def _forget_told(self) -> None:
         """Forget which messages ranks have read: one that is new, or was interrupted before it began, has read none."""
         self._told.clear()
-        self._replays.forget_told()
+        self._replays.calls.clear()
 
     def _note_answers(self, done: Underway, answers: ValueMesh[Any]) -> None:
         if not done.issued:

@@ -135,7 +135,7 @@ class OpStream(SentOperations):
                     raise
                 if uses:
                     self._underway.append(Underway(sent, window.issued, first=window.first, operations=window))
-                    self._forget_issued(window)
+                    self._first, self._templates, self._issued = window.end, [], []
                 else:
                     self._underway.append(Underway(sent, ()))
 
@@ -144,14 +144,10 @@ class OpStream(SentOperations):
         uses, issued = [use for use, _ in self._issued], [each for _, each in self._issued]
         return uses, Window(self._first, issued, [tensors for _, tensors, _, _ in uses])
 
-    def _forget_issued(self, window: Window) -> None:
-        """Forget operations that have been sent, or are given up."""
-        self._first, self._templates, self._issued = window.end, [], []
-
     def _give_up_issued(self, window: Window, error: MeshError | None) -> None:
         """Note that no rank does the issued operations. error: one that is told elsewhere; else each has its own."""
         self._told.difference_update([template.number for template in self._templates])
-        self._forget_issued(window)
+        self._first, self._templates, self._issued = window.end, [], []
         refused = {number: error or each.failed(NOT_SENT) for number, each, _ in window.each()}
         families = Families((), self.roots)
         window.note(self._failures, refused, families, math.inf if error is not None else window.first)
@@ -181,8 +177,9 @@ class OpStream(SentOperations):
             self._let_catch_up()
         if self._was_interrupted or self._failures.exist:
             self.check([*inputs, *step.captured])
-        if self._replays.untold is not None and (error := self._replays.take_untold()) is not None:
-            raise error
+        if (untold := self._replays.untold) is not None:
+            self._replays.untold = None
+            raise untold
 
     def replay(
         self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]], before: Any

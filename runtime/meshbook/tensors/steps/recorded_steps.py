@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from typing_extensions import ParamSpec
 
 from meshbook.concurrency.interrupts import held_back
@@ -144,10 +143,10 @@ class _Signature:
             self.why_not = "what it reads or leaves behind is changed before each call: is zero_grad() within the step?"
         self.step = None
 
-    def note(self, recorder: _RecordedRun, returned: _Returned) -> None:
+    def note(self, recorder: StepRecorder, returned: _Returned) -> None:
         """Note a run that is over. If it has done the same as the last one, it is the one to repeat."""
-        recorded = recorder.steps.finish(returned.numbers)
-        self.why_not = recorder.steps.why
+        recorded = recorder.finish(returned.numbers)
+        self.why_not = recorder.why
         if recorded is None:
             return
         leaves = tuple(each if isinstance(each, (*PLAIN, NewOutput)) else id(each) for each in returned.leaves)
@@ -168,33 +167,14 @@ def _difference(one: Recorded, other: Recorded) -> str:
     return "no two calls do, leave behind and return the same"
 
 
-class _RecordedRun:
-    """A watch on a step while it runs, and the objects that a repetition depends on."""
-
-    def __init__(self, inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]) -> None:
-        self.steps = StepRecorder(inputs, scalars)
-        self.modules: dict[torch.nn.Module, None] = {}
-        self.inputs = [tensor._handle.number for tensor in inputs]
-
-    def __enter__(self) -> None:
-        self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.setdefault(module))
-        OpStream.recorder = self.steps
-        self.steps.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self.steps.__exit__(*error)  # type: ignore[no-untyped-call]
-        OpStream.recorder = None
-        self._hook.remove()
-
-
 def _record(
     step: Callable[[], Any], inputs: Sequence[MeshTensor], scalars: Sequence[torch.Tensor]
-) -> tuple[Any, _RecordedRun, _Returned]:
+) -> tuple[Any, StepRecorder, _Returned]:
     """Run a step; return its results, tensors detached, and the notes about it."""
-    recording = _RecordedRun(inputs, scalars)
+    recorder = StepRecorder(inputs, scalars)
     numbers: list[TensorId] = []
     about: list[object] = []
-    with recording:
+    with recorder:
         leaves, spec = tree_flatten(step())
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, MeshTensor):
@@ -202,17 +182,17 @@ def _record(
                 numbers.append(leaves[index]._handle.number)
                 about.append(leaf._handle.output)
             elif isinstance(leaf, torch.Tensor):
-                recording.steps.refuse("it returns a tensor of this process")
+                recorder.refuse("it returns a tensor of this process")
             else:
                 about.append(leaf)
     gc.collect()  # what the step has left behind is what is still there
-    return tree_unflatten(leaves, spec), recording, _Returned(spec, about, numbers)
+    return tree_unflatten(leaves, spec), recorder, _Returned(spec, about, numbers)
 
 
 class _RepeatableStep:
     """A recorded step with all objects that must not change."""
 
-    def __init__(self, recorded: Recorded, recording: _RecordedRun, returned: _Returned) -> None:
+    def __init__(self, recorded: Recorded, recorder: StepRecorder, returned: _Returned) -> None:
         self.recording, self.issued = recorded.recording, recorded.issued
         self.captured, self.left = recorded.captured, recorded.left
         self._mesh, self._written = recorded.mesh, recorded.written
@@ -220,14 +200,14 @@ class _RepeatableStep:
         self.asked_by = as_named_line(self.issued[0][1])
         self._kept, self._returned = recorded.kept, returned
         self._returns_one = returned.spec.is_leaf()
-        self._inputs = recording.inputs
-        self._views = self._mesh.stream.find_views(returned.numbers, recording.inputs)
+        self._inputs = recorder.inputs
+        self._views = self._mesh.stream.find_views(returned.numbers, recorder.inputs)
         """The results that are in the memory of another tensor, with that tensor."""
         self._handle = Handle(self.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
         self._is_gone = any(each() is None for each in recorded.held)
         self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
-        self._modules = KnownModules(recording.modules)
-        self._optimizers = [KnownOptimizer(each) for each in dict.fromkeys(recording.steps.optimizers)]
+        self._modules = KnownModules(recorder.modules)
+        self._optimizers = [KnownOptimizer(each) for each in dict.fromkeys(recorder.optimizers)]
         self.times = 0
 
     def _on_gone(self, _: object) -> None:

@@ -162,7 +162,11 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
     """
     inner = function.__func__ if isinstance(function, MethodType) else function
     code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    names = [name for name in _globals_of(code) if not hasattr(builtins, name)] if code is not None else []
+    named: dict[str, None] = {}
+    paths: dict[_Path, None] = {}
+    if code is not None:
+        _find_reads(code, named, paths)
+    names = [name for name in named if not hasattr(builtins, name)]
     cells = getattr(inner, "__closure__", None) or ()
     owner = function.__self__ if isinstance(function, MethodType) else None
     itself = getattr(owner, "__dict__", {})
@@ -179,8 +183,8 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
     def read() -> tuple[object, ...]:
         nonlocal within
         if within is None:
-            named = [(path, functools.partial(_follow, find, path)) for path in _paths_of(code)] if code else []
-            within = [each for each in named if isinstance(each[1](), PLAIN)]
+            all_paths = [(path, functools.partial(_follow, find, path)) for path in paths]
+            within = [each for each in all_paths if isinstance(each[1](), PLAIN)]
         found = list(map(defined_in.get, names))
         try:
             found += map(_content, cells)
@@ -207,14 +211,15 @@ _Path: TypeAlias = tuple[tuple[bool, Any], ...]
 """A path of names: of a variable, then of attributes (False) and of items in brackets (True)."""
 
 
-def _paths_of(code: CodeType) -> list[_Path]:
-    """Return the paths that code, and code within it, reads at variables of other functions."""
-    found: dict[_Path, None] = {}
+def _find_reads(code: CodeType, named: dict[str, None], paths: dict[_Path, None]) -> None:
+    """Note the global names that code, and code within it, reads, and the paths at variables of other functions."""
     path: _Path = ()
     key: tuple[Any, ...] = ()
     for each in dis.get_instructions(code):
         name, held = each.opname, key
         key = ()
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            named[each.argval] = None
         if name.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
             path = ((False, each.argval[-1] if isinstance(each.argval, tuple) else each.argval),)  # of two at once
         elif name in ("LOAD_ATTR", "LOAD_METHOD") and path:
@@ -227,11 +232,10 @@ def _paths_of(code: CodeType) -> list[_Path]:
         else:
             path = ()
         if len(path) > 1:
-            found[path] = None
+            paths[path] = None
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found.update(dict.fromkeys(_paths_of(inner)))
-    return list(found)
+            _find_reads(inner, named, paths)
 
 
 def _follow(find: Callable[[str], object], path: _Path) -> object:
@@ -245,15 +249,6 @@ def _follow(find: Callable[[str], object], path: _Path) -> object:
             found = found[name] if is_item else getattr(found, name)
     except Exception:  # whatever theirs raise: the step will say so
         return _NOTHING
-    return found
-
-
-def _globals_of(code: CodeType) -> dict[str, None]:
-    """Return the global names that code reads, and code within it."""
-    found = {each.argval: None for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found.update(_globals_of(inner))
     return found
 
 

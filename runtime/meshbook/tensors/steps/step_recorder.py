@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, place
@@ -58,7 +59,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.why = ""
         """The reason why the run cannot be repeated."""
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._inputs = [tensor._handle.number for tensor in inputs]
+        self.modules: dict[torch.nn.Module, None] = {}
+        self.inputs = [tensor._handle.number for tensor in inputs]
         self._scalars = scalars
         self._thread = threading.get_ident()
         self._stream: OpStream | None = None
@@ -74,6 +76,17 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The plain tensors without dims of the operation of mesh tensors that is being done."""
         self._kept: list[object] = [*scalars]
         self._wait = Template(WAIT, WAITS, (), {})
+
+    def __enter__(self) -> StepRecorder:
+        self._hook = register_module_forward_pre_hook(lambda module, _: self.modules.setdefault(module))
+        OpStream.recorder = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        OpStream.recorder = None
+        self._hook.remove()
 
     # ---- what happens ---------------------------------------------------------------------------------------------
 
@@ -193,7 +206,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the record, or None if there is a reason why not; asked when the step's own variables are gone."""
         made = [number for each in self._noted for number in each.use[3]]
         names: dict[TensorId, TensorId] = {}
-        for number in (*self._inputs, *made):
+        for number in (*self.inputs, *made):
             names.setdefault(number, -1 - len(names))
         alive = {number for number, handle in self._handles.items() if handle() is not None}
         left = [number for number in made if number in alive and number not in returned]
@@ -201,7 +214,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         captured = [number for number in read if number not in self._placed]
         if self._stream is None:
             self.refuse("it does nothing on a mesh")
-        elif len(set(self._inputs)) < len(self._inputs):
+        elif len(set(self.inputs)) < len(self.inputs):
             self.refuse("it is given one tensor twice")
         elif self._mesh is None or not alive.issuperset(captured):
             self.refuse("it reads a tensor that is not there any more after it")
@@ -253,7 +266,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ends[index].append(number)
         templates = {each.template.number: each.template for each in self._noted if each.template is not self._wait}
         written_there = {number for each in self._noted for number in each.issued[3]}.intersection(captured)
-        number, inputs = self._mesh.stream.new_number(), [names[number] for number in self._inputs]
+        number, inputs = self._mesh.stream.new_number(), [names[number] for number in self.inputs]
         recording = Recording(
             number, list(templates.values()), uses, ends, for_ranks(each[1] for each in issued), inputs, results
         )
