@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -11,3 +13,27 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def beside(*actions: Callable[[], object], timeout_s: float = 90.0) -> Iterator[None]:
+    """Do each of these on a thread of its own meanwhile; the first error is raised at the end."""
+    raised: list[BaseException] = []
+
+    def run(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join(timeout_s)
+    assert not any(thread.is_alive() for thread in threads)
+    for error in raised:
+        raise error

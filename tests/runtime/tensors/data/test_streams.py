@@ -31,11 +31,6 @@ from meshbook.tensors.data import streams
 GRACE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
-
-
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "meshbook.stream"]
 

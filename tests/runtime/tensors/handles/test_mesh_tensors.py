@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,6 @@ from meshbook import DeviceMeshError, ProcMesh, errors, this_host
 from meshbook.distributed import Mesh, TensorError
 
 LAYOUTS = ([None, None], ["dp", None], [None, "tp"], ["dp", "tp"], [("dp", "tp"), None], ["tp", "dp"])
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 @pytest.fixture
@@ -284,39 +279,30 @@ def test_a_nan_is_traced_to_the_operation_that_made_it(grid: Mesh) -> None:
 
 
 def test_what_cannot_be_is_refused(grid: Mesh, lone: Mesh) -> None:
-    x = meshbook.distribute(torch.randn(6, 4), grid, ["dp", "tp"])
-    with pytest.raises(errors.UnknownAxisError, match=r'"dpp".*Did you mean "dp"'):
-        meshbook.distribute(torch.ones(4), grid, ["dpp"])
-    with pytest.raises(errors.UsageError, match="3 entries, and the tensor 2 dims"):
-        meshbook.distribute(torch.ones(4, 4), grid, ["dp", None, None])
-    with pytest.raises(errors.UsageError, match='"dp" cannot cut two dims'):
-        meshbook.distribute(torch.ones(4, 4), grid, ["dp", "dp"])
-    with pytest.raises(errors.UsageError, match="1 placements for a mesh of 2 axes"):
-        meshbook.distribute(torch.ones(4), grid, placements=[Shard(0)])
-    with pytest.raises(errors.UsageError, match=r"not a list: use torch.as_tensor"):
-        meshbook.distribute([1.0, 2.0], grid, ["dp"])  # type: ignore[arg-type]
-    with pytest.raises(errors.UsageError, match=r"zeros\(\.\.\., mesh=mesh\)"):
-        meshbook.zeros(3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="knows no argument 'generator'"):
-        meshbook.randn(3, mesh=grid, generator=None)  # type: ignore[call-arg]
-    with pytest.raises(errors.UsageError, match="zeros with a size below zero"):
-        meshbook.zeros(-1, mesh=grid)
-    with pytest.raises(errors.UsageError, match=r"two meshes.*square.*lone"):
-        x + meshbook.ones(4, mesh=lone)
-    with pytest.raises(errors.UsageError, match=r"pickle tensor\.full_tensor"):
-        pickle.dumps(x)
-    with pytest.raises(errors.UsageError, match="pickle"):
-        torch.save({"x": x}, io.BytesIO())
-    with pytest.raises(errors.UsageError, match="as_strided"):
-        x.as_strided((2, 2), (1, 1))
-    with pytest.raises(errors.UsageError, match="too large to be sent"):
-        meshbook.ones(1 << 20, mesh=grid) + torch.ones(1 << 20)
-    with pytest.raises(errors.UsageError, match="would write values"):
-        torch.zeros(6, 4).copy_(x)
-    with pytest.raises(errors.LayoutError, match="do not name the axes"):
-        Mesh(shape=(2, 2), mesh_dim_names=("dp",))
-    with pytest.raises(RuntimeError, match="same reduction dim"):
-        x @ x
+    x, make = meshbook.distribute(torch.randn(6, 4), grid, ["dp", "tp"]), meshbook.distribute
+    refused: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+        r'"dpp".*Did you mean "dp"': (errors.UnknownAxisError, lambda: make(torch.ones(4), grid, ["dpp"])),
+        "3 entries, and the tensor 2 dims": (errors.UsageError, lambda: make(x, grid, ["dp", None, None])),
+        '"dp" cannot cut two dims': (errors.UsageError, lambda: make(torch.ones(4, 4), grid, ["dp", "dp"])),
+        "1 placements for a mesh of 2 axes": (errors.UsageError, lambda: make(x, grid, placements=[Shard(0)])),
+        "on a mesh already": (errors.UsageError, lambda: make(x, grid)),
+        "dense tensors": (errors.UsageError, lambda: make(torch.eye(3).to_sparse(), grid)),
+        r"not a list: use torch.as_tensor": (errors.UsageError, lambda: make([1.0, 2.0], grid)),  # type: ignore[arg-type]
+        r"zeros\(\.\.\., mesh=mesh\)": (errors.UsageError, lambda: meshbook.zeros(3)),  # type: ignore[call-arg]
+        "knows no argument 'generator'": (TypeError, lambda: meshbook.randn(3, mesh=grid, generator=None)),  # type: ignore[call-arg]
+        "zeros with a size below zero": (errors.UsageError, lambda: meshbook.zeros(-1, mesh=grid)),
+        r"two meshes.*square.*lone": (errors.UsageError, lambda: x + meshbook.ones(4, mesh=lone)),
+        r"pickle tensor\.full_tensor": (errors.UsageError, lambda: pickle.dumps(x)),
+        "pickle": (errors.UsageError, lambda: torch.save({"x": x}, io.BytesIO())),
+        "as_strided": (errors.UsageError, lambda: x.as_strided((2, 2), (1, 1))),
+        "too large to be sent": (errors.UsageError, lambda: meshbook.ones(1 << 20, mesh=grid) + torch.ones(1 << 20)),
+        "would write values": (errors.UsageError, lambda: torch.zeros(6, 4).copy_(x)),
+        "do not name the axes": (errors.LayoutError, lambda: Mesh(shape=(2, 2), mesh_dim_names=("dp",))),
+        "same reduction dim": (RuntimeError, lambda: x @ x),
+    }
+    for why, (kind, ask) in refused.items():
+        with pytest.raises(kind, match=why):
+            ask()
 
 
 @pytest.mark.quick("['dp', None]")

@@ -21,35 +21,6 @@ def grid(clean_end: None) -> Iterator[ProcMesh]:
         yield procs
 
 
-def line(rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = (torch.arange(8.0) * 2 + rank.item()) / 16
-    return x.unsqueeze(1), (2 * x - 1).unsqueeze(1)
-
-
-def shapes_of_line(rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(8, 1), torch.empty(8, 1)
-
-
-@pytest.mark.slow
-def test_data_parallel_training_averages_gradients_over_an_axis(grid: ProcMesh) -> None:
-    replicas = grid.slice(stages=0)
-    with replicas.activate():
-        x, y = monarch.remote(line, propagate=shapes_of_line)(replicas.rank_tensor("replicas"))
-        torch.manual_seed(0)
-        model = torch.nn.Linear(1, 1)
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        for _ in range(200):
-            loss = (model(x) - y).pow(2).mean()
-            parameters = list(model.parameters())
-            for parameter, gradient in zip(parameters, monarch.grad_generator(loss, parameters), strict=True):
-                gradient.reduce_("replicas", "avg")
-                parameter.data.sub_(gradient, alpha=0.5)
-        weights = [monarch.inspect(model.weight, replicas=rank) for rank in range(2)]
-        last = monarch.fetch_shard(loss.detach().reduce("replicas", "sum"), replicas=0).get()
-    assert torch.equal(*weights) and abs(weights[0].item() - 2) < 0.1 and last < 0.01
-
-
 def test_a_pipeline_of_two_stages_hands_activations_over(grid: ProcMesh) -> None:
     first, second = grid.slice(stages=0), grid.slice(stages=1)
     transfers = monarch.Stream("transfers")

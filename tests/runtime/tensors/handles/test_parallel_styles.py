@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import meshbook
-from meshbook import ProcMesh
 from meshbook.distributed import Mesh, show_plan
 from meshbook.errors import UsageError
 
@@ -92,11 +91,6 @@ def train(mesh: Mesh | None, plan: Mapping[str, Any] | None = None) -> tuple[lis
         losses.append(loss.item())
     state = model.state_dict()
     return losses, {name: t.full_tensor() if mesh is not None else t for name, t in state.items()}
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 @pytest.mark.some("embedding by column-1")

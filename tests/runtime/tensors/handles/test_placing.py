@@ -12,17 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
-from meshbook.errors import UsageError
 from meshbook.tensors.handles.factories import CUT_BYTES, Placing, for_ranks
 from meshbook.tensors.messages.layouts import MeshEnd
 from meshbook.tensors.messages.operations import SentTensor
 
 SPECS = ([], ["dp"], [None, "tp"], ["dp", "tp"], [("dp", "tp")], [("tp", "dp")], ["tp", "dp"])
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 def held(x: DTensor) -> tuple[torch.Tensor, int]:
@@ -98,10 +92,3 @@ def test_machines_are_sent_the_blocks_of_their_ranks_once(mesh2x2: ProcMesh) -> 
     assert elements(sent(Shard(0), Replicate(), ranks=(2, 3))) == 150 * 303
     assert elements(sent(Replicate(), Shard(1), ranks=(2, 3))) == math.prod(whole.shape)
     assert elements(sent(Replicate(), Replicate(), ranks=(0, 1))) == math.prod(whole.shape)
-
-
-def test_what_cannot_be_laid_out_is_refused(grid: Mesh) -> None:
-    with pytest.raises(UsageError, match="on a mesh already"):
-        meshbook.distribute(meshbook.ones(2, mesh=grid), grid)
-    with pytest.raises(UsageError, match="dense tensors"):
-        meshbook.distribute(torch.eye(3).to_sparse(), grid)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import meshbook
-from meshbook import DeviceMeshError, ProcMesh, errors, heal_mesh, this_host
+from meshbook import DeviceMeshError, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, TensorError, TensorLost, TensorTorn, ViewLost, show_plan
 
 
@@ -56,11 +56,6 @@ def train(
         losses.append(loss.item())
     state = model.state_dict()
     return losses, {name: t.full_tensor() if mesh is not None else t for name, t in state.items()}
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 def same(got: Any, wanted: Any) -> bool:
@@ -200,58 +195,55 @@ def train_step(mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer, b
 
 
 @pytest.mark.slow
-def test_a_repair_of_the_processes_is_one_of_their_tensors() -> None:
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
-        mesh = Mesh(procs)
-        rows = meshbook.distribute(torch.arange(8.0), mesh, ["dp"])
-        row, across = rows.detach(), rows.view(4, 2).T[1]
-        rows.add_(1)
-        assert rows.sum().item() == 36.0
-        procs.respawn(3)
-        assert (rows * 2).tolist() == [2.0 * (value + 1) for value in range(8)]  # rank 2 holds what rank 3 held
-        assert (rows.redistribute(["tp"]) @ rows).item() == 204.0
-        row.mul_(2)
-        assert rows.tolist() == [2.0 * (value + 1) for value in range(8)]
-        other = rows.redistribute([None])  # each rank's own: they would disagree
-        assert other.placements == (Replicate(), Replicate())
-        assert other.sum().item() == 72.0
-        assert across.shape == (4,)
+def test_a_repair_of_the_processes_is_one_of_their_tensors(hurt: Mesh) -> None:
+    procs = hurt.procs
+    rows = meshbook.distribute(torch.arange(8.0), hurt, ["dp"])
+    row, across = rows.detach(), rows.view(4, 2).T[1]
+    rows.add_(1)
+    assert rows.sum().item() == 36.0
+    procs.respawn(3)
+    assert (rows * 2).tolist() == [2.0 * (value + 1) for value in range(8)]  # rank 2 holds what rank 3 held
+    assert (rows.redistribute(["tp"]) @ rows).item() == 204.0
+    row.mul_(2)
+    assert rows.tolist() == [2.0 * (value + 1) for value in range(8)]
+    other = rows.redistribute([None])  # each rank's own: they would disagree
+    assert other.placements == (Replicate(), Replicate())
+    assert other.sum().item() == 72.0
+    assert across.shape == (4,)
 
 
 @pytest.mark.slow
-def test_a_view_across_parts_does_not_outlive_a_repair() -> None:
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
-        x = meshbook.distribute(torch.arange(10.0).view(5, 2), procs, ["dp"])
-        flat = x.view(10)
-        assert flat.sum().item() == 45.0
-        procs.respawn(1)
-        assert x.sum().item() == 45.0
-        with pytest.raises(ViewLost, match="make it again"):
-            flat.sum().item()
-        assert x.view(10).add_(1).sum().item() == x.sum().item() == 55.0
+def test_a_view_across_parts_does_not_outlive_a_repair(hurt: Mesh) -> None:
+    x = meshbook.distribute(torch.arange(10.0).view(5, 2), hurt, ["dp"])
+    flat = x.view(10)
+    assert flat.sum().item() == 45.0
+    hurt.procs.respawn(1)
+    assert x.sum().item() == 45.0
+    with pytest.raises(ViewLost, match="make it again"):
+        flat.sum().item()
+    assert x.view(10).add_(1).sum().item() == x.sum().item() == 55.0
 
 
 @pytest.mark.slow
-def test_what_was_made_while_a_rank_died_is_whole_after_the_repair() -> None:
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
-        mesh = Mesh(procs)
-        x = meshbook.ones(8, mesh=mesh, sharding_spec=["dp"])
-        wrong = x[torch.tensor([1, 9])]
-        with pytest.raises(TensorError, match="index 9"):
-            wrong.tolist()
-        ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.3); os.kill(os.getpid(), 9)")
-        made = x.clone()
-        made.add_(1)
-        with pytest.raises(errors.WorkerLost):
-            made.sum().item()
-        with pytest.raises(errors.WorkerLost):
-            ended.get(20)
-        heal_mesh(mesh)
-        assert made.tolist() == [2.0] * 8 and x.tolist() == [1.0] * 8
-        with pytest.raises(TensorError, match="index 9"):
-            wrong.tolist()
-        made.add_(1)
-        assert made.sum().item() == 24.0
+def test_what_was_made_while_a_rank_died_is_whole_after_the_repair(hurt: Mesh) -> None:
+    procs = hurt.procs
+    x = meshbook.ones(8, mesh=hurt, sharding_spec=["dp"])
+    wrong = x[torch.tensor([1, 9])]
+    with pytest.raises(TensorError, match="index 9"):
+        wrong.tolist()
+    ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.3); os.kill(os.getpid(), 9)")
+    made = x.clone()
+    made.add_(1)
+    with pytest.raises(errors.WorkerLost):
+        made.sum().item()
+    with pytest.raises(errors.WorkerLost):
+        ended.get(20)
+    heal_mesh(hurt)
+    assert made.tolist() == [2.0] * 8 and x.tolist() == [1.0] * 8
+    with pytest.raises(TensorError, match="index 9"):
+        wrong.tolist()
+    made.add_(1)
+    assert made.sum().item() == 24.0
 
 
 @pytest.mark.slow
@@ -288,54 +280,52 @@ def test_training_goes_on_after_a_rank_was_killed_and_healed() -> None:
 
 
 @pytest.mark.slow
-def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_repair() -> None:
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
-        mesh = Mesh(procs)
-        x, alike = (meshbook.zeros(4, 4, mesh=mesh, sharding_spec=[None, spec]) for spec in ("tp", None))
-        cut = meshbook.ones(4, 4, mesh=mesh, sharding_spec=["dp", "tp"])
-        row, behind = x[0], meshbook.zeros(4, 4, mesh=mesh, sharding_spec=[None, "tp"])
-        view_alone = behind[1:]
-        assert view_alone.sum().item() + x.sum().item() + alike.sum().item() + cut.sum().item() == 16.0
-        ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)")
-        cut.redistribute([None, "tp"])  # in which one of the ranks that live waits for the one that does not
-        for each in (x, alike, behind):
-            each.add_(1)
-        del behind, each
-        for future in (x.sum().item, lambda: ended.get(20)):
-            with pytest.raises(errors.WorkerLost):
-                future()
-        for _ in range(2):
-            heal_mesh(mesh)
-            for each in (x, row, view_alone):
-                with pytest.raises(TensorTorn, match="newer than others"):
-                    each.tolist()
-            assert alike.full_tensor().unique().tolist() in ([0.0], [1.0])
-            os.kill(procs.status()[3].pid, signal.SIGKILL)
-            with pytest.raises(errors.WorkerLost):
-                alike.sum().item()
-        heal_mesh(mesh)
-        x.zero_()
-        assert x.add_(1).tolist() == [[1.0] * 4] * 4 and row.tolist() == [1.0] * 4
-        with pytest.raises(TensorTorn):
-            view_alone.tolist()
-        assert view_alone.zero_().tolist() == [[0.0] * 4] * 3
+def test_what_some_ranks_had_written_when_another_ended_is_refused_after_the_repair(hurt: Mesh) -> None:
+    procs = hurt.procs
+    x, alike = (meshbook.zeros(4, 4, mesh=hurt, sharding_spec=[None, spec]) for spec in ("tp", None))
+    cut = meshbook.ones(4, 4, mesh=hurt, sharding_spec=["dp", "tp"])
+    row, behind = x[0], meshbook.zeros(4, 4, mesh=hurt, sharding_spec=[None, "tp"])
+    view_alone = behind[1:]
+    assert view_alone.sum().item() + x.sum().item() + alike.sum().item() + cut.sum().item() == 16.0
+    ended = procs.slice(dp=1, tp=1).run("import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)")
+    cut.redistribute([None, "tp"])  # in which one of the ranks that live waits for the one that does not
+    for each in (x, alike, behind):
+        each.add_(1)
+    del behind, each
+    for future in (x.sum().item, lambda: ended.get(20)):
+        with pytest.raises(errors.WorkerLost):
+            future()
+    for _ in range(2):
+        heal_mesh(hurt)
+        for each in (x, row, view_alone):
+            with pytest.raises(TensorTorn, match="newer than others"):
+                each.tolist()
+        assert alike.full_tensor().unique().tolist() in ([0.0], [1.0])
+        os.kill(procs.status()[3].pid, signal.SIGKILL)
+        with pytest.raises(errors.WorkerLost):
+            alike.sum().item()
+    heal_mesh(hurt)
+    x.zero_()
+    assert x.add_(1).tolist() == [[1.0] * 4] * 4 and row.tolist() == [1.0] * 4
+    with pytest.raises(TensorTorn):
+        view_alone.tolist()
+    assert view_alone.zero_().tolist() == [[0.0] * 4] * 3
 
 
 @pytest.mark.slow
-def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient() -> None:
-    with this_host().spawn_procs({"dp": 2, "tp": 2}, name="hurt") as procs:
-        mesh = Mesh(procs)
-        weight = nn.Parameter(meshbook.ones(4, 4, mesh=mesh, sharding_spec=[None, "tp"]))
-        optimizer = torch.optim.SGD([weight], lr=0.5)
-        weight.grad = meshbook.ones(4, 4, mesh=mesh, sharding_spec=[None, "dp"])
-        across = weight.grad.view(16)
-        assert across.sum().item() == 16.0
-        os.kill(procs.status()[3].pid, signal.SIGKILL)
-        with pytest.raises(DeviceMeshError):
-            (weight + 1).sum().item()
-        heal_mesh(mesh)
-        optimizer.step()
-        assert weight.tolist() == [[0.5] * 4] * 4
+def test_an_optimizer_steps_after_a_repair_that_ended_a_view_of_a_gradient(hurt: Mesh) -> None:
+    procs = hurt.procs
+    weight = nn.Parameter(meshbook.ones(4, 4, mesh=hurt, sharding_spec=[None, "tp"]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.grad = meshbook.ones(4, 4, mesh=hurt, sharding_spec=[None, "dp"])
+    across = weight.grad.view(16)
+    assert across.sum().item() == 16.0
+    os.kill(procs.status()[3].pid, signal.SIGKILL)
+    with pytest.raises(DeviceMeshError):
+        (weight + 1).sum().item()
+    heal_mesh(hurt)
+    optimizer.step()
+    assert weight.tolist() == [[0.5] * 4] * 4
 
 
 MASKS: dict[str, Callable[[], dict[str, torch.Tensor]]] = {

@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import runpy
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn, optim
 
 import meshbook as monarch
 from meshbook import DeviceMeshError
-from meshbook.distributed import Mesh
-
-
-@pytest.fixture(scope="module")
-def shelves(clean_end: None) -> Iterator[Mesh]:
-    with Mesh(shape=(2, 2), mesh_dim_names=("rows", "columns")) as mesh:
-        yield mesh
-
-
-def test_a_table_is_spread_over_a_mesh_and_multiplied_by_itself(shelves: Mesh) -> None:
-    assert shelves.size() == 4
-    table = torch.arange(30.0).view(6, 5)
-    spread = monarch.distribute(table, shelves, sharding_spec=["rows", None])
-    assert spread.shape == table.shape
-    products = spread @ spread.T
-    assert products.shape == (6, 6)
-    torch.testing.assert_close(products.full_tensor(), table @ table.T)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.widen, self.bend, self.narrow = nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.narrow(self.bend(self.widen(x)))
-        return made
-
-
-def fit(model: nn.Module, given: torch.Tensor, wanted: torch.Tensor, steps: int = 2) -> list[float]:
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    criterion = nn.MSELoss()
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = criterion(model(given), wanted)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("is_spread", [True, False])
-def test_steps_of_a_module_on_a_mesh_are_those_of_one_process(shelves: Mesh, is_spread: bool) -> None:
-    torch.manual_seed(4)
-    plain, given, wanted = Encoder(), torch.randn(8, 12), torch.randn(8, 12)
-    model = monarch.module_to_mesh(copy.deepcopy(plain), shelves)
-    batch = [given, wanted]
-    if is_spread:
-        batch = [monarch.distribute(each, shelves, sharding_spec=["rows", None]) for each in batch]
-    assert fit(model, *batch) == pytest.approx(fit(plain, given, wanted), abs=1e-6)
-
 
 RESILIENT = """
 import os, signal

@@ -10,17 +10,11 @@ import torch
 from torch.nn import functional
 
 import meshbook
-from meshbook import ProcMesh
 from meshbook.distributed import Mesh
 from meshbook.tensors.ranks import known_meshes
 
 REPEATS = 4
 """An operation is done without DTensor from its third time on."""
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 def known_ways() -> list[tuple[str, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -52,31 +50,6 @@ def test_random_parts(
             in_pieces += made is not None and made.numel() > 0
             assert made is None or (made.dtype is dtype and torch.equal(made, wanted)), (shape, sizes, begin)
     assert in_pieces > 20
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8])
-def test_parts_of_arange(dtype: torch.dtype) -> None:
-    exact = 0
-    for bounds in [
-        (10,),
-        (3, 20),
-        (0, 100, 7),
-        (20, 3, -2),
-        (0.0, 9.0, 1.0),
-        (0, 1, 0.1),
-        (5, 5),
-        (1 << 24, (1 << 24) + 9),
-    ]:
-        if not dtype.is_floating_point and (max(bounds) > 255 or 0.1 in bounds):
-            continue
-        factory = Factory("arange", bounds, dtype)
-        wanted = factory.make()
-        for begin, end in itertools.combinations_with_replacement(range(len(wanted) + 1), 2):
-            made = make_part(factory, [end - begin], [begin])
-            exact += made is not None
-            assert made is None or (made.dtype is dtype and torch.equal(made, wanted[begin:end])), (bounds, begin, end)
-    assert exact > 300
-    assert make_part(Factory("arange", (0, 1, 0.1), torch.float32), [2], [3]) is None
 
 
 @pytest.mark.quick("placements2")

@@ -21,7 +21,7 @@ from patience import wait_until
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import meshbook
-from meshbook import DeviceMeshError, ProcMesh, this_host
+from meshbook import DeviceMeshError, this_host
 from meshbook.distributed import Mesh
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.memory_copies import SLICE_BYTES
@@ -34,11 +34,6 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 180.0
 CHOICES: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 LAYOUTS = list(itertools.product(CHOICES, repeat=2))
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 def sent_bytes(tensor: DTensor) -> int:

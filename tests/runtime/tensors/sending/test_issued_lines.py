@@ -6,13 +6,12 @@ import contextlib
 import inspect
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from patience import wait_until
+from patience import beside, wait_until
 
 import meshbook
 from meshbook import ProcMesh, errors
@@ -20,11 +19,6 @@ from meshbook.distributed import Mesh, TensorError
 from meshbook.mesh import states
 from meshbook.tensors.messages.issued_lines import each_line, for_ranks
 from meshbook.tensors.sending import op_settling
-
-
-@pytest.fixture(scope="module")
-def grid(square: ProcMesh) -> Mesh:
-    return Mesh(square)
 
 
 @contextlib.contextmanager
@@ -40,27 +34,6 @@ def one_rank_stopped(grid: Mesh) -> Iterator[Callable[[], None]]:
 
 def _cut(grid: Mesh) -> torch.Tensor:
     return meshbook.distribute(torch.arange(64.0).reshape(8, 8), grid, [("dp", "tp"), None])
-
-
-@contextlib.contextmanager
-def beside(action: Callable[[], object]) -> Iterator[None]:
-    """Do something on another thread meanwhile; what it raises is raised at the end."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join(60)
-    for error in raised:
-        raise error
 
 
 def _waits(grid: Mesh) -> bool:

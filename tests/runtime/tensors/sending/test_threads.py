@@ -8,32 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from patience import beside
 
 import meshbook
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh, TensorError
-
-PATIENCE_S = 90.0
-
-
-def run_beside(*works: Callable[[], object]) -> None:
-    """Each on a thread of its own; what one raises is raised here."""
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.slow
@@ -63,7 +42,8 @@ def test_threads_get_their_own_values_beside_one_whose_operations_fail(square: P
         while not done.is_set():
             assert (x + 1).sum().item() == 8.0
 
-    run_beside(read(2), read(3), read_until_done, fail)
+    with beside(read(2), read(3), read_until_done):
+        fail()
     assert told == {True: 5}
     assert (x + 1).sum().item() == 8.0
 
@@ -79,5 +59,6 @@ def test_each_call_of_a_recorded_step_is_done_once(square: ProcMesh) -> None:
 
     for _ in range(4):
         step(one).item()
-    run_beside(*2 * [lambda: [step(one).item() for _ in range(40)]])
+    with beside(*2 * [lambda: [step(one).item() for _ in range(40)]]):
+        pass
     assert total.tolist() == [84.0, 84.0]
