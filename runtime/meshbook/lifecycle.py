@@ -1,7 +1,6 @@
 """The states of meshes, workers, process groups and calls, and the only ways between them.
 
-Each table maps (state, event) to the next state; anything else is a fault of ours and raises `LocalProtocolError`. The
-diagrams in docs/protocol.md are made from these tables.
+Each table maps (state, event) to the next state; anything else is a fault of ours and raises `LocalProtocolError`.
 """
 
 from __future__ import annotations
