@@ -74,7 +74,7 @@ class ActorMesh(MeshView, Generic[TActor_co]):
             source = group.call(
                 group.find(group.members, partly=True), READY, dumps(((), {}), what="ready"), fail_fast=False
             )
-            group.initialized = ActorFuture(source, _nothing, group, INIT)
+            group.initialized = ActorFuture(source, _nothing, group.name, INIT)
         return group.initialized
 
     @property
@@ -107,13 +107,13 @@ class ActorMesh(MeshView, Generic[TActor_co]):
         timeout: seconds. Raises: ReloadError where living actors cannot take it; as calls do.
         """
         group = self._group
-        group.check_usable("reload")
+        group.check_usable()
         cls = newest_class(group.cls.name) if cls is None else cls
         described = describe_class(cls, RESERVED)
         pickled = dumps(((sources_of(cls), cls), {}), what=cls.__qualname__)
         source = group.call(group.find(group.members, partly=True), RELOAD, pickled, fail_fast=False)
         try:
-            ActorFuture(source, _nothing, group, "reload").get(timeout)
+            ActorFuture(source, _nothing, group.name, "reload").get(timeout)
         except ActorError as error:
             raise refusal(error, group.name) from None
         group.cls = described
@@ -145,7 +145,7 @@ class ActorMesh(MeshView, Generic[TActor_co]):
                     return Future.completed(None)
                 to = msgspec.structs.replace(to, members=to.members.select(left))
             else:
-                return ActorFuture(source, _nothing, group, "stop")
+                return ActorFuture(source, _nothing, group.name, "stop")
 
     @property
     def was_called(self) -> bool:
@@ -228,7 +228,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
     )  # fmt: skip
     spawned = router.call(request)
-    group.initialized = ActorFuture(spawned, _nothing, group, INIT)
+    group.initialized = ActorFuture(spawned, _nothing, group.name, INIT)
     keep_group(group)
     if router.place.mesh and owner is not None:  # an actor: nobody else tells it
         watch(actors, owner)

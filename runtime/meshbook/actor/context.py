@@ -257,11 +257,7 @@ class Context(msgspec.Struct, eq=False):
         return f"Context({self.actor_instance.actor_id}, message_rank={self.message_rank})"
 
 
-def _nowhere() -> Point:
-    return Point(0, Extent((), ()))
-
-
-_client = Context(root_instance(), _nowhere)
+_client = Context(root_instance(), lambda: _NOWHERE)
 current_context: ContextVar[Context] = ContextVar("meshbook_actor", default=_client)
 """Set while an actor handles a message; tasks that it starts inherit it."""
 

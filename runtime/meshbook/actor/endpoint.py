@@ -11,7 +11,7 @@ import inspect
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -56,17 +56,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def translate(error: BaseException, actor: ActorIdentity | str, endpoint: str) -> BaseException:
-    """Return the error of a call to a mailbox as one of actors. actor: the actors, or the name of something else."""
+def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
+    """Return the error of a call to a mailbox as one of actors. actor: their name."""
     if isinstance(error, SupervisionError):
         return error
-    if isinstance(actor, str):
-        return _translated(error, actor, endpoint)
-    told = _translated(error, actor.name, endpoint)
-    return actor.beside(told, endpoint) if isinstance(told, SupervisionError) else told
-
-
-def _translated(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, WorkerLost):
         return ActorLostError.of_worker(error, actor)
     if isinstance(error, MeshStoppedError) and not isinstance(error, MeshDetachedError):
@@ -101,8 +94,8 @@ def _restarted(closed: list[Failure]) -> tuple[int, ...]:
 class ActorFuture(MappedFuture[Values, T], Generic[T]):
     """The outcome of a call, made of its `RequestFuture` by ``make``, on the thread that asks for it."""
 
-    def __init__(self, source: Answers, make: Callable[[Values], T], actor: ActorIdentity | str, endpoint: str) -> None:
-        """actor, endpoint: the called actor and its endpoint, as in `translate`."""
+    def __init__(self, source: Answers, make: Callable[[Values], T], actor: str, endpoint: str) -> None:
+        """actor, endpoint: the names of the actors and of the endpoint, for errors."""
         super().__init__(source, make)
         self._call, self._names = source, (actor, endpoint)
 
@@ -145,8 +138,8 @@ class ActorFuture(MappedFuture[Values, T], Generic[T]):
 class Stream(Generic[T]):
     """Futures of the answers of a call, in the order in which they come: one for each actor."""
 
-    def __init__(self, count: int, actor: ActorIdentity, endpoint: str) -> None:
-        self._names = (actor, endpoint)
+    def __init__(self, count: int, actor: str, endpoint: str) -> None:
+        self.names = (actor, endpoint)
         self._lock = threading.Lock()
         self._parts: list[_Part[T]] = [_Part(self) for _ in range(count)]
         self._come = 0
@@ -178,11 +171,11 @@ class Stream(Generic[T]):
         """Return the value of `_Part.get`. Raises: as `ActorFuture.get`."""
         assert self.source is not None
         if part.error is not None:
-            raise translate(part.error, *self._names)
+            raise translate(part.error, *self.names)
         call = self.source.call
         if part.failure is not None:
             lost = next((lost for lost in call.lost if lost.rank == part.rank), None)
-            raise translate(lost or CallFailed([part.failure]), *self._names)
+            raise translate(lost or CallFailed([part.failure]), *self.names)
         value: T = call.results[part.rank]
         return value
 
@@ -281,7 +274,7 @@ class ActorEndpoint(Generic[P, R]):
         """Call it on every actor; futures of the values in the order in which they come."""
         to = self._find()
         pickled = self._pack(name_view(to.members), args, kwargs)
-        stream: Stream[R] = Stream(len(self._members), self._group, self._info.name)
+        stream: Stream[R] = Stream(len(self._members), self._group.name, self._info.name)
         stream.begin(self._group.call(to, self._info.name, pickled, on_reply=stream.on_reply, fail_fast=False))
         return stream
 
@@ -304,8 +297,8 @@ class ActorEndpoint(Generic[P, R]):
         self._group.call(_choose(to) if one else to, self._info.name, pickled, reply=False)
 
     def _find(self) -> Address:
-        self._group.check_usable(self._info.name)
-        return self._group.find(self._members, endpoint=self._info.name)
+        self._group.check_usable()
+        return self._group.find(self._members)
 
     def _call(
         self, to: Address, view: CalledView, args: Args, kwargs: Kwargs, make: Callable[[Values], T]
@@ -313,7 +306,7 @@ class ActorEndpoint(Generic[P, R]):
         group, name = self._group, self._info.name
         pickled = self._pack(view, args, kwargs)
         group.called = True
-        return ActorFuture(group.call(to, name, pickled), make, group, name)
+        return ActorFuture(group.call(to, name, pickled), make, group.name, name)
 
     def _pack(self, view: CalledView, args: Args, kwargs: Kwargs, port: Port[R] | None = None) -> Pickled:
         self._info.check(self._group.name, args, kwargs)
@@ -402,28 +395,9 @@ class Accumulator(Generic[P, R, A]):
 
     def accumulate(self, *args: P.args, **kwargs: P.kwargs) -> Future[A]:
         """Call, and fold in the order in which the answers come. Raises, when asked: the errors of the call."""
-        parts = list(self._endpoint.stream(*args, **kwargs))
-        return MappedFuture(_when_all_have_come(parts), lambda _: self._fold(parts))
+        stream = self._endpoint.stream(*args, **kwargs)
+        assert isinstance(stream, Stream) and stream.source is not None
+        return ActorFuture(stream.source, lambda _: self._fold(stream), *stream.names)
 
-    def _fold(self, parts: Sequence[Future[R]]) -> A:
+    def _fold(self, parts: Iterable[Future[R]]) -> A:
         return functools.reduce(self._combine, (part.get(0) for part in parts), self._identity)
-
-
-def _when_all_have_come(parts: Sequence[Future[R]]) -> Future[None]:
-    """Return a future that completes when all parts have an outcome."""
-
-    def cancel() -> None:
-        for part in parts:
-            part.cancel()
-
-    left = set(range(len(parts)))
-    done: Future[None] = Future(on_cancel=cancel)
-
-    def come(index: int) -> None:
-        left.discard(index)
-        if not left:
-            done.set_result(None)
-
-    for index, part in enumerate(parts):
-        part.add_done_callback(lambda _, index=index: come(index))  # type: ignore[misc]
-    return done

@@ -102,16 +102,10 @@ class SupervisionError(MeshError, RuntimeError):
     cause = "stopped"
     """The way in which they ended: ``killed by SIGKILL``."""
 
-    beside = ""
-    """Monarch's sentence of the same, which programs that were written for it look for; below ours in ``str``."""
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose processes ended, in order; none where the actors were stopped."""
         return ()
-
-    def _with_sentence(self, text: str) -> str:
-        return f"{text}\n{self.beside}" if self.beside else text
 
 
 class ActorNotMadeError(ActorError, SupervisionError):
@@ -140,7 +134,7 @@ class ActorLostError(WorkerLost, SupervisionError):
         gone = (
             f'  the actors "{self.actor}" of {name_ranks(self.ranks)} ended with it; after a repair, spawn them again'
         )
-        return self._with_sentence(f"{super().__str__()}\n{gone}")
+        return f"{super().__str__()}\n{gone}"
 
 
 class ProcsNotStartedError(SpawnError, SupervisionError):
@@ -227,11 +221,9 @@ class ActorStoppedError(SupervisionError):
         if self.ended_with:
             was = "was" if len(self.ended_with) == 1 else "were"
             ranks = name_ranks(self.ended_with)
-            return self._with_sentence(
-                f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
-            )
+            return f'the actors "{self.name}" ended with {ranks}, which {was} started again. {again}'
         why = f" ({self.reason})" if self.reason else ""
-        return self._with_sentence(f'the actors "{self.name}" were stopped{why}. {again}')
+        return f'the actors "{self.name}" were stopped{why}. {again}'
 
 
 def why_stopped(actor: str, reason: str = "") -> str:
@@ -241,9 +233,6 @@ def why_stopped(actor: str, reason: str = "") -> str:
 
 class ProcsStoppedError(SupervisionError, MeshStoppedError):
     """A call to actors whose mesh of processes was stopped."""
-
-    def __str__(self) -> str:
-        return self._with_sentence(super().__str__())
 
 
 class CircularCallError(MeshError):

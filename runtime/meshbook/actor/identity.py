@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meshbook.actor.classes import ActorClass
 from meshbook.actor.context import path_of
@@ -15,11 +15,10 @@ from meshbook.actor.errors import (
     ActorStoppedError,
     MessageTooLargeError,
     ProcsStoppedError,
-    SupervisionError,
     UnhandledFault,
 )
 from meshbook.actor.router import Address, Answers, is_rank, router_for
-from meshbook.actor.supervision import INIT, MeshFailure, failures_of, join_failures, sentence_of
+from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.call import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
@@ -29,9 +28,6 @@ from meshbook.values.pickling import Pickled, dumps, dumps_here
 
 if TYPE_CHECKING:
     from meshbook.actor.ports import Port
-
-
-Ended = TypeVar("Ended", bound=SupervisionError)
 
 
 @dataclass(eq=False)
@@ -79,27 +75,10 @@ class ActorIdentity:
             if self.members.has(rank)
         }
 
-    def beside(self, error: Ended, endpoint: str) -> Ended:
-        """Add Monarch's sentence about the first actor that has ended to an error of a call of ``endpoint``."""
-        if isinstance(error, ActorLostError):
-            first = failures_of(error)[0]
-            sentence = sentence_of(self._path(first.rank), first)
-        elif isinstance(error, ActorStoppedError | ProcsStoppedError):
-            first_rank = next(iter(self.members.ranks()), 0)
-            why = f'mesh "{error.mesh}" was stopped' if isinstance(error, ProcsStoppedError) else error.reason
-            sentence = f"The actor {self._path(first_rank)} and all its descendants have stopped: {why}"
-        else:
-            return error
-        error.beside = f"Endpoint call {self.name}.{endpoint}() failed, {sentence}"
-        return error
-
-    def _path(self, rank: int) -> str:
-        return self.names_of([rank]).get(rank, self.name)
-
-    def find(self, members: Members, *, partly: bool = False, endpoint: str = INIT) -> Address:
+    def find(self, members: Members, *, partly: bool = False) -> Address:
         """Return the address of the processes of ``members``. partly: without the ranks that left, unless all did.
 
-        endpoint: which is to be called. Raises: ActorsLeftError, ProcsStoppedError.
+        Raises: ActorsLeftError, ProcsStoppedError.
         """
         try:
             return router_for(self.session).find(self.mesh, members, self.generation, partly=partly)
@@ -108,7 +87,7 @@ class ActorIdentity:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise self.beside(ProcsStoppedError(self.mesh_name), endpoint) from None
+            raise ProcsStoppedError(self.mesh_name) from None
 
     def call(
         self,
@@ -135,9 +114,9 @@ class ActorIdentity:
         except MeshDetachedError:
             raise
         except MeshStoppedError:
-            raise self.beside(ProcsStoppedError(self.mesh_name), endpoint) from None
+            raise ProcsStoppedError(self.mesh_name) from None
         except WorkerLost as lost:
-            raise self.beside(ActorLostError.of_worker(lost, self.name), endpoint) from None
+            raise ActorLostError.of_worker(lost, self.name) from None
 
     def pack(self, payload: object, *, what: str) -> Pickled:
         """Pickle a message to the actors; within a process, classes and functions go by reference.
@@ -152,10 +131,10 @@ class ActorIdentity:
                 raise MessageTooLargeError(what, size, _message_limit)
         return pickled
 
-    def check_usable(self, endpoint: str) -> None:
-        """Check the actors before a call of ``endpoint``. Raises: ActorStoppedError; UnhandledFault, once for each."""
+    def check_usable(self) -> None:
+        """Check the actors before a call. Raises: ActorStoppedError; UnhandledFault, once for each."""
         if self.stopped is not None:
-            raise self.beside(ActorStoppedError(self.name, self.stopped), endpoint)
+            raise ActorStoppedError(self.name, self.stopped)
         if self.faults:
             faults = []
             while self.faults:

@@ -163,11 +163,6 @@ def remove_router(session: str) -> None:
     _routers.pop(session, None)
 
 
-def has_sessions() -> bool:
-    """Whether this process drives meshes."""
-    return bool(_routers)
-
-
 def is_rank() -> bool:
     """Whether this process is a rank of a mesh."""
     return _takes_all

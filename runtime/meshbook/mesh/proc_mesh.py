@@ -188,7 +188,7 @@ class ProcMesh(ProcView):
         if self._generation != self._mesh.generation:
             raise stale_view(self._mesh)
         if not (self.alive or self._mesh.detached):
-            raise self._mesh.not_started or _stopped(self.name)
+            raise self._mesh.not_started or ProcsStoppedError(self.name)
         router = router_for(self.session)
         return spawn_actors(router, self.id, self.name, self._members, name, cls, args, kwargs, self._generation)
 
@@ -453,10 +453,3 @@ class ProcMesh(ProcView):
         elif isinstance(self._mesh.not_started, ProcsNotStartedError):
             state = ", not started"
         return f'ProcMesh("{self.name}", {format_sizes(self.sizes)}, {states.known_device(self)}{state})'
-
-
-def _stopped(name: str) -> ProcsStoppedError:
-    """Return the error of `ProcMesh.spawn` on a stopped mesh, with Monarch's words for it."""
-    error = ProcsStoppedError(name)
-    error.beside = "`ProcMesh` has already been stopped"
-    return error

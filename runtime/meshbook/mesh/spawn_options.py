@@ -93,8 +93,7 @@ def checked_bindings(proc_bind: Sequence[Mapping[str, str]] | None, per_host: in
     if isinstance(proc_bind, str | Mapping) or len(proc_bind) != per_host:
         raise UsageError(
             f"proc_bind has a mapping for each of the {per_host} processes of a host, as in "
-            f'[{{"cpus": "0-3"}}, {{"cpus": "4-7"}}]; got {reprlib.repr(proc_bind)}.\n'
-            f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per_host})"
+            f'[{{"cpus": "0-3"}}, {{"cpus": "4-7"}}]; got {reprlib.repr(proc_bind)}.'
         )
     return tuple(check_binding(binding) for binding in proc_bind)
 
