@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
@@ -262,48 +261,30 @@ class ShapeExt:
         return Shape.of(shape.members.slice(**axes))
 
 
-class MeshTrait(ABC):
-    """The operations of a mesh, for every mesh here and for subclasses that say how a view of them is made."""
+class _KindOfMesh(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, MeshView) if cls is MeshTrait else super().__instancecheck__(instance)
+
+
+class MeshTrait(MeshView, metaclass=_KindOfMesh):
+    """The base of a program's own meshes: a subclass says which ranks it has, and how a view of them is made.
+
+    It has the operations of the meshes here, which count as its instances.
+    """
 
     @property
-    @abstractmethod
-    def _ndslice(self) -> Slice: ...
+    def _ndslice(self) -> Slice:
+        raise NotImplementedError
+
+    def _new_with_shape(self: Self, shape: Shape) -> Self:
+        raise NotImplementedError
 
     @property
-    @abstractmethod
-    def _labels(self) -> tuple[str, ...]: ...
-
-    @abstractmethod
-    def _new_with_shape(self: Self, shape: Shape) -> Self: ...
-
-    def _view(self) -> Members:
+    def _members(self) -> Members:  # type: ignore[override]
         return Shape(self._labels, self._ndslice).members
 
-    def slice(self: Self, **axes: Index) -> Self:
-        return self._new_with_shape(Shape.of(self._view().slice(**axes)))
-
-    def split(self: Self, **axes: Sequence[str] | int) -> Self:
-        return self._new_with_shape(Shape.of(self._view().split(**axes)))
-
-    def flatten(self: Self, name: str) -> Self:
-        return self._new_with_shape(Shape.of(self._view().flatten(name)))
-
-    def rename(self: Self, **names: str) -> Self:
-        return self._new_with_shape(Shape.of(self._view().rename(**names)))
-
-    def size(self, dim: str | Iterable[str] | None = None) -> int:
-        return self._view().size(dim)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return self._view().sizes
-
-    @property
-    def extent(self) -> Extent:
-        return self._view().extent
-
-    def __len__(self) -> int:
-        return len(self._ndslice)
+    def _part(self: Self, members: Members) -> Self:
+        return self._new_with_shape(Shape.of(members))
 
 
 def _from_start(index: int) -> int:
@@ -311,6 +292,3 @@ def _from_start(index: int) -> int:
     if operator.index(index) < 0:
         raise NegativeIndexError(f"{index} is below 0: positions of a shape are counted from its start.")
     return operator.index(index)
-
-
-MeshTrait.register(MeshView)

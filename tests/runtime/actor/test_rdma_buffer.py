@@ -286,9 +286,8 @@ def test_drops_wait_for_those_who_read(mesh2: ProcMesh) -> None:
         buffer.drop().get(20)
         with pytest.raises(NotDirect), access(buffer._target.spot):
             pass
-        count = (
-            "len(__import__('meshbook.actor.buffers.transfers', fromlist=['x']).kept_buffers()._guard and [1] or [])"
-        )
+        count = "sum(type(one).__name__ == 'KeptBuffer' and one.memory is not None for one in gc.get_objects())"
+        mesh2.slice(gpus=0).run("import gc").get(20)
         assert mesh2.slice(gpus=0).evaluate(count).get(20).values() == [1]
     deadline = time.monotonic() + 20
     while mesh2.slice(gpus=0).evaluate(count).get(20).values() != [0]:

@@ -20,11 +20,13 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import secrets
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,19 +64,20 @@ class RemoteAddress(NamedTuple):
 
 
 class LiveTable:
-    """The owner's side: a table of its buffers that others may use."""
+    """The owner's side: a table of its buffers that others may use, kept by these buffers."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(8)
         self.fd = create_memory_file(_guard_name(self.token))
+        weakref.finalize(self, os.close, self.fd).atexit = False
         self._memory = memory_name()
-        self._slots = 0
+        self._slots = itertools.count()
         self._path = f"/proc/self/fd/{self.fd}"
         let_peers_read()
 
     def add(self, address: int) -> RemoteAddress:
         """Announce memory that others may use from now on."""
-        slot, self._slots = self._slots, self._slots + 1
+        slot = next(self._slots)
         os.pwrite(self.fd, _LIVE, slot)
         return RemoteAddress(self._memory, os.getpid(), self.fd, self.token, slot, address)
 
@@ -87,8 +90,16 @@ class LiveTable:
         finally:
             os.close(own)
 
-    def close(self) -> None:
-        os.close(self.fd)
+
+_tables: weakref.WeakValueDictionary[int, LiveTable] = weakref.WeakValueDictionary()
+"""The table of this process by its pid, and of the processes that it was forked from."""
+
+
+def own_table() -> LiveTable:
+    """Return the table of this process, a new one where it has no buffers."""
+    if (table := _tables.get(os.getpid())) is None:
+        table = _tables[os.getpid()] = LiveTable()
+    return table
 
 
 @contextlib.contextmanager

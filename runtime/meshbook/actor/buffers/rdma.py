@@ -9,26 +9,27 @@ weights.read_into(mine.view(-1)).get()            # anywhere, whatever the owner
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 from meshbook.actor.buffers.memory import WORD_BYTES, AtomicChange, Memory, check_operand, check_word, memory_of
 from meshbook.actor.buffers.transfers import (
+    ATOMIC,
     DROP,
     READ,
     WRITE,
-    Exchange,
+    KeptBuffer,
     Transfer,
     TransferFuture,
     TransferTarget,
-    ask,
-    kept_buffers,
+    begin,
+    finish,
 )
 from meshbook.actor.context import context
 from meshbook.actor.errors import BufferDroppedError, BufferKindError, BufferSizeError, SupervisionError
 from meshbook.actor.router import current_router
 from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.future import Future, in_background
 from meshbook.errors import MeshStoppedError
 from meshbook.formatting import format_bytes
 
@@ -49,7 +50,7 @@ class RDMABuffer:
         if not memory.size_bytes:
             raise BufferSizeError("the memory for the buffer has no bytes; give some.")
         router = current_router()
-        kept = kept_buffers().add(memory, router)
+        kept = KeptBuffer(router, memory)
         place = router.place
         instance = context().actor_instance
         process = "the notebook's process" if place.mesh == 0 else f"rank {place.rank}"
@@ -101,39 +102,25 @@ class RDMABuffer:
             self._misfit("src has", memory, "at most as much")
         return Transfer(self._target, memory, memory.size_bytes, WRITE, timeout)
 
-    def exchanging(self, dst: object, change: AtomicChange, timeout: float | None) -> Exchange:
+    def exchanging(self, dst: object, change: AtomicChange, timeout: float | None) -> Transfer:
         """Return a change of the number in the first 8 bytes; ``dst`` gets the old one. See `RDMAAction`."""
         memory = memory_of(dst, "dst")
         check_word("dst", memory)
         if not self._writable or self.size() < WORD_BYTES:
             check_word(self._target.name, Memory(0, self.size(), self._writable, None))
-        return Exchange(self._target, memory._replace(size_bytes=WORD_BYTES), change, timeout)
+        return Transfer(self._target, memory._replace(size_bytes=WORD_BYTES), WORD_BYTES, ATOMIC, timeout, change)
 
-    def drop(self) -> TransferFuture:
+    def drop(self) -> Future[None]:
         """Have the owner let go of the memory, from any process: at once, or when accesses under way have ended.
 
         Later ones get BufferDroppedError. Dropping it again, or when the owner has ended, does nothing.
         """
-        future = TransferFuture()
-        target = self._target
 
         def work() -> None:
-            try:
-                with contextlib.suppress(BufferDroppedError, SupervisionError, MeshStoppedError):
-                    ask(target, DROP, (), None)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+            with contextlib.suppress(BufferDroppedError, SupervisionError, MeshStoppedError):
+                finish(self._target, begin(self._target, DROP, ()), None)
 
-        if target.is_own:
-            if (kept := kept_buffers().find(target.mailbox)) is not None:
-                kept.drop()
-            future.set_result(None)
-            return future
-
-        run_in_background(work)
-        return future
+        return in_background(work)
 
     def _misfit(self, has: str, memory: Memory, needs: str) -> None:
         raise BufferSizeError(
@@ -156,7 +143,7 @@ def _restore(target: TransferTarget, writable: bool) -> RDMABuffer:
 class _QueuedCopy(NamedTuple):
     """A copy to be made. local: the memory of this process, which is written if ``reads``."""
 
-    begin: Callable[[float | None], Transfer | Exchange]
+    make: Callable[[float | None], Transfer]
     local: Memory
     reads: bool
 
@@ -204,9 +191,7 @@ class RDMAAction:
         change = AtomicChange(check_operand("swap", swap), check_operand("compare", compare))
         return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
 
-    def _add(
-        self, make: Callable[[object, float | None], Transfer | Exchange], memory: object, *, reads: bool
-    ) -> RDMAAction:
+    def _add(self, make: Callable[[object, float | None], Transfer], memory: object, *, reads: bool) -> RDMAAction:
         local = make(memory, None).memory  # now, so that what does not fit is refused where it is written
         queued = _QueuedCopy(lambda timeout: make(memory, timeout), local, reads)
         if any(queued.clashes(other) for other in self._queued):
@@ -222,43 +207,27 @@ class RDMAAction:
 
         timeout: seconds, for each. Raises, when asked: the first error of a copy, with notes of the others.
         """
-        transfers = [queued.begin(timeout) for queued in self._queued]
-        return _SubmittedCopies(transfers).begin()
+        copies = [queued.make(timeout).begin() for queued in self._queued]
+        submitted = TransferFuture(on_cancel=lambda: [copy.cancel() for copy in copies])
+
+        def settle() -> None:
+            errors = [error for copy in copies if (error := copy.exception()) is not None]
+            if not errors:
+                submitted.set_result(None)
+                return
+            first, *others = errors
+            more = (f"and: {type(error).__name__}: {error}" for error in others)
+            first.__notes__ = [*getattr(first, "__notes__", ()), *more]
+            submitted.set_exception(first)
+
+        if all(copy.done() for copy in copies):
+            settle()
+        else:
+            run_in_background(settle)
+        return submitted
 
     def __len__(self) -> int:
         return len(self._queued)
 
     def __repr__(self) -> str:
         return f"RDMAAction({len(self)} copies)"
-
-
-class _SubmittedCopies:
-    def __init__(self, transfers: list[Transfer | Exchange]) -> None:
-        self._transfers, self._left = transfers, len(transfers)
-        self._lock = threading.Lock()
-        self._future = TransferFuture(on_cancel=self._cancel)
-
-    def begin(self) -> TransferFuture:
-        if not self._transfers:
-            self._future.set_result(None)
-        for transfer in self._transfers:
-            transfer.begin().add_done_callback(lambda _: self._on_end())
-        return self._future
-
-    def _on_end(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        errors = [error for each in self._transfers if (error := each.future.exception(0)) is not None]
-        if not errors:
-            self._future.set_result(None)
-            return
-        first, *others = errors
-        notes = [*getattr(first, "__notes__", ()), *(f"and: {type(error).__name__}: {error}" for error in others)]
-        first.__notes__ = notes
-        self._future.set_exception(first)
-
-    def _cancel(self) -> None:
-        for transfer in self._transfers:
-            transfer.future.cancel()

@@ -1,6 +1,7 @@
 """Copies between a buffer and memory of this process, on two roads; and the buffers that this process keeps for others.
 
-    memory of the machine    the owner's memory is within reach (`meshbook.actor.buffers.memory`); it takes no part
+    memory of the machine    the owner's memory, also this process's own, is within reach
+                             (`meshbook.actor.buffers.memory`); the owner takes no part
     a stream between hosts   a connection for one copy (`meshbook.actor.buffers.stream`); where there can be none, and
                              for small copies, the mail of the session, in pieces
 
@@ -11,8 +12,6 @@ buffer. Memory is kept alive until its buffer is dropped.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import socket
 import threading
 import time
@@ -22,12 +21,12 @@ from typing import NamedTuple
 from meshbook.actor.buffers.memory import (
     WORD_BYTES,
     AtomicChange,
-    LiveTable,
     Memory,
     NotDirect,
     RemoteAddress,
     access,
     copy,
+    own_table,
 )
 from meshbook.actor.buffers.stream import (
     BufferListener,
@@ -49,7 +48,6 @@ from meshbook.concurrency.background import SerialQueue, run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallTimeout, MailboxClosed, WorkerLost
 from meshbook.formatting import format_bytes
-from meshbook.system.memory_copies import SLICE_BYTES
 from meshbook.system.memory_files import Bytes
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
@@ -64,10 +62,14 @@ DROPPED = "the buffer was dropped"
 
 
 class KeptBuffer:
-    """A buffer of this process; others reach it by ``spot`` and ``mailbox``."""
+    """A buffer of this process, which its mailbox keeps; it is reached by ``spot`` and ``mailbox``."""
 
-    def __init__(self, kept: KeptBuffers, router: Router, memory: Memory, spot: RemoteAddress) -> None:
-        self._kept, self._router, self.spot = kept, router, spot
+    def __init__(self, router: Router, memory: Memory) -> None:
+        self._router = router
+        self._table = own_table()
+        self.spot = self._table.add(memory.address)
+        self._dropping = threading.Lock()
+        """A lock that the first drop takes for good."""
         self.memory: Memory | None = memory
         """The memory; None once the buffer was dropped."""
         self._lane = SerialQueue()
@@ -121,74 +123,15 @@ class KeptBuffer:
     def drop(self) -> None:
         """Release the memory once no access is under way. Any thread; idempotent."""
         self._router.mailboxes.close(self.mailbox, DROPPED)
-        if self._kept.forget(self):
-            if self._kept.guard.drop(self.spot.slot):
-                self._end()
+        if self._dropping.acquire(blocking=False):
+            if self._table.drop(self.spot.slot):
+                self.memory = None
             else:
                 run_in_background(self._end_later)
 
     def _end_later(self) -> None:
-        self._kept.guard.drop(self.spot.slot, wait=True)
-        self._end()
-
-    def _end(self) -> None:
+        self._table.drop(self.spot.slot, wait=True)
         self.memory = None
-        self._kept.settle(self)
-
-
-class KeptBuffers:
-    """The buffers of one process. Their guard lives as long as there are any."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._lock = threading.Lock()
-        self._live: dict[int, KeptBuffer] = {}
-        """The buffers that others may use, by their mailboxes."""
-        self._unsettled = 0
-        """The number of buffers whose memory is not free yet."""
-        self._guard: LiveTable | None = None
-
-    @property
-    def guard(self) -> LiveTable:
-        assert self._guard is not None, "it is there while there are buffers"
-        return self._guard
-
-    def add(self, memory: Memory, router: Router) -> KeptBuffer:
-        """Keep memory from now on."""
-        with self._lock:
-            if self._guard is None:
-                self._guard = LiveTable()
-            self._unsettled += 1
-            buffer = KeptBuffer(self, router, memory, self._guard.add(memory.address))
-            self._live[buffer.mailbox] = buffer
-        return buffer
-
-    def find(self, mailbox: int) -> KeptBuffer | None:
-        """The buffer of this process that has this mailbox, if it was not dropped."""
-        return self._live.get(mailbox)
-
-    def forget(self, buffer: KeptBuffer) -> bool:
-        """Note that the buffer is being dropped; return False if it was before."""
-        return self._live.pop(buffer.mailbox, None) is not None
-
-    def settle(self, buffer: KeptBuffer) -> None:
-        """Note that the memory of one buffer is free."""
-        with self._lock:
-            self._unsettled -= 1
-            if not self._unsettled and self._guard is not None:
-                self._guard.close()
-                self._guard = None
-
-
-_kept = KeptBuffers()
-
-
-def kept_buffers() -> KeptBuffers:
-    """Return the buffers of this process; a fork begins with none."""
-    global _kept
-    if _kept.pid != os.getpid():
-        _kept = KeptBuffers()
-    return _kept
 
 
 PIECE_BYTES = 4 << 20
@@ -221,11 +164,6 @@ class TransferTarget(NamedTuple):
     def name(self) -> str:
         return f"the buffer of {format_bytes(self.size_bytes)} of {self.owner}"
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this process owns it."""
-        return self.spot.pid == os.getpid() and router_for(self.session).place == self.place
-
 
 class TransferFuture(Future[None]):
     """An interrupt while waiting ends the copy; await it or `get` it."""
@@ -240,34 +178,51 @@ class TransferFuture(Future[None]):
 
 
 class Transfer:
-    """The first ``size_bytes`` of a buffer from or to memory of this process. kind: READ or WRITE."""
+    """The first ``size_bytes`` of a buffer from or to memory of this process, or a change of the number there."""
 
     def __init__(
-        self, target: TransferTarget, memory: Memory, size_bytes: int, kind: str, timeout_s: float | None
+        self,
+        target: TransferTarget,
+        memory: Memory,
+        size_bytes: int,
+        kind: str,
+        timeout_s: float | None,
+        change: AtomicChange | None = None,
     ) -> None:
-        self._target, self.memory, self.size_bytes, self._kind = target, memory, size_bytes, kind
+        """kind: READ, WRITE, or ATOMIC with a ``change``, whose ``memory`` gets the number that was there.
+
+        A change is made also if its future is cancelled.
+        """
+        self._target = target
+        self.memory = memory
+        self.size_bytes = size_bytes
+        self._kind = kind
         self._timeout_s = timeout_s
+        self._change = change
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._cancelled = False
-        self.future = TransferFuture(on_cancel=self._cancel)
+        self.future = TransferFuture(on_cancel=self._cancel if change is None else None)
 
     def _cancel(self) -> None:
         self._cancelled = True
 
     def begin(self) -> TransferFuture:
-        """Make the copy, on this thread if that is quick, else aside."""
-        if self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
+        """Make the copy or the change, on this thread if that is quick, else aside."""
+        if self._change is not None or self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
             run_in_background(self.run)
         return self.future
 
     def run(self, *, at_once: bool = False) -> bool:
-        """Make the copy on this thread and complete `future`.
+        """Make the copy or the change on this thread and complete `future`.
 
         at_once: only if that takes no help of the owner; returns whether that was so.
         """
         try:
             try:
-                self._copy()
+                if self._change is not None:
+                    self._make_change(self._change)
+                else:
+                    self._copy()
             except NotDirect:
                 if at_once:
                     return False
@@ -283,23 +238,14 @@ class Transfer:
 
     def _copy(self) -> None:
         """Copy without the owner's help. Raises: NotDirect."""
-        if self._target.is_own:
-            self._copy_own()
-            return
         with access(self._target.spot):
             write = self._kind == WRITE
             copy(self._target.spot, self.memory.address, self.size_bytes, write=write, check=self._check)
 
-    def _copy_own(self) -> None:
-        kept = kept_buffers().find(self._target.mailbox)
-        memory = kept.memory if kept is not None else None
-        if memory is None:
-            raise BufferDroppedError(self._target.name)
-        here, there = self.memory.address, memory.address
-        source, to = (there, here) if self._kind == READ else (here, there)
-        for offset in range(0, self.size_bytes, SLICE_BYTES):
-            self._check()
-            ctypes.memmove(to + offset, source + offset, min(SLICE_BYTES, self.size_bytes - offset))
+    def _make_change(self, change: AtomicChange) -> None:
+        before = finish(self._target, begin(self._target, ATOMIC, tuple(change)), self._timeout_s)
+        assert before is not None, "a change answers with what was there"
+        self.memory.view(0, WORD_BYTES)[:] = before
 
     def _check(self) -> None:
         """Look whether it is still wanted. Raises: CancelledError, CallTimeout."""
@@ -380,45 +326,6 @@ class Transfer:
                 self.memory.view(offset, size_bytes)[:] = value
 
 
-class Exchange:
-    """A change of the number at the begin of a buffer; ``memory`` gets the old number."""
-
-    def __init__(self, target: TransferTarget, memory: Memory, change: AtomicChange, timeout_s: float | None) -> None:
-        self.memory, self.future = memory, TransferFuture()
-        self._target, self._change, self._timeout_s = target, change, timeout_s
-
-    def begin(self) -> TransferFuture:
-        """Make the change, aside. It is made also if no one waits for it any more."""
-        run_in_background(self._run)
-        return self.future
-
-    def _run(self) -> None:
-        try:
-            before = self._made_here() if self._target.is_own else self._asked_for()
-            self.memory.view(0, WORD_BYTES)[:] = memoryview(before)
-        except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
-
-    def _made_here(self) -> bytes:
-        kept = kept_buffers().find(self._target.mailbox)
-        memory = kept.memory if kept is not None else None
-        if memory is None:
-            raise BufferDroppedError(self._target.name)
-        return self._change.make(memory)
-
-    def _asked_for(self) -> bytes:
-        before = ask(self._target, ATOMIC, tuple(self._change), self._timeout_s)
-        assert before is not None, "a change answers with what was there"
-        return bytes(before)
-
-
-def ask(target: TransferTarget, endpoint: str, args: tuple[object, ...], timeout_s: float | None) -> Bytes | None:
-    """Send a request and wait. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
-    return finish(target, begin(target, endpoint, args), timeout_s)
-
-
 def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> Answers:
     """Send a request to the owner; `finish` waits for the answer."""
     what = f"{endpoint} of {target.name}"
@@ -432,7 +339,7 @@ def begin(target: TransferTarget, endpoint: str, args: tuple[object, ...]) -> An
 
 
 def finish(target: TransferTarget, future: Answers, timeout_s: float | None) -> Bytes | None:
-    """Wait for the owner's answer. Raises: as `ask`."""
+    """Wait for the owner's answer. Raises: BufferDroppedError, SupervisionError, CallTimeout, MeshStoppedError."""
     try:
         answer: Bytes | None = only_value(future.get(timeout_s))
         return answer
