@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from meshbook.actor.classes import RELOAD, check_construction, describe_class, newest_class, refusal
-from meshbook.actor.context import context
+from meshbook.actor.context import EndsWithBlock, context
 from meshbook.actor.endpoint import ActorEndpoint, ActorFuture, NotAnEndpoint, only_value
 from meshbook.actor.errors import ActorError, ActorLostError, NoEndpointError, SupervisionError
 from meshbook.actor.identity import ActorIdentity, argument_names, forget_group, keep_group, name_view
@@ -55,7 +55,7 @@ from meshbook.values.pickling import dumps
 TActor_co = TypeVar("TActor_co", covariant=True)
 
 
-class ActorMesh(MeshView, Generic[TActor_co]):
+class ActorMesh(EndsWithBlock, MeshView, Generic[TActor_co]):
     """A mesh of actors, arranged as their processes are; views cost nothing. Its attributes are the endpoints."""
 
     def __init__(self, group: ActorIdentity, members: Members) -> None:
@@ -155,18 +155,6 @@ class ActorMesh(MeshView, Generic[TActor_co]):
     def remember_fault(self, failure: MeshFailure) -> None:
         """Have the next use of these actors raise `UnhandledFault`."""
         self._group.faults.append(failure)
-
-    async def __aenter__(self) -> ActorMesh[TActor_co]:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.stop()
-
-    def __enter__(self) -> ActorMesh[TActor_co]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop().get()
 
     def __reduce__(self) -> tuple[object, ...]:
         return ActorMesh, (self._group, self._members)
@@ -299,7 +287,7 @@ def _nothing(values: object) -> None:
     return None
 
 
-class ProcRef(MeshView):
+class ProcRef(EndsWithBlock, MeshView):
     """A `ProcMesh` that was sent to a rank. Sent back to the process that drives the mesh, it is a ProcMesh again."""
 
     def __init__(self, session: str, mesh: int, name: str, members: Members, generation: int) -> None:
@@ -335,18 +323,6 @@ class ProcRef(MeshView):
             raise UsageError("this is the process of the program itself; meshbook.shutdown() ends what it has started.")
         self._stopped = True
         return ask_controller("stop_procs", (self,), {}, "procs")
-
-    def __enter__(self) -> ProcRef:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop().get()
-
-    async def __aenter__(self) -> ProcRef:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.stop()
 
     def __reduce__(self) -> tuple[object, ...]:
         return find_procs, (self.session, self.id, self.name, self._members, self._generation)

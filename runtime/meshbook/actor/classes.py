@@ -20,7 +20,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import msgspec
@@ -67,6 +67,8 @@ class EndpointMethod(Generic[P, R]):
     """A method that a decorator has made an endpoint."""
 
     def __init__(self, method: Callable[..., object], *, concurrent: bool, explicit_response_port: bool) -> None:
+        if concurrent:
+            _check_concurrent(method)
         self.method, self.concurrent, self.explicit_response_port = method, concurrent, explicit_response_port
         self.__doc__, self.__name__ = method.__doc__, getattr(method, "__name__", "endpoint")
         self.__wrapped__ = method
@@ -128,19 +130,14 @@ else:
         propagate, instrument: accepted, since Monarch has them; without effect.
         """
 
-        def decorate(method):
-            return EndpointMethod(method, concurrent=False, explicit_response_port=explicit_response_port)
-
-        return decorate if method is None else decorate(method)
+        make = partial(EndpointMethod, concurrent=False, explicit_response_port=explicit_response_port)
+        return make if method is None else make(method)
 
     def concurrent_endpoint(method=None, /, *, propagate=None, explicit_response_port=False, instrument=True):
         """Let an ``async def`` be called while the actor takes other messages; otherwise as `endpoint`."""
 
-        def decorate(method):
-            _check_concurrent(method)
-            return EndpointMethod(method, concurrent=True, explicit_response_port=explicit_response_port)
-
-        return decorate if method is None else decorate(method)
+        make = partial(EndpointMethod, concurrent=True, explicit_response_port=explicit_response_port)
+        return make if method is None else make(method)
 
 
 def _check_concurrent(method: object) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from meshbook.actor.supervision import MeshFailure
     from meshbook.shape.members import MeshView
 
+
+Self = TypeVar("Self", bound="EndsWithBlock")
 
 ROOT_NAME = "root"
 """The name of the program itself, where an actor's name would stand."""
@@ -186,6 +188,26 @@ class Owned(Protocol):
 
     def stop(self, reason: str = ...) -> Future[None]:
         """Begin its end; done when it has ended."""
+
+
+class EndsWithBlock:
+    """A mesh of actors or of processes that a ``with`` block, or ``async with``, stops at its end."""
+
+    def stop(self, reason: str = "") -> Future[None]:
+        """Begin its end; done when it has ended."""
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop().get()
+
+    async def __aenter__(self: Self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
 
 
 class Belongings:

@@ -85,18 +85,11 @@ class Port(Generic[R]):
         return hash((self._session, self._mailbox))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _find_port, (self._session, tuple(self._place), self._mailbox, self._rank, self.return_undeliverable)
+        made_of = (self._session, tuple(self._place), self._mailbox, self._rank)
+        return Port, made_of, {"return_undeliverable": self.return_undeliverable}
 
     def __repr__(self) -> str:
         return f"Port(mesh {self._place.mesh}, rank {self._place.rank})"
-
-
-def _find_port(
-    session: str, place: tuple[int, int, int], mailbox: int, rank: int | None, return_undeliverable: bool
-) -> Port[object]:
-    port: Port[object] = Port(session, Place(*place), mailbox, rank)
-    port.return_undeliverable = return_undeliverable
-    return port
 
 
 def one_member(rank: int) -> Members:

@@ -103,10 +103,6 @@ class ControllerRouter:
                 self._client = ClientActors(controller.mailboxes, controller.next_id, controller.give_up_mail)
             return self._client
 
-    def make_room(self) -> None:
-        """Let all holders of this process spawn actors in it."""
-        _ = self.client
-
     def end_client(self) -> None:
         """End the actors of this process."""
         if self._client is not None:

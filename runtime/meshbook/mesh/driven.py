@@ -299,7 +299,7 @@ def client_proc() -> ProcRef:
     """This process, as a mesh without axes: others may spawn actors in it."""
     router = router_for(_driven.first().folder.id)
     assert isinstance(router, ControllerRouter)
-    router.make_room()
+    _ = router.client  # which makes room for actors
     return this_proc()
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from meshbook.actor.context import EndsWithBlock
 from meshbook.actor.identity import groups_on
 from meshbook.concurrency.future import Future, in_background
 from meshbook.controller.controller import Controller
@@ -40,7 +41,7 @@ from meshbook.shape.ndslice import NamedRegion
 from meshbook.wire import messages as wire
 
 
-class HostMesh(MeshView):
+class HostMesh(EndsWithBlock, MeshView):
     """Hosts, each with an agent that can start processes; or a view of some of them, which costs nothing.
 
     One host may have no axis.
@@ -293,9 +294,6 @@ class HostMesh(MeshView):
     def region(self) -> NamedRegion:
         """The ranks of the hosts, as a region."""
         return self.extent.region
-
-    async def __aenter__(self) -> HostMesh:
-        return self.__enter__()
 
     async def __aexit__(self, *error: object) -> None:
         self.__exit__()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.actor.actor_mesh import find_procs, spawn_actors
+from meshbook.actor.context import EndsWithBlock
 from meshbook.actor.errors import ActorError, ProcsNotStartedError, ProcsStoppedError
 from meshbook.actor.identity import ActorState
 from meshbook.actor.router import TActor, Values, router_for
@@ -47,7 +48,7 @@ _NO_RANKS: frozenset[int] = frozenset()
 _EXECUTED = Sending("missing")
 
 
-class ProcMesh(ProcView):
+class ProcMesh(EndsWithBlock, ProcView):
     """A mesh of worker processes, or a view of some of them; views share the processes and cost nothing.
 
     Calls return a `Future`; ``.get()`` waits. Each call runs once on every member, in the order in which it was made.
@@ -429,15 +430,6 @@ class ProcMesh(ProcView):
         """Raises: MeshStoppedError for a mesh that was stopped."""
         self._mesh.check_usable()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    async def __aenter__(self) -> ProcMesh:
-        return self.__enter__()
-
-    async def __aexit__(self, *error: object) -> None:
-        self.stop()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a reference, a `meshbook.actor.actor_mesh.ProcRef` on a rank. Waits until the processes are there."""

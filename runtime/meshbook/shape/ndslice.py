@@ -141,9 +141,6 @@ class Slice(Sequence[int]):
     def __hash__(self) -> int:
         return hash(self._piece)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Slice, tuple(self._piece)
-
     def __repr__(self) -> str:
         return f"Slice {{ offset: {self.offset}, sizes: {self.sizes}, strides: {self.strides} }}"
 
@@ -223,9 +220,6 @@ class Shape:
 
     def __hash__(self) -> int:
         return hash(self.members)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.labels, self.ndslice)
 
     def __repr__(self) -> str:
         labels = ", ".join(f'"{label}"' for label in self.members.names)

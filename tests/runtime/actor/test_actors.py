@@ -23,7 +23,6 @@ from patience import wait_until
 import meshbook.actor
 from meshbook import ProcMesh
 from meshbook.actor import (
-    Accumulator,
     Actor,
     ActorError,
     ActorStoppedError,
@@ -45,7 +44,6 @@ from meshbook.errors import (
     CallInterrupted,
     CallTimeout,
     LayoutError,
-    MeshStoppedError,
     SerializationError,
     UsageError,
 )
@@ -157,11 +155,6 @@ def test_futures_can_be_awaited(mesh4: ProcMesh) -> None:
 
 async def _of(future: Any) -> Any:
     return await future
-
-
-def test_an_accumulator_folds_the_answers(mesh4: ProcMesh) -> None:
-    counters = mesh4.spawn("counters", Counter, 2)
-    assert Accumulator(counters.add, 100, lambda total, value: total + value).accumulate(1).get(20) == 112
 
 
 def test_large_arguments_and_results_travel_in_shared_memory(mesh4: ProcMesh) -> None:
@@ -455,14 +448,6 @@ def test_actors_are_stopped_at_the_end_of_an_async_block(mesh4: ProcMesh) -> Non
             counters.get.call()
 
     asyncio.run(main())
-
-
-def test_calls_to_a_stopped_mesh_say_so(mesh2: ProcMesh) -> None:
-    counters = mesh2.spawn("counters", Counter)
-    counters.initialized.get(20)
-    mesh2.stop()
-    with pytest.raises(MeshStoppedError, match='mesh "two" was stopped'):
-        counters.get.call()
 
 
 # ---- references ----------------------------------------------------------------------------------------------------

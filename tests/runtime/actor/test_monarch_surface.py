@@ -24,7 +24,6 @@ from meshbook.actor import (
     send,
 )
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
-from meshbook.monarch import RDMABuffer
 
 pytestmark = pytest.mark.monarch
 
@@ -58,12 +57,6 @@ def test_a_mesh_of_actors_is_generic(mesh4: ProcMesh) -> None:
     assert holders.type_of.call(1).get(20).values() == ["int"] * 4
     cast(ActorMesh[Holder[int]], holders).stop().get(20)
     assert isinstance(holders, ActorMesh)
-
-
-def test_the_size_of_a_buffer_is_a_method(mesh4: ProcMesh) -> None:
-    buffer = RDMABuffer(bytearray(12))
-    assert buffer.size() == 12
-    buffer.drop().get(20)
 
 
 def test_calls_to_what_was_stopped_are_supervision_errors(mesh2: ProcMesh) -> None:

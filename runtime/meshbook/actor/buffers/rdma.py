@@ -127,17 +127,8 @@ class RDMABuffer:
             f"{has} {memory.size_bytes} bytes, the buffer {self.size()}: give {needs}, or a slice of its memory."
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self._target, self._writable)
-
     def __repr__(self) -> str:
         return f"RDMABuffer({format_bytes(self.size())} of {self.owner})"
-
-
-def _restore(target: TransferTarget, writable: bool) -> RDMABuffer:
-    buffer = RDMABuffer.__new__(RDMABuffer)
-    buffer._target, buffer._writable = target, writable
-    return buffer
 
 
 class _QueuedCopy(NamedTuple):

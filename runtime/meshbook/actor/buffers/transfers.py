@@ -245,7 +245,7 @@ class Transfer:
     def _make_change(self, change: AtomicChange) -> None:
         before = finish(self._target, begin(self._target, ATOMIC, tuple(change)), self._timeout_s)
         assert before is not None, "a change answers with what was there"
-        self.memory.view(0, WORD_BYTES)[:] = before
+        self.memory.view(0, WORD_BYTES)[:] = memoryview(bytes(before))
 
     def _check(self) -> None:
         """Look whether it is still wanted. Raises: CancelledError, CallTimeout."""
