@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.monarch.notes import BETTER, CUT, DIFFERENCES, INSTEAD, SOMETIMES
+from benchmarks.monarch.notes import BETTER, CUT, DIFFERENCES, INSTEAD, PARTS, SOMETIMES
 from benchmarks.peers.environments import PEERS, ROOT, python_of, version_of
 
 HERE = Path(__file__).parent
@@ -112,6 +112,9 @@ def page(theirs: Any, ours: Any, version: str, equal: int, programs: int, shapes
     for module, each in rows.items():
         title = f"monarch.{module}" if module else "monarch"
         lines += [f"## {title}", "", "| name | here | |", "| --- | --- | --- |", *each, ""]
+    lines += ["## Cut from names that are here", "", "| part | |", "| --- | --- |"]
+    lines += [f"| `{part}` | {instead} |" for part, instead in PARTS.items()]
+    lines += ["", "Programs of earlier pages that used these parts, or names that are cut, are gone with them.", ""]
     lines += ["## Programs whose answers differ", "", "| program | here |", "| --- | --- |"]
     lines += [f"| `{name}` | {why} |" for name, why in DIFFERENCES.items()]
     return "\n".join(lines) + "\n"

@@ -50,6 +50,14 @@ CUT: dict[str, str] = {
 }
 """By name: what was here, and what to use instead."""
 
+PARTS: dict[str, str] = {
+    "configure(NAME=...)": "four settings mean something here and are taken; another name is refused; docs/actors.md",
+    "Extent.from_bytes, Extent.to_bytes, Point.from_bytes, Point.to_bytes": "use `pickle`",
+    "HostMesh.sync_workspace": "use `procs.sync_workspace()`, or rsync",
+    "ProcMesh.logging_option(aggregate_window_sec=...)": "equal lines of ranks are shown once in a notebook anyway",
+}
+"""By part of a name that is here: what to use instead."""
+
 BETTER: dict[str, str] = {
     "configure": "takes what means something here, and refuses other names; docs/actors.md",
     "RDMAAction": "`fetch_add` and `compare_and_swap` work; Monarch's are not there yet",

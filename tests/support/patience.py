@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshbook import ProcMesh
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -37,3 +43,11 @@ def beside(*actions: Callable[[], object], timeout_s: float = 90.0) -> Iterator[
     assert not any(thread.is_alive() for thread in threads)
     for error in raised:
         raise error
+
+
+def kill(mesh: ProcMesh, *ranks: int) -> None:
+    """End ranks from outside, and wait until the mesh knows."""
+    statuses = {status.rank: status for status in mesh.base().status()}
+    for rank in ranks:
+        os.kill(statuses[rank].pid, signal.SIGKILL)
+    wait_until(lambda: set(ranks) <= set(mesh.base().lost))

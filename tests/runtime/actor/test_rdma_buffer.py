@@ -289,9 +289,7 @@ def test_drops_wait_for_those_who_read(mesh2: ProcMesh) -> None:
         count = "sum(type(one).__name__ == 'KeptBuffer' and one.memory is not None for one in gc.get_objects())"
         mesh2.slice(gpus=0).run("import gc").get(20)
         assert mesh2.slice(gpus=0).evaluate(count).get(20).values() == [1]
-    deadline = time.monotonic() + 20
-    while mesh2.slice(gpus=0).evaluate(count).get(20).values() != [0]:
-        assert time.monotonic() < deadline
+    wait_until(lambda: mesh2.slice(gpus=0).evaluate(count).get(20).values() == [0])
 
 
 def test_two_read_at_once(mesh2x2: ProcMesh) -> None:

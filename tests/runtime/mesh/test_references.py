@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from named_actors import Asker, Named
-from patience import wait_until
+from patience import kill, wait_until
 
 from meshbook import ProcMesh, this_host
 from meshbook.actor import ActorError, SupervisionError
@@ -26,11 +26,6 @@ from meshbook.values.pickling import dumps
 def mesh3(clean_end: None) -> Iterator[ProcMesh]:
     with this_host().spawn_procs({"gpus": 3}, name="three", device="cpu") as mesh:
         yield mesh
-
-
-def kill(mesh: ProcMesh, rank: int) -> None:
-    os.kill(mesh.execute(os.getpid).get(30).get(rank), signal.SIGKILL)
-    wait_until(lambda: mesh.lost == (rank,))
 
 
 def test_moves_lead_from_any_generation_to_the_last() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from patience import wait_until
+from patience import kill, wait_until
 from template_processes import children_of, torch_templates_of
 
 from meshbook import DeviceMeshError, LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
@@ -30,19 +30,8 @@ pytestmark = pytest.mark.usefixtures("no_lasting_template")
 SUM = "t = torch.ones(2); dist.all_reduce(t); int(t[0])"
 
 
-def kill(mesh: ProcMesh, *ranks: int) -> None:
-    """End ranks from outside, and wait until the mesh knows."""
-    statuses = {status.rank: status for status in mesh.base().status()}
-    for rank in ranks:
-        os.kill(statuses[rank].pid, signal.SIGKILL)
-    await_dead(mesh, *ranks)
-
-
 def await_dead(mesh: ProcMesh, *ranks: int) -> None:
-    deadline = time.monotonic() + 10
-    while not set(ranks) <= {status.rank for status in mesh.base().status() if status.state == "dead"}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: set(ranks) <= {status.rank for status in mesh.base().status() if status.state == "dead"}, 10)
 
 
 def test_a_dead_rank_comes_back_and_the_others_keep_their_state(mesh4: ProcMesh) -> None:
@@ -262,10 +251,7 @@ def test_a_death_while_the_others_are_healed_is_healed_too(mesh4: ProcMesh) -> N
 
 
 def await_dead_or_replaced(mesh: ProcMesh, pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(status.pid == pid and status.state != "dead" for status in mesh.status()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(status.pid == pid and status.state != "dead" for status in mesh.status()), 10)
 
 
 def test_an_interrupt_leaves_a_mesh_that_can_be_healed(mesh4: ProcMesh) -> None:
@@ -382,10 +368,7 @@ def test_repairs_leave_no_process_and_no_descriptor(mesh2: ProcMesh) -> None:
         pid = mesh2.status()[1].pid
         recorded.append((pid, start_time(pid)))
         mesh2.respawn(1)
-    deadline = time.monotonic() + 10
-    while open_descriptors(agent.pid) > descriptors or len(children_of(agent.pid, ())) > children:
-        assert time.monotonic() < deadline, (open_descriptors(agent.pid), descriptors)
-        time.sleep(0.05)
+    wait_until(lambda: open_descriptors(agent.pid) <= descriptors and len(children_of(agent.pid, ())) <= children, 10)
     assert not any(started is not None and is_same_process(pid, started) for pid, started in recorded)
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import wait_until
+from patience import kill, wait_until
 
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts, this_host
 from meshbook.mesh import states
@@ -26,14 +26,6 @@ import os
 (rank, local_rank, world_size, dict(point), mesh.mesh_dim_names, tuple(mesh.shape),
  int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
 """
-
-
-def kill(mesh: ProcMesh, rank: int) -> None:
-    os.kill(mesh.status()[rank].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while mesh.status()[rank].state != "dead":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def who(rank: int, world_size: int) -> tuple[object, ...]:
