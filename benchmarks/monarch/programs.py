@@ -747,9 +747,8 @@ def stops_and_then(procs: Any) -> Any:
 
 @program
 def processes_that_do_not_come(procs: Any) -> Any:
-    meshbook.monarch.unhandled_fault_hook = lambda failure: (
-        None
-    )  # Monarch's own would interrupt the programs that follow
+    # Monarch's own would interrupt the programs that follow.
+    meshbook.monarch.unhandled_fault_hook = lambda failure: None
     never = this_host().spawn_procs({"gpus": 2}, bootstrap=begin_badly)
     counters = never.spawn("c", Counter)
     kinds = [kind_of(counters.add.call(1).get), kind_of(never.initialized.get)]

@@ -327,7 +327,7 @@ class HostMesh(EndsWithBlock, MeshView):
         hosts = self._undismissed()
         for host in hosts:
             if host.lost:
-                raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.mesh.shutdown()")
+                raise SpawnError(f"host {host.name} is lost: {host.lost}. Start it again: meshbook.shutdown()")
         return hosts
 
     def _undismissed(self) -> list[HostState]:

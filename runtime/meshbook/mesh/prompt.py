@@ -315,7 +315,7 @@ def tell_person(line: str) -> None:
 
 
 class PromptHandler(Protocol):
-    """The front end that answers prompts; set by `meshbook.mesh.set_prompt_handler`."""
+    """The front end that answers prompts; set by `meshbook.mesh.driven.set_prompt_handler`."""
 
     def refusal(self) -> str:
         """Return why no person could answer the prompt of a rank that stops in a call made now; empty if one can."""

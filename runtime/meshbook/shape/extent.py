@@ -5,7 +5,6 @@
                                            1 |      3   4   5
 
 An `Index` or a `Choice` is a person's choice along an axis; it becomes numbers here, or an error that says which fit.
-Import these from `meshbook.shape`.
 """
 
 from __future__ import annotations

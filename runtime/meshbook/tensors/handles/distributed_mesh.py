@@ -15,7 +15,7 @@ from meshbook.formatting import format_sizes
 from meshbook.mesh.driven import current_procs, procs_of_sizes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import call_after_repairs, is_renumbered
-from meshbook.shape import Index
+from meshbook.shape.extent import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.resharding import join, move
 from meshbook.tensors.messages.layouts import ShardingSpec, to_placements

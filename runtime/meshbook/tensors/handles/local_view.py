@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement
 
 from meshbook.errors import UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.shape import Extent
+from meshbook.shape.extent import Extent
 from meshbook.source.location import PACKAGE
 from meshbook.tensors.handles.distributed_mesh import Mesh, one_mesh_of
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, dispatch

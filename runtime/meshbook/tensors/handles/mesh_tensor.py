@@ -48,7 +48,7 @@ from meshbook.torch_internals import (
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape import Index
+    from meshbook.shape.extent import Index
     from meshbook.tensors.handles.distributed_mesh import Mesh
 
 aten = torch.ops.aten
