@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.uint8]
 
-WARM_UP = 20
-"""Round trips of a caller that are not kept."""
+WARM_UP = 20  # round trips of a caller that are not kept
 
 
 class Program(NamedTuple):

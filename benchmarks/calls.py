@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.figures import Figure, Goal, Settings, side_by_side
-from benchmarks.floors import BareCalls, RawFanOut, Relay, ZmqFanOut
+from benchmarks.floors import RawFanOut, Relay
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op
 
 QUESTION = (
     "Round trip of a no-op call to one rank and to all of 2-16, and no-op calls per second when none "
     "waits for the one before. Floors with as many real processes in the same run: raw unix sockets, the "
-    "same through one relay process (as our host agent), a bare pyzmq ROUTER and DEALERs over ipc; for many at once "
-    "also the least Python that pickles a call, makes its future and takes its answer."
+    "same through one relay process (as our host agent)."
 )
 SIZES = (2, 4, 8, 16)
 IN_FLIGHT = 1000
@@ -29,12 +28,11 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 def _one(rounds: int, per_round: int) -> Iterator[Figure]:
     """Call rank 0 of 8."""
-    with mesh(8) as procs, RawFanOut() as raw, Relay() as relay, ZmqFanOut() as pyzmq:
+    with mesh(8) as procs, RawFanOut() as raw, Relay() as relay:
         first = procs.slice(gpus=0)
         subjects = {
             "raw socket": raw.call_one,
             "raw relay": relay.call,
-            "pyzmq": pyzmq.call,
             "meshbook": lambda: no_op(first).get(TIMEOUT_S),
         }
         samples = interleave(subjects, rounds=rounds, per_round=per_round, warmup=50)
@@ -44,11 +42,10 @@ def _one(rounds: int, per_round: int) -> Iterator[Figure]:
 
 def _all(ranks: int, rounds: int, per_round: int) -> Iterator[Figure]:
     """Call every rank and gather the answers."""
-    with mesh(ranks) as procs, RawFanOut(ranks) as raw, Relay(ranks) as relay, ZmqFanOut(ranks) as pyzmq:
+    with mesh(ranks) as procs, RawFanOut(ranks) as raw, Relay(ranks) as relay:
         subjects = {
             "raw socket": raw.call,
             "raw relay": relay.call,
-            "pyzmq": pyzmq.call,
             "meshbook": lambda: no_op(procs).get(TIMEOUT_S),
         }
         samples = interleave(subjects, rounds=rounds, per_round=per_round, warmup=30)
@@ -58,7 +55,7 @@ def _all(ranks: int, rounds: int, per_round: int) -> Iterator[Figure]:
 
 def _pipelined(rounds: int) -> Iterator[Figure]:
     """Send `IN_FLIGHT` calls before waiting for the first answer."""
-    with mesh(8) as procs, RawFanOut() as raw, BareCalls() as bare, ZmqFanOut() as pyzmq:
+    with mesh(8) as procs, RawFanOut() as raw:
         first = procs.slice(gpus=0)
 
         def ours(target: object) -> None:
@@ -68,8 +65,6 @@ def _pipelined(rounds: int) -> Iterator[Figure]:
 
         subjects = {
             "raw socket": lambda: raw.pipelined(IN_FLIGHT),
-            "bare calls": lambda: bare.pipelined(IN_FLIGHT),
-            "pyzmq": lambda: pyzmq.pipelined(IN_FLIGHT),
             "meshbook": lambda: ours(first),
             "all 8": lambda: ours(procs),
         }

@@ -70,7 +70,3 @@ class WatchedCell:
     def messages(self) -> int:
         """The number of events with text, or about cut text, that reached us."""
         return sum(isinstance(seen.event, StreamText | OutputDropped) for seen in self._seen)
-
-    def text_bytes(self) -> int:
-        """The number of characters that reached us."""
-        return sum(len(seen.event.text) for seen in self._seen if isinstance(seen.event, StreamText))

@@ -1,4 +1,4 @@
-"""Hosts by ssh on loopback, beside hosts of this machine by TCP: spawn, a call, a host that is lost."""
+"""Hosts by ssh on loopback, beside hosts of this machine by TCP: spawn, a host that is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
 from benchmarks.ssh_hosts import LoopbackHosts, NoDaemonError, loopback_hosts
-from benchmarks.stats import interleave
 from benchmarks.subject import TIMEOUT_S, no_op
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts
 from meshbook.launchers.base import Launcher
@@ -20,7 +19,7 @@ from meshbook.launchers.ssh import SSHLauncher
 
 QUESTION = (
     "Two hosts with two ranks each by a real sshd on loopback, beside two agents of this machine that act as two hosts "
-    "(TCP): spawn until all have answered, process group formed (floor: `ssh HOST true`); a call; the ssh client of a "
+    "(TCP): spawn until all have answered, process group formed (floor: `ssh HOST true`); the ssh client of a "
     "host is killed: until its loss is known, and healed."
 )
 NAMES = ("nodeA", "nodeB")
@@ -33,7 +32,6 @@ def run(settings: Settings) -> Iterator[Figure]:
     try:
         with loopback_hosts() as there:
             yield from _spawn(there, settings.count(7))
-            yield from _call(there, settings.count(1000))
             yield from _lose(there, settings.count(7))
     except NoDaemonError as error:
         print(f"left out: {error}")
@@ -71,21 +69,6 @@ def _spawn(there: LoopbackHosts, count: int) -> Iterator[Figure]:
                 samples[name].append(seconds)
     goals = {"meshbook": Goal("at most", SPAWN_GOAL_S)}
     yield from side_by_side("clusters", "spawn", "2 hosts x 2 ranks", "s", samples, goals=goals)
-
-
-def _call(there: LoopbackHosts, count: int) -> Iterator[Figure]:
-    launchers = _launchers(there)
-    with _spawned(launchers["local, TCP"]()) as local, _spawned(launchers["meshbook"]()) as remote:
-        samples = interleave(
-            {
-                "local, TCP": lambda: no_op(local).get(TIMEOUT_S),
-                "meshbook": lambda: no_op(remote).get(TIMEOUT_S),
-            },
-            rounds=count // 50,
-            per_round=50,
-            warmup=20,
-        )
-    yield from side_by_side("clusters", "call", "4 ranks", "ms", samples)
 
 
 def _lose(there: LoopbackHosts, count: int) -> Iterator[Figure]:

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 
 from benchmarks.cells import WatchedCell
 from benchmarks.figures import Figure, Goal, Settings, timed
-from benchmarks.stats import summarise
-from benchmarks.subject import TIMEOUT_S, mesh, pids
+from benchmarks.subject import mesh, pids
 from meshbook import ProcMesh
 from meshbook.calls.output import RankDone
-from meshbook.errors import CallFailed
 
 QUESTION = (
-    "One rank of 8 raises while 7 are busy for 2 s: time from the raise to the caller's event. A call that one rank "
-    "fails while 7 sleep, and one that all fail: time from the first raise to the caller's error. An interrupt of a "
+    "One rank of 8 raises while 7 are busy for 2 s: time from the raise to the caller's event. An interrupt of a "
     "sleeping cell: time until all 8 ranks have ended it. SIGKILL of one rank in a cell: time to the event."
 )
 RANKS = 8
@@ -37,8 +34,6 @@ def run(settings: Settings) -> Iterator[Figure]:
     """Errors and interrupts on one mesh, a new mesh for each death."""
     with mesh(RANKS) as procs:
         yield from _raised(procs, settings.count(10))
-        for raising in (1, RANKS):
-            yield from _call_failed(procs, raising, settings.count(20))
         yield from _interrupted(procs, settings.count(20))
     yield from _killed(settings.count(10))
 
@@ -57,23 +52,6 @@ def _raised(procs: ProcMesh, count: int) -> Iterator[Figure]:
     size = f"1 of {RANKS} ranks"
     yield timed("errors", "raise seen", size, "ms", known, goal=Goal("at most", 5))
     yield timed("errors", "whole cell", size, "s", ended)
-
-
-def _call_failed(procs: ProcMesh, raising: int, count: int) -> Iterator[Figure]:
-    """Until `Future.get` has raised one error, which names all that failed."""
-    known, named = [], []
-    for _ in range(count):
-        try:
-            procs.execute(raise_below, raising).get(TIMEOUT_S)
-        except CallFailed as error:
-            known.append(time.monotonic() - min(float(failure.evalue) for failure in error.failures))
-            named.append(len(error.failures))
-        procs.execute(int).get(TIMEOUT_S)
-    goal = Goal("at most", 5) if raising == 1 else None
-    size = f"{raising} of {RANKS} ranks"
-    yield timed("errors", "call fails", size, "ms", known, goal=goal)
-    all_named = Goal("at least", raising)
-    yield Figure("errors", "ranks in its error", size, "meshbook", "count", summarise(named), goal=all_named)
 
 
 def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
@@ -106,13 +84,3 @@ def _killed(count: int) -> Iterator[Figure]:
             cell.run.cancel()
     goal = Goal("at most", 50)
     yield timed("errors", "death seen", f"1 of {RANKS} ranks", "ms", known, goal=goal)
-
-
-# ---- on the ranks --------------------------------------------------------------------------------------------------
-
-
-def raise_below(rank: int) -> None:
-    """Raise on the ranks below ``rank``, while the others sleep."""
-    if int(os.environ["RANK"]) < rank:
-        raise ValueError(time.monotonic())
-    time.sleep(0.1)

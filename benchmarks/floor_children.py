@@ -38,25 +38,6 @@ def relay(caller_fd: int, *worker_fds: int) -> None:
         caller.sendall(b"".join(answers))
 
 
-def zmq_echo(address: str, identity: str) -> None:
-    """Send every message back from a bare pyzmq DEALER."""
-    import zmq
-
-    parent = os.getppid()
-    dealer = zmq.Context().socket(zmq.DEALER)
-    dealer.set_hwm(0)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IDENTITY, identity.encode())
-    dealer.setsockopt(zmq.RCVTIMEO, 1000)
-    dealer.connect(address)
-    dealer.send(b"hello")
-    while os.getppid() == parent:
-        try:
-            dealer.send(dealer.recv())
-        except zmq.Again:
-            continue
-
-
 def forks(fd: int) -> None:
     """Import torch; for each request of two bytes (a count) fork that many processes, which send their pids.
 
@@ -106,9 +87,7 @@ def torch_import(parent_started_s: float) -> None:
 
 def main(kind: str, *arguments: str) -> None:
     """Run one of the functions above."""
-    if kind == "zmq_echo":
-        zmq_echo(*arguments)
-    elif kind == "torch_import":
+    if kind == "torch_import":
         torch_import(float(arguments[0]))
     else:
         numbers = list(map(int, arguments))

@@ -1,9 +1,7 @@
 """Floors: the barest programs that do the same as meshbook, measured in the same run.
 
     echo        caller ──unix socket── process                         what a round trip costs at all
-    bare calls  the same with a pickle and a future for each call      what a call from Python costs at all
     relay       caller ──unix socket── relay ──unix sockets── n        the same through one more process
-    pyzmq       caller ROUTER ══ipc══ DEALER in each of n processes    what peers without an agent would build
     memcpy      one copy between two warm buffers                      what a payload costs at all
     fork        a process that has imported torch, forked n times      what a worker costs at all
 
@@ -13,21 +11,17 @@ Each is a context manager that owns its processes, and usable alone: `python -m 
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import zmq
 from typing_extensions import Self
 
 from benchmarks.floor_children import MESSAGE_BYTES
@@ -37,8 +31,7 @@ from benchmarks.stats import seconds, summarise
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE = b"x" * MESSAGE_BYTES
 TIMEOUT_S = 60.0
-WINDOW = 64
-"""Messages in flight in the pipelined raw floor: few enough that neither side's socket buffer fills up."""
+WINDOW = 64  # messages in flight in the pipelined raw floor: few enough that neither side's socket buffer fills up
 
 
 @contextmanager
@@ -132,30 +125,6 @@ class RawFanOut(Floor):
                 sock.recv(MESSAGE_BYTES, socket.MSG_WAITALL)
 
 
-class BareCalls(RawFanOut):
-    """What the least Python of a call adds to an echo: a pickle, a future, an answer found and unpickled."""
-
-    def pipelined(self, count: int) -> None:
-        """Make ``count`` calls to the first rank, at most `WINDOW` unanswered; wait for all answers."""
-        sock = next(iter(self._sockets.values()))
-        under_way: dict[int, Future[object]] = {}
-        for number in range(count):
-            head = pickle.dumps((int, (), number), 5)
-            under_way[number] = Future()
-            sock.sendall(head.ljust(MESSAGE_BYTES, b"."))
-            if len(under_way) == WINDOW:
-                self._take(sock, under_way)
-        self._take(sock, under_way)
-
-    @staticmethod
-    def _take(sock: socket.socket, under_way: dict[int, Future[object]]) -> None:
-        while under_way:
-            function, args, number = pickle.loads(sock.recv(MESSAGE_BYTES, socket.MSG_WAITALL))
-            future = under_way.pop(number)
-            future.set_result(function(*args))
-            future.result()
-
-
 class Relay(Floor):
     """One unix socket to a relay, which has one to each of ``ranks`` processes and combines their answers."""
 
@@ -181,42 +150,6 @@ class Relay(Floor):
         """Send one message, which reaches every rank, and wait for the combined answer."""
         self._caller.sendall(MESSAGE)
         self._caller.recv(MESSAGE_BYTES * self._ranks, socket.MSG_WAITALL)
-
-
-class ZmqFanOut(Floor):
-    """A bare pyzmq ROUTER over ipc and a DEALER in each of ``ranks`` processes."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        super().__init__()
-        self._identities = [f"rank{rank}".encode() for rank in range(ranks)]
-
-    def _open(self) -> None:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="meshbook-floor-"))
-        context = self._stack.enter_context(zmq.Context())
-        self._router = self._stack.enter_context(context.socket(zmq.ROUTER))
-        self._router.set_hwm(0)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
-        address = f"ipc://{folder}/router"
-        self._router.bind(address)
-        for identity in self._identities:
-            self._stack.enter_context(child("zmq_echo", address, identity.decode()))
-        for _ in self._identities:
-            self._router.recv_multipart()
-
-    def call(self) -> None:
-        """Send one message to every rank and wait for all answers."""
-        for identity in self._identities:
-            self._router.send_multipart((identity, MESSAGE))
-        for _ in self._identities:
-            self._router.recv_multipart()
-
-    def pipelined(self, count: int) -> None:
-        """Send ``count`` messages to the first rank, then wait for all answers."""
-        for _ in range(count):
-            self._router.send_multipart((self._identities[0], MESSAGE))
-        for _ in range(count):
-            self._router.recv_multipart()
 
 
 class Memcpy:
@@ -296,7 +229,7 @@ def main() -> None:
             with forks.fork(count) as (took, _):
                 print(f"fork {count} of a process with torch: {took * 1e3:.0f} ms")
     for ranks in (1, 2, 4, 8, 16):
-        for kind in (RawFanOut, Relay, ZmqFanOut):
+        for kind in (RawFanOut, Relay):
             with kind(ranks) as floor:
                 summary = summarise([seconds(floor.call) for _ in range(500)]).scaled(1e6)
                 print(f"{kind.__name__} x{ranks}: {summary.median:.0f} us, p99 {summary.p99:.0f} us")

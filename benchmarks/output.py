@@ -29,8 +29,7 @@ QUESTION = (
     "busy loops: until the kernel is idle, its CPU time, and messages that came after."
 )
 RANKS = 8
-LIMIT_S = 300.0
-"""For a cell on a machine where others compute."""
+LIMIT_S = 300.0  # for a cell on a machine where others compute
 LINES = 100_000
 FLOOD = f"for number in range({LINES}):\n    print(f'line {{number}} of a flood')"
 LINES_OF_CELL = 20_000

@@ -1,4 +1,4 @@
-"""What it costs to bring bytes to every rank, and back from every rank; and middling ones to one rank and back."""
+"""What it costs to bring bytes to every rank, and back from every rank."""
 
 from __future__ import annotations
 
@@ -11,46 +11,24 @@ from benchmarks.figures import Figure, Goal, Settings, side_by_side
 from benchmarks.floors import Memcpy
 from benchmarks.stats import interleave
 from benchmarks.subject import TIMEOUT_S, mesh
-from meshbook import ProcMesh
 
 QUESTION = (
     "Push one array to 8 ranks so that each holds it, and pull 10 MB from each of 8; warm, payload "
-    "changed each time. A call of one rank whose argument, or value, is bytes: sockets carry small ones, shared memory "
-    "the others. Floor: one copy of the same bytes in memory, in the same run."
+    "changed each time. Floor: one copy of the same bytes in memory, in the same run."
 )
 RANKS = 8
-KILOBYTES = (16, 64, 150, 256, 1000)
 MEGABYTES = (1, 100, 500)
 PULLED_MB = 10
-CALL_MS = 0.75
-"""A call to 8 ranks, of `benchmarks.calls`."""
+CALL_MS = 0.75  # a call to 8 ranks, of `benchmarks.calls`
 
 
 def run(settings: Settings) -> Iterator[Figure]:
-    """Middling bytes; then push at each size as an array, once as a tensor; then pull and gather."""
-    with mesh(1, group=False) as one:
-        for kilobytes in KILOBYTES:
-            yield from _call(one, kilobytes, settings.count(20))
+    """Push at each size as an array, once as a tensor; then pull and gather."""
     for megabytes in MEGABYTES:
         if not (settings.quick and megabytes > 100):
             yield from _push(megabytes, settings.count(60 if megabytes == 1 else 15), tensor=False)
     yield from _push(100, settings.count(15), tensor=True)
     yield from _pull(settings.count(20))
-
-
-def _call(one: ProcMesh, kilobytes: int, rounds: int) -> Iterator[Figure]:
-    """To one rank and back, as a call's argument and as its value."""
-    source = bytes(range(250)) * (4 * kilobytes)
-    memcpy = Memcpy(len(source))
-    subjects = {
-        "memcpy": memcpy.copy,
-        "argument": lambda: one.execute(len, source).get(TIMEOUT_S),
-        "value": lambda: one.execute(bytes, len(source)).get(TIMEOUT_S),
-    }
-    samples = interleave(subjects, rounds=rounds, per_round=10, warmup=10)
-    for what in ("argument", "value"):
-        both = {"memcpy": samples["memcpy"], "meshbook": samples[what]}
-        yield from side_by_side("payloads", f"bytes as {what}", f"{kilobytes} KB, 1 rank", "us", both)
 
 
 def _push(megabytes: int, rounds: int, *, tensor: bool) -> Iterator[Figure]:

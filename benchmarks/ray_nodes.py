@@ -17,8 +17,7 @@ from typing import Any, cast
 from benchmarks.ssh_hosts import NoDaemonError, end_with_parent
 
 CPUS = 1
-GPUS = 2
-"""Of each node but the first, as far as Ray knows."""
+GPUS = 2  # of each node but the first, as far as Ray knows
 STORE_BYTES = 80 << 20
 
 

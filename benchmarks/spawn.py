@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import floors
-from benchmarks.figures import Figure, Goal, Settings, Unit, side_by_side, timed
+from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
 from benchmarks.processes import memory
 from benchmarks.stats import Summary, summarise
 from benchmarks.subject import TIMEOUT_S, mesh, no_op, pids
@@ -20,16 +19,14 @@ from benchmarks.subject import TIMEOUT_S, mesh, no_op, pids
 QUESTION = (
     "Spawn until every rank has answered a call, process group formed: from a fresh interpreter (floor: "
     "one import of torch), without torch too, and with the template warm (floor: fork of a process that has torch). "
-    "Memory of idle ranks; stop. Several hosts on this machine from nothing, two ranks each: also CPU time of all but "
-    "the controller until they have ended again, and their memory."
+    "Memory of idle ranks; stop."
 )
 SIZES = (2, 4, 8, 16, 32, 64, 256)
 WARM_GOALS_S = {8: 0.4, 64: 0.8, 256: 4.0}
 STOP_GOALS_S = {8: 0.1}
 NO_TORCH_GOAL_S = 0.4
 PSS_GOALS_MB = {8: 30.0, 64: 12.0}
-SETTLE_S = 0.3
-"""How long ranks are left alone before their memory is read."""
+SETTLE_S = 0.3  # how long ranks are left alone before their memory is read
 
 
 class Weights(NamedTuple):
@@ -42,24 +39,21 @@ class Weights(NamedTuple):
 def run(settings: Settings) -> Iterator[Figure]:
     """Cold once per size of interest, then each size warm."""
     yield from _cold(8, settings)
-    without = [_spawn_in_fresh_process(1, 8, "no-torch")[0] for _ in range(settings.count(7) + 1)][1:]
+    without = [_spawn_in_fresh_process(8, "no-torch") for _ in range(settings.count(7) + 1)][1:]
     yield timed("spawn", "cold, no torch", "8 ranks", "s", without, goal=Goal("at most", NO_TORCH_GOAL_S))
-    for hosts in (2, 4):
-        yield from _cold_hosts(hosts, settings)
     with mesh(2):
         pass  # the host agent and its template stay; other ranks would share pages with those that are weighed
     with floors.Forks() as forks:
         for ranks in SIZES:
             if not (settings.quick and ranks > 8):
                 yield from _warm(ranks, forks, settings.count(11 if ranks <= 16 else 5 if ranks <= 64 else 3))
-                yield from _without_group(ranks, settings.count(5))
 
 
 def _cold(ranks: int, settings: Settings) -> Iterator[Figure]:
     """A fresh process to ready, in turns with a fresh process that imports torch."""
     samples: dict[str, list[float]] = {"import torch": [], "meshbook": []}
     for turn in range(settings.count(7) + 1):
-        took = floors.import_torch(), _spawn_in_fresh_process(1, ranks)[0]
+        took = floors.import_torch(), _spawn_in_fresh_process(ranks)
         if turn:  # the first pair fills the page cache
             for seconds, kept in zip(took, samples.values(), strict=True):
                 kept.append(seconds)
@@ -68,22 +62,13 @@ def _cold(ranks: int, settings: Settings) -> Iterator[Figure]:
     )
 
 
-def _cold_hosts(hosts: int, settings: Settings) -> Iterator[Figure]:
-    """Several hosts on this machine from nothing, two ranks each."""
-    turns = [_spawn_in_fresh_process(hosts, 2) for _ in range(settings.count(5) + 1)][1:]
-    units: tuple[tuple[str, Unit], ...] = (("cold", "s"), ("cold, CPU time", "s"), ("cold, PSS of all", "MB"))
-    for (what, unit), values in zip(units, zip(*turns, strict=True), strict=True):
-        yield Figure("spawn", what, f"{hosts} hosts", "meshbook", unit, summarise(values))
-
-
-def _spawn_in_fresh_process(hosts: int, ranks: int, *options: str) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.cold_start", str(time.monotonic()), str(hosts), str(ranks), *options]
+def _spawn_in_fresh_process(ranks: int, *options: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.cold_start", str(time.monotonic()), str(ranks), *options]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # as installed: the first of several turns compiles
     done = subprocess.run(
         command, cwd=floors.ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S, env=environment
     )
-    took: list[float] = json.loads(done.stdout)
-    return took
+    return float(done.stdout)
 
 
 def _warm(ranks: int, forks: floors.Forks, count: int) -> Iterator[Figure]:
@@ -115,18 +100,6 @@ def _warm(ranks: int, forks: floors.Forks, count: int) -> Iterator[Figure]:
     yield _weight("PSS per idle rank", size, "meshbook", ours.pss_mb, bare.pss_mb, goal)
     yield _weight("private per idle rank", size, "fork", bare.private_mb, None, None)
     yield _weight("private per idle rank", size, "meshbook", ours.private_mb, bare.private_mb, None)
-
-
-def _without_group(ranks: int, count: int) -> Iterator[Figure]:
-    """The same without a process group: the difference is what the group costs."""
-    spawned = []
-    for turn in range(count + 1):
-        started = time.perf_counter()
-        with mesh(ranks, group=False) as procs:
-            no_op(procs).get(TIMEOUT_S)
-            if turn:
-                spawned.append(time.perf_counter() - started)
-    yield timed("spawn", "warm, no group", f"{ranks} ranks", "s", spawned)
 
 
 def _weigh(idle: list[int]) -> Weights:

@@ -12,8 +12,7 @@ from meshbook import this_host
 if TYPE_CHECKING:  # who wants a mesh from nothing imports no more than a program would
     from meshbook import Future, ProcMesh, ValueMesh
 
-TIMEOUT_S = 120.0
-"""Deadline of every single call here: a benchmark that hangs has failed."""
+TIMEOUT_S = 120.0  # deadline of every single call here: a benchmark that hangs has failed
 _NUMBERS = itertools.count(1)
 
 

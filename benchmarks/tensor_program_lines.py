@@ -18,8 +18,7 @@ from meshbook import MeshTensor, distribute
 from meshbook.distributed import Mesh
 
 SIZES = (0, 1, 1, 2, 3, 3, 4, 5, 6, 7)
-LARGEST = 1e6
-"""No value is larger: sums would hide small ones."""
+LARGEST = 1e6  # no value is larger: sums would hide small ones
 MOST_ELEMENTS = 4000
 
 
@@ -27,8 +26,7 @@ class Leaf(NamedTuple):
     """A tensor that a program begins with."""
 
     shape: tuple[int, ...]
-    dims: tuple[int | None, ...]
-    """Which dim each axis of the mesh cuts."""
+    dims: tuple[int | None, ...]  # which dim each axis of the mesh cuts
     seed: int
     graded: bool
 
@@ -160,8 +158,7 @@ class Writer:
 
 
 Kind = Callable[[Writer], "str | None"]
-KINDS: list[Kind] = []
-"""Ways to write a line; each is as likely as the others."""
+KINDS: list[Kind] = []  # ways to write a line; each is as likely as the others
 
 
 def kind(times: int = 1) -> Callable[[Callable[[Writer], str]], Kind]:

@@ -25,10 +25,8 @@ from benchmarks.tensor_program_lines import Program, write_program
 from meshbook import errors, this_host
 from meshbook.distributed import Mesh
 
-MEANT = ("would spoil gradients", "writes what depends on values")
-"""What is refused with these words is to be."""
-REPEATED = 8
-"""So often a program is done as a step: as it is, as always by the ranks, and as they have planned it."""
+MEANT = ("would spoil gradients", "writes what depends on values")  # what is refused with these words is to be
+REPEATED = 8  # so often a program is done as a step: as it is, as always by the ranks, and as they have planned it
 REFUSALS = (errors.MeshError, RuntimeError, TypeError, IndexError, NotImplementedError, AttributeError, ValueError)
 
 

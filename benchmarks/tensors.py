@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import subprocess
-import sys
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +12,7 @@ from torch import nn
 
 import meshbook
 from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
-from benchmarks.peers.environments import FOLDER, ROOT
-from benchmarks.stats import interleave, summarise
+from benchmarks.stats import interleave
 from benchmarks.subject import TIMEOUT_S, mesh
 from meshbook import ProcMesh
 from meshbook.distributed import Mesh
@@ -26,11 +20,9 @@ from meshbook.distributed import Mesh
 QUESTION = (
     "CPU time of the thread that issues operations, beside plain torch in turns: a small add, a step of AdamW on an "
     "MLP of 8 layers, the whole step as it is and recorded. Wall time of a transformer's step (4 layers, d 256) on 2 "
-    "ranks, written here and as SPMD with DDP on the same ranks. Memory per handle. Resharding, and sending a "
-    "tensor of this process, beside one memcpy; a loop over data that is read ahead."
+    "ranks, written here and as SPMD with DDP on the same ranks."
 )
 RANKS = 2
-FLOATS = 4
 
 
 def run(settings: Settings) -> Iterator[Figure]:
@@ -38,12 +30,8 @@ def run(settings: Settings) -> Iterator[Figure]:
     with mesh(RANKS) as procs:
         over = Mesh(procs)
         yield from _small_add(over, settings)
-        yield from _monarchs_add()
         yield from _optimizers(over, settings)
         yield from _recorded(over, settings)
-        yield from _memory(over, settings)
-        yield from _resharding(over, settings)
-        yield from _data(over, settings)
         yield from _transformer(over, procs, settings)
 
 
@@ -76,21 +64,6 @@ def _small_add(over: Mesh, settings: Settings) -> Iterator[Figure]:
         seconds = _cpu_times(subjects, over, settings.count(40), count)
     goals = {"plain torch": Goal("x floor", 12), "meshbook": Goal("at most", 15)}
     yield from side_by_side("tensors", "add", "16 x 16", "us", seconds, goals=goals)
-
-
-def _monarchs_add() -> Iterator[Figure]:
-    """The same add by Monarch's tensor engine on two ranks, where `make bench-peers` has installed it."""
-    python = FOLDER / "monarch" / "bin" / "python"
-    if not python.exists():
-        return
-    command = [str(python), "-m", "benchmarks.peers.tensors_on_monarch"]
-    try:
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
-    except subprocess.SubprocessError as error:
-        print(f"monarch did not add: {error}", file=sys.stderr)
-        return
-    seconds = json.loads(next(line for line in told.splitlines() if line.startswith("[")))
-    yield timed("tensors", "add", "16 x 16", "us", seconds, subject="monarch")
 
 
 def _mlp() -> nn.Module:
@@ -153,71 +126,6 @@ def _recorded(over: Mesh, settings: Settings) -> Iterator[Figure]:
         double(x)
     seconds = _cpu_times({"meshbook": lambda: [double(x) for _ in range(10)]}, over, settings.count(60), 10)
     yield timed("tensors", "recorded step in a row", "1 operation", "us", seconds["meshbook"], goal=Goal("at most", 60))
-
-
-def _memory(over: Mesh, settings: Settings) -> Iterator[Figure]:
-    count = settings.count(5000)
-    x = meshbook.zeros(16, mesh=over)
-    kept = [x + 1]
-    gc.collect()
-    tracemalloc.start()
-    kept += [x + 1 for _ in range(count)]
-    over.stream.settle()
-    gc.collect()
-    size_bytes = tracemalloc.get_traced_memory()[0] / count
-    tracemalloc.stop()
-    what, size = "bytes of Python per handle", f"{count} tensors"
-    yield Figure("tensors", what, size, "meshbook", "count", summarise([size_bytes]))
-
-
-def _resharding(over: Mesh, settings: Settings) -> Iterator[Figure]:
-    """Along another dim; the floor is one copy of the same bytes on a rank."""
-    rows = 4096
-    size_bytes = rows * rows * FLOATS
-    x = meshbook.randn(rows, rows, mesh=over, sharding_spec=["gpus", None])
-    here, other = torch.ones(rows, rows), torch.zeros(rows, rows)
-
-    def reshard() -> None:
-        x.redistribute([None, "gpus"])
-        over.stream.settle()
-
-    subjects = {"memcpy": lambda: other.copy_(here), "meshbook": reshard}
-    seconds = interleave(subjects, rounds=settings.count(10), per_round=1, warmup=1)
-    floor, ours = (summarise([size_bytes / 1e9 / each for each in seconds[name]]) for name in ("memcpy", "meshbook"))
-    what, size = "reshard rows as columns", f"{size_bytes / 1e6:.0f} MB"
-    yield Figure("tensors", what, size, "memcpy", "GB/s", floor)
-    yield Figure("tensors", what, size, "meshbook", "GB/s", ours, "memcpy", floor.median / ours.median)
-
-
-READ_S = 0.01
-"""What it takes to read a batch: as from a disk, without the processor."""
-
-
-def _data(over: Mesh, settings: Settings) -> Iterator[Figure]:
-    """Rows to their ranks beside one copy of the bytes; a loop whose batches are read ahead, and one that reads."""
-    whole, other, count = torch.ones(5000, 5000), torch.zeros(5000, 5000), 20
-
-    def spread() -> None:
-        meshbook.distribute(whole, over, ["gpus"])
-        over.stream.settle()
-
-    subjects: dict[str, Callable[[], Any]] = {"memcpy": lambda: other.copy_(whole), "meshbook": spread}
-    seconds = interleave(subjects, rounds=settings.count(10), per_round=1, warmup=2)
-    yield from side_by_side("tensors", "distribute rows", "100 MB", "ms", seconds)
-
-    def read() -> Iterator[torch.Tensor]:
-        for _ in range(count):
-            time.sleep(READ_S)
-            yield whole[:200]
-
-    def loop(prefetch: int) -> None:
-        for batch in meshbook.stream(read(), over, prefetch=prefetch):
-            (batch @ batch.T).sum().item()
-
-    subjects = {"read in the loop": lambda: loop(0), "meshbook": lambda: loop(2)}
-    seconds = interleave(subjects, rounds=settings.count(20), per_round=1, warmup=1)
-    each = {name: [loop_s / count for loop_s in samples] for name, samples in seconds.items()}
-    yield from side_by_side("tensors", f"a batch, {READ_S * 1e3:.0f} ms to read", "4 MB", "ms", each)
 
 
 # ---- a transformer, here and on the ranks --------------------------------------------------------------------------

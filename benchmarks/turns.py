@@ -28,8 +28,7 @@ LIMIT, WIDEST = 1.05, 0.15
 SAMPLES = 2000
 RUN_S = 600.0
 
-Key = tuple[str, str, str, str]
-"""Benchmark, what, size, unit."""
+Key = tuple[str, str, str, str]  # benchmark, what, size, unit
 
 
 class Ratio(NamedTuple):

@@ -56,9 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(["", *comparison.goals(results, goals)]))
     notes += comparison.problems(answers)
     print("\n".join(["", *notes, f"others used {max(loads):.0%} of the machine at most, measured between runs"]))
-    if options.json:
-        head = {"machine": machine.describe()._asdict(), "notes": notes, "others_load": loads}
-        options.json.write_text(json.dumps({**head, "results": comparison.as_rows(results)}, indent=1))
     return 0 if results.get("meshbook") or all(peer.name != "meshbook" for peer in pythons) else 1
 
 
@@ -136,7 +133,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="how many times each peer runs (default 2)")
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="of one peer's run")
     parser.add_argument("--quick", action="store_true", help="few samples, nothing above 100 MB")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results in FILE")
     options = parser.parse_args(argv)
     known = {peer.name: peer for peer in (ACTOR_PEERS if options.actors else PEERS)}
     if unknown := [name for name in options.only or () if name not in known]:

@@ -8,32 +8,14 @@ import os
 import time
 from typing import Any
 
-import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
 from benchmarks.actor_program import WARM_UP
 from benchmarks.peers.actor_questions import main
-from benchmarks.peers.questions import Array
+from benchmarks.peers.questions import Array, Holder
 
-
-@ray.remote(num_cpus=1)
-class Target:
-    """One per process."""
-
-    def __init__(self) -> None:
-        self.payload = np.zeros(1, np.uint8)
-
-    def no_op(self) -> None:
-        """Do nothing."""
-
-    def hold(self, payload: Array) -> None:
-        """Keep the payload."""
-        self.payload = payload
-
-    def held(self) -> tuple[int, int]:
-        """Return length and first byte of the payload."""
-        return len(self.payload), int(self.payload[0])
+Target = ray.remote(num_cpus=1)(Holder)
 
 
 @ray.remote(num_cpus=0)

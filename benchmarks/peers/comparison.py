@@ -52,8 +52,7 @@ ACTOR_GOALS = tuple(
     for peer in ("monarch", "ray")
 )
 
-Results = dict[str, dict[str, Answer]]
-"""By peer, then by question."""
+Results = dict[str, dict[str, Answer]]  # by peer, then by question
 
 
 def collect(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> Results:
@@ -104,28 +103,9 @@ def goals(results: Results, wanted: Sequence[Goal]) -> list[str]:
 
 def table(results: Results) -> str:
     """Return a line per question and a column per peer: median, p99 in brackets, times meshbook's median."""
-    return aligned([("", *results), *rows(results)])
-
-
-def rows(results: Results) -> list[tuple[str, ...]]:
-    """Return the table's lines, without its head."""
     questions = dict.fromkeys(question for answered in results.values() for question in answered)
-    return [(question, *(_cell(results, peer, question) for peer in results)) for question in questions]
-
-
-def as_rows(results: Results) -> list[dict[str, Any]]:
-    """Return the results for JSON: one object per peer and question."""
-    return [
-        {
-            "peer": peer,
-            "question": question,
-            "unit": answer.unit,
-            **answer.summary._asdict(),
-            "times_ours": ratio(results.get(OURS, {}).get(question), answer),
-        }
-        for peer, answered in results.items()
-        for question, answer in answered.items()
-    ]
+    rows = [(question, *(_cell(results, peer, question) for peer in results)) for question in questions]
+    return aligned([("", *results), *rows])
 
 
 def _cell(results: Results, peer: str, question: str) -> str:

@@ -11,33 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 import ray
 
-from benchmarks.peers.questions import COLLECTED_BYTES, Array, main
+from benchmarks.peers.questions import COLLECTED_BYTES, Array, Holder, main
 
 
 @ray.remote(num_cpus=1)
-class Rank:
+class Rank(Holder):
     """One per process."""
 
     def __init__(self, rank: int) -> None:
         import torch  # noqa: F401
 
-        self.rank = rank
-        self.payload = self.made = np.zeros(0, np.uint8)
-
-    def no_op(self) -> None:
-        """Do nothing."""
-
-    def pid(self) -> int:
-        """Return our process."""
-        return os.getpid()
-
-    def hold(self, payload: Array) -> None:
-        """Keep the payload."""
-        self.payload = payload
-
-    def held(self) -> tuple[int, int]:
-        """Return length and first byte of the payload."""
-        return len(self.payload), int(self.payload[0])
+        super().__init__()
+        self.rank, self.made = rank, np.zeros(0, np.uint8)
 
     def collect(self) -> Array:
         """Return the array that we made."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,28 @@ class Peer(Served, Protocol):
 
     def stop(self) -> None:
         """End the ranks; `spawn` may follow."""
+
+
+class Holder:
+    """The work of a rank, for peers whose actors are plain classes."""
+
+    def __init__(self) -> None:
+        self.payload = np.zeros(1, np.uint8)
+
+    def no_op(self) -> None:
+        """Do nothing."""
+
+    def pid(self) -> int:
+        """Return our process."""
+        return os.getpid()
+
+    def hold(self, payload: Array) -> None:
+        """Keep the payload."""
+        self.payload = payload
+
+    def held(self) -> tuple[int, int]:
+        """Return length and first byte of the payload."""
+        return len(self.payload), int(self.payload[0])
 
 
 class Answers:

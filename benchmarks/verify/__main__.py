@@ -21,8 +21,7 @@ PACKAGES = {
     "zmq": "pyzmq", "typing_extensions": "typing_extensions",
 }  # fmt: skip
 """What must be importable, by the names under which they are installed. Nothing else of .venv is needed."""
-WITHIN_S = 560.0
-"""All steps together; what is under way then has some seconds to be ended."""
+WITHIN_S = 560.0  # all steps together; what is under way then has some seconds to be ended
 
 
 def main(argv: list[str] | None = None) -> int:

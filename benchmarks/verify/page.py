@@ -26,8 +26,7 @@ talk over sockets. No step covers several cards, several machines with GPUs, NVL
 a GPU: none of these was ever run.
 """
 SECTIONS = {"cuda": "On a GPU", "cpu": "On the CPU, over gloo"}
-FIGURES = 7
-"""So many columns of `benchmarks.report.HEAD` are shown: those that need no floor."""
+FIGURES = 7  # so many columns of `benchmarks.report.HEAD` are shown: those that need no floor
 UNKNOWN = "unknown"
 
 

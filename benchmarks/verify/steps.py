@@ -33,10 +33,8 @@ from meshbook import shutdown
 from meshbook.monarch.config import configure
 
 TOLD_AT = "MESHBOOK_VERIFY_TOLD"
-LEASE_S = "5"
-"""Agents whose step is killed end by themselves after so long, should we be killed too."""
-GONE_WITHIN_S = 10.0
-"""After a step has ended, until what it has started must be gone."""
+LEASE_S = "5"  # agents whose step is killed end by themselves after so long, should we be killed too
+GONE_WITHIN_S = 10.0  # after a step has ended, until what it has started must be gone
 NOTE_LENGTH = 300
 ROOT = Path(__file__).resolve().parents[2]
 
