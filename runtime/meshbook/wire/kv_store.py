@@ -9,8 +9,8 @@ rendezvous, PrefixStore and barriers behave as torch's own code expects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Hashable
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -97,7 +97,7 @@ class KeyValueStore(Generic[Client]):
             return [(client, request_id, StoreResult(error=error))]
         if op.op in ("get", "multi_get", "wait"):
             return self._answer_or_wait(client, request_id, op)
-        result, changed = _OPERATIONS[op.op](self, client, op)
+        result, changed = self._carry_out(client, op)
         answers = [(client, request_id, result)]
         if changed and self._by_key:
             answers += self._wake(op.keys)
@@ -172,67 +172,57 @@ class KeyValueStore(Generic[Client]):
             else:
                 self._by_key.pop(key, None)
 
-    # ---- operations: each returns its result and whether keys may have appeared -----------------------------------
+    # ---- operations -------------------------------------------------------------------------------------------------
 
-    def _set(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        self._values.update(zip(op.keys, op.values, strict=True))
-        return _DONE, True
+    def _carry_out(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
+        """Carry out an operation that waits for nothing; return its result and whether keys may have appeared."""
+        values = self._values
+        match op.op:
+            case "set" | "multi_set":
+                values.update(zip(op.keys, op.values, strict=True))
+                return _DONE, True
+            case "append":
+                for key, value in zip(op.keys, op.values, strict=True):
+                    values[key] = values.get(key, b"") + value
+                return _DONE, True
+            case "add":
+                return self._add(op.keys[0], op.amount)
+            case "compare_set":
+                return self._compare_set(op.keys[0], *op.values)
+            case "check":
+                number = int(all(key in values for key in op.keys))
+            case "delete":
+                number = sum(values.pop(key, None) is not None for key in op.keys)
+            case "num_keys":
+                number = len(values)
+            case "list_keys":
+                return StoreResult(values=tuple(key.encode() for key in values)), False
+            case "cancel":
+                found = [s for s, w in self._waiters.items() if w.client == client and w.op.token == op.token]
+                for serial in found:
+                    self._forget(serial)
+                number = len(found)
+            case other:
+                raise AssertionError(f"{other} waits for keys")
+        return StoreResult(number=number), False
 
-    def _append(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        for key, value in zip(op.keys, op.values, strict=True):
-            self._values[key] = self._values.get(key, b"") + value
-        return _DONE, True
-
-    def _add(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _add(self, key: str, amount: int) -> tuple[StoreResult, bool]:
         try:
-            total = int(self._values.get(op.keys[0], b"0")) + op.amount
+            total = int(self._values.get(key, b"0")) + amount
         except ValueError:
-            return StoreResult(error=f'add: "{op.keys[0]}" does not hold a number'), False
-        self._values[op.keys[0]] = b"%d" % total
+            return StoreResult(error=f'add: "{key}" does not hold a number'), False
+        self._values[key] = b"%d" % total
         return StoreResult(number=total), True
 
-    def _compare_set(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[StoreResult, bool]:
         """Compare and set as TCPStore does: a missing key counts as equal to an empty ``expected``, and is else
         reported as it."""
-        key, (expected, desired) = op.keys[0], op.values
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._values[key] = desired
             return StoreResult(values=(desired,)), True
         return StoreResult(values=(expected if current is None else current,)), False
 
-    def _check(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        return StoreResult(number=int(all(key in self._values for key in op.keys))), False
-
-    def _delete(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        return StoreResult(number=sum(self._values.pop(key, None) is not None for key in op.keys)), False
-
-    def _num_keys(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        return StoreResult(number=len(self._values)), False
-
-    def _list_keys(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        return StoreResult(values=tuple(key.encode() for key in self._values)), False
-
-    def _cancel(self, client: Client, op: StoreOp) -> tuple[StoreResult, bool]:
-        found = [s for s, w in self._waiters.items() if w.client == client and w.op.token == op.token]
-        for serial in found:
-            self._forget(serial)
-        return StoreResult(number=len(found)), False
-
-
-_Operation: TypeAlias = Callable[[KeyValueStore[Any], Any, StoreOp], tuple[StoreResult, bool]]
-_OPERATIONS: dict[str, _Operation] = {
-    "set": KeyValueStore._set,
-    "multi_set": KeyValueStore._set,
-    "append": KeyValueStore._append,
-    "add": KeyValueStore._add,
-    "compare_set": KeyValueStore._compare_set,
-    "check": KeyValueStore._check,
-    "delete": KeyValueStore._delete,
-    "num_keys": KeyValueStore._num_keys,
-    "list_keys": KeyValueStore._list_keys,
-    "cancel": KeyValueStore._cancel,
-}
 
 _ONE_KEY = frozenset({"get", "add", "compare_set"})
 _VALUE_PER_KEY = frozenset({"set", "multi_set", "append"})

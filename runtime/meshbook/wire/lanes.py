@@ -120,14 +120,10 @@ class Lane(ABC):
 
     def beat(self) -> None:
         """Say how far we are, so that a lost tail is noticed."""
-        self._send_all([self.link.heartbeat()])
+        if not self.paused:
+            self.transmit(self.link.heartbeat())
 
     def close(self) -> None:
         """Close the connection; unsent messages are dropped."""
         self.disconnect()
         self.link = Link(self.link.epoch)  # the old one holds views of payloads
-
-    def _send_all(self, messages: Sequence[Sequence[Buffer]]) -> None:
-        for frames in () if self.paused else messages:
-            if not self.transmit(frames):
-                return

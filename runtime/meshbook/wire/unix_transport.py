@@ -180,15 +180,20 @@ class UnixLane(Lane):
     def take(self) -> list[bytes] | None:
         """Read until a message is whole, or no data is left, of which no edge would tell again. See `Lane.take`."""
         received = self._received
-        while not received and self._has_more and self._connection is not None:
-            try:
-                received.extend(self._connection.receive())
-                self._has_more = self._connection.has_more
-            except (OSError, EOFError, PeerProtocolError):
-                self._lose()
+        while not received and self._has_more:
+            self._read()
         frames = received.popleft() if received else None
         self.may_read = self._has_more or bool(received)
         return frames
+
+    def _read(self) -> None:
+        """Take in the next data; begin to dial again at the end of the stream."""
+        assert self._connection is not None
+        try:
+            self._received.extend(self._connection.receive())
+            self._has_more = self._connection.has_more
+        except (OSError, EOFError, PeerProtocolError):
+            self._lose()
 
     def transmit(self, frames: Sequence[Buffer]) -> bool:
         if self._connection is None:
@@ -254,15 +259,11 @@ class UnixLane(Lane):
 
     def _hear_out(self) -> None:
         """Take in the last messages of an end that reads no more, which may be a goodbye, and dial again."""
-        assert self._connection is not None
         self._has_more = self.may_read = True
-        try:
-            while self._has_more:
-                self._received.extend(self._connection.receive())
-                self._has_more = self._connection.has_more
-        except (OSError, EOFError, PeerProtocolError):
-            pass
-        self._lose()
+        while self._has_more:
+            self._read()
+        if self._connection is not None:
+            self._lose()
 
     def _lose(self) -> None:
         """Dial again, since the connection has broken."""

@@ -404,18 +404,13 @@ def ask_gate(endpoint: str, key: str, question: bytes, timeout_s: float) -> byte
         try:
             sock.connect(endpoint)
             sock.send(question)
-            return _await_answer(sock, monitor, time.monotonic() + timeout_s)
+            poll = zmq.Poller()
+            poll.register(sock, zmq.POLLIN)
+            poll.register(monitor, zmq.POLLIN)
+            ready = dict(poll.poll(round(timeout_s * 1000)))
+            if sock in ready:
+                return sock.recv()
         finally:
             sock.disable_monitor()
             monitor.close(linger=0)
-
-
-def _await_answer(sock: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline: float) -> bytes:
-    """Return the answer. Raises: ProtocolError."""
-    poll = zmq.Poller()
-    poll.register(sock, zmq.POLLIN)
-    poll.register(monitor, zmq.POLLIN)
-    ready = dict(poll.poll(max(0, round((deadline - time.monotonic()) * 1000))))
-    if sock in ready:
-        return sock.recv()
     raise ProtocolError("another key is used there" if ready else "nothing was answered in time")
