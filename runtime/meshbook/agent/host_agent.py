@@ -198,10 +198,10 @@ class HostAgent:
         match message:
             case wire.Call():
                 bulk_in = self._uplink.bulk_in
-                if (message.bulk is None and not bulk_in.queue) or not bulk_in.hold_back(message, payload):
+                if (message.bulk is None and not bulk_in.queue) or not bulk_in.park(message, payload):
                     self._on_call(message, payload)
             case wire.Replies():
-                if not self._uplink.bulk_in.hold_back(message, payload):
+                if not self._uplink.bulk_in.park(message, payload):
                     self._mail.controller.on_replies(message, payload)
             case wire.Query():
                 self._answer(message)

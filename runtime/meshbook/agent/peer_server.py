@@ -90,7 +90,7 @@ class PeerServer:
             case wire.Call() | wire.Cancel():
                 if message.origin is None or (isinstance(message, wire.Call) and not message.mailbox):
                     raise PeerProtocolError("a call that another agent may not make")
-                if not host.bulk_in.hold_back(message, frames):
+                if not host.bulk_in.park(message, frames):
                     self._on_whole(host, message, frames)
             case wire.Bulk():
                 host.bulk_in.receive(message, only_frame(frames))

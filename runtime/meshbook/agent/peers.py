@@ -79,7 +79,7 @@ class PeerClient:
     def on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
             case wire.Replies() as replies:
-                if not self._uplink.bulk_in.hold_back(replies, payload):
+                if not self._uplink.bulk_in.park(replies, payload):
                     self.calls.on_replies(replies, payload)
             case wire.Bulk() as piece:
                 self._uplink.bulk_in.receive(piece, only_frame(payload))

@@ -190,7 +190,7 @@ class Dispatcher:
                     self._on_message(host, wire.decode_from_host(each), payload)
             if host.must_answer:
                 host.acknowledge(lane)
-            if host.usurper:
+            if host.newer_epoch:
                 self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.impossible += 1
@@ -219,7 +219,7 @@ class Dispatcher:
         try:
             if not isinstance(message, wire.Replies):
                 self._dispatch(host, message, payload)
-            elif not host.bulk_in.hold_back(message, payload):  # the path of every call
+            elif not host.bulk_in.park(message, payload):  # the path of every call
                 self._on_replies(host, message, payload)
         except (*wire.MALFORMED, PeerProtocolError):
             raise
@@ -231,7 +231,7 @@ class Dispatcher:
         check(host, message, self.meshes)
         match message:
             case wire.Call() | wire.Cancel():
-                if not host.bulk_in.hold_back(message, payload):
+                if not host.bulk_in.park(message, payload):
                     self.on_whole(host, message, payload)
             case wire.AskPeers():
                 self.peer_directory.on_ask(host, message)

@@ -140,7 +140,7 @@ class BulkReceiver:
             self._whole[piece.payload] = self._parts.pop(piece.payload)
             self._pass_on()
 
-    def hold_back(self, message: NamesPayload, frames: list[bytes]) -> bool:
+    def park(self, message: NamesPayload, frames: list[bytes]) -> bool:
         """Keep a message while its payload, or that of an earlier one, is still on its way; return True when kept."""
         if not self.queue:  # it is on the path of every call, so no function takes part
             if isinstance(message, wire.Call):
@@ -166,7 +166,7 @@ class BulkReceiver:
     def _pass_on(self) -> None:
         held, self.queue = self.queue, deque()
         for message, frames in held:
-            if not self.hold_back(message, frames):
+            if not self.park(message, frames):
                 self._on_whole(message, frames)
 
     def has(self, payload: int) -> bool:

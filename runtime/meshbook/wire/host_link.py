@@ -30,7 +30,7 @@ class HostLink:
         self.heard = time.monotonic()
         self.lost = ""  # why it is lost; empty while it lives
         self.must_answer = False  # whether the last frames of `receive` ask for `acknowledge`
-        self.usurper = 0  # the epoch of a controller that has taken the host from us
+        self.newer_epoch = 0  # the epoch of a controller that has taken the host from us
         self.shares_memory = False  # whether the other end can map the shared memory of this host
         self.bulk_in = BulkReceiver(on_whole)
         self._sock = sock
@@ -100,7 +100,7 @@ class HostLink:
         message = link.receive(frames)
         self.must_answer = link.due or lane == "bulk" or bool(self.backlog)
         if message is None and (epoch := epoch_of(frames)) > link.epoch:
-            self.usurper = epoch
+            self.newer_epoch = epoch
         return message
 
     def acknowledge(self, lane: LaneName) -> None:

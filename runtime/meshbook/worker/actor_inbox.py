@@ -32,10 +32,12 @@ class Inbox:
     loop. A thread that waits in Python reads the mail itself, if it may."""
 
     def __init__(
-        self, lead: Callable[[Callable[[], bool]], object] = lambda waits: None, wake: Callable[[], None] = lambda: None
+        self,
+        read_while: Callable[[Callable[[], bool]], object] = lambda waits: None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """lead, wake: see `meshbook.worker.mail_turn.MailTurn`."""
-        self._lead, self._wake = lead, wake
+        """read_while, wake: see `meshbook.worker.mail_turn.MailTurn`."""
+        self._read_while, self._wake = read_while, wake
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,7 +104,7 @@ class Inbox:
                 message = await self._loop_queue.get()
             else:
                 if self._queue.empty():
-                    self._lead(self._queue.empty)
+                    self._read_while(self._queue.empty)
                 message = self._queue.get()
             if message is None or message.serial in self._waiting:
                 return message

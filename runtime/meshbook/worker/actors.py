@@ -79,7 +79,7 @@ class RankProcess:
         return self._worker.identity
 
     def new_inbox(self) -> Inbox:
-        return Inbox(self._turn.lead, self._turn.wake)
+        return Inbox(self._turn.read_while, self._turn.wake)
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()

@@ -28,10 +28,10 @@ from meshbook.values.segments import KeptMappings, SegmentPool, map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, FrameSocket
 from meshbook.wire.messages import PLACE, SHOWN_HERE
+from meshbook.worker.interrupt_gate import InterruptGate
 
 if TYPE_CHECKING:
     from meshbook.worker.mail import WorkerMail
-from meshbook.worker.interrupt_gate import InterruptGate
 
 
 class AgentChannel:

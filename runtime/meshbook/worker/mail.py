@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -40,117 +40,6 @@ T = TypeVar("T")
 LOOK_S = 0.1  # a caller that waits for room looks so often for interrupts
 
 
-class MailCalls:
-    """The calls that a worker has made to mailboxes. Any thread makes them; `WorkerMail` brings their answers."""
-
-    def __init__(
-        self,
-        channel: AgentChannel,
-        payloads: RankPayloads,
-        identity: Callable[[], wire.Identity],
-        read: Callable[[], bool],
-        mailboxes: Collection[int],
-        on_lane: Callable[[RankLane, wire.Call | wire.Cancel, list[bytes]], None],
-    ) -> None:
-        """read, mailboxes: see `MailTurn`. on_lane: takes a call, or a cancel, that comes by a lane."""
-        self._channel, self._payloads = channel, payloads
-        self._table = CallTable({})
-        self.ids = self._table.ids
-        # ids of calls that other code than an actor's thread, or its event loop, may wait for
-        self.others: set[int] = set()
-        self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
-        self._room = threading.Condition()
-        self._held: frozenset[tuple[int, int]] = frozenset()  # (mesh, rank) for which too much waits
-        self.turn = MailTurn(channel, read, self.expire, mailboxes, self.ids, self.others)
-        self.lanes = RankLanes(channel, self.turn, identity, on_lane, self.on_replies)
-
-    # ---- any thread ---------------------------------------------------------------------------------------------
-
-    def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
-        """Send a request to a mailbox (not 0). output: the output for the members' prints. chain: see `wire.Call`."""
-        assert request.mailbox, "the endpoints of a process are for its controller"
-        self._wait_for_room(request)
-        if not request.reply:
-            self._send(next(self._ids), request, output, chain)
-            return SENT
-        future: MailFuture[Any] = MailFuture(self.turn, self._cancel, partial(
-            OpenCall, next(self._ids), request.mesh, request.what, request.members,
-            fail_fast=request.fail_fast, on_reply=request.on_reply, mailbox=request.mailbox,
-        ))  # fmt: skip
-        call = future.call
-        self._table.open(call, None)
-        if request.on_reply is not None or gate_of_this_thread() is None:  # it may wait otherwise than `MailFuture`
-            self.others.add(call.id)
-            self.turn.hand_back()
-        try:
-            self._send(call.id, request, output, chain)
-        except BaseException:
-            self._table.disown(call)
-            raise
-        return future
-
-    def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
-        inline, payload = place_head(request.pickled.head)
-        buffers = request.pickled.buffers
-        message = wire.Call(
-            id, request.mesh, request.endpoint, request.members.encoded, output, inline=inline,
-            label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
-            segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
-            generation=request.generation, origin=self.lanes.origin,
-        )  # fmt: skip
-        self._payloads.tell_freed()
-        self.lanes.send(message, payload)
-
-    def _wait_for_room(self, request: CallRequest) -> None:
-        """Wait while too much waits for one of the members. In short steps, in which the thread can be interrupted."""
-        if not self._held or threading.get_ident() == self.turn.reader:
-            return
-        with self._room:
-            while any((request.mesh, rank) in self._held for rank in request.members.ranks()):
-                self._room.wait(LOOK_S)
-
-    def hold(self, hold: wire.MailHold) -> None:
-        """Take in that some ranks read too slowly, or are ready for more."""
-        named = {(hold.mesh, rank) for rank in hold.ranks}
-        with self._room:
-            self._held = self._held | named if hold.held else self._held - named
-            self._room.notify_all()
-
-    def _cancel(self, id: int) -> None:
-        """Ask for the end of a call on all of its members that have not answered."""
-        if (call := self._table.find(id)) is not None:
-            cancel = wire.Cancel(call.mesh, id, call.members.encoded, False)
-            if not self.lanes.cancel(cancel):
-                self._channel.send(cancel)
-
-    # ---- whoever reads the mail -----------------------------------------------------------------------------------
-
-    def on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Take answers to calls of this worker."""
-        if message.id in self.lanes.open:
-            message = self.lanes.name(message)
-        buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
-        if (call := self._table.find(message.id)) is not None:
-            self._table.answer(call, message, frames, buffers)
-
-    def _buffers(self, reply: wire.RankReply) -> Sequence[object]:
-        try:
-            return self._payloads.map(reply.segment)
-        except MeshError as error:
-            return Unavailable(error)
-
-    def expire(self) -> float | None:
-        """Fail calls that are overdue; return in how many seconds to come again, None for never."""
-        if not self.ids:
-            return None
-        if (due := self._table.next_deadline()) == float("inf"):
-            return None
-        if (left := due - time.monotonic()) > 0:
-            return left
-        self._table.expire()
-        return self.expire()
-
-
 class MailFuture(RequestFuture[T], Generic[T]):
     """The future of a call that a worker has made: an actor's thread that waits for it reads the mail meanwhile."""
 
@@ -169,7 +58,7 @@ class MailFuture(RequestFuture[T], Generic[T]):
             return not (self.done() or gate.has_held_back or (until is not None and time.monotonic() >= until))
 
         with gate:  # so an interrupt comes when the turn is over
-            self._turn.lead(waits, STEP_S if timeout is None else min(STEP_S, max(timeout, 0.0)))
+            self._turn.read_while(waits, STEP_S if timeout is None else min(STEP_S, max(timeout, 0.0)))
         return super().wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def __await__(self) -> Generator[object, None, T]:
@@ -200,9 +89,15 @@ class WorkerMail:
         self._on_call, self._tell_groups = on_call, tell_groups
         self._incoming = IncomingCalls()
         self.boxes, self.give_up = self._incoming.boxes, self._incoming.give_up
-        self._calls = MailCalls(channel, payloads, identity, self._read, self.boxes.numbers, self._on_lane)
-        self.hold = self._calls.hold  # called by the control thread
-        self.turn, self._lanes = self._calls.turn, self._calls.lanes
+        self._table = CallTable({})  # the calls of this worker that are not answered
+        self._ids = itertools.count((os.getpid() << 32) + 1)  # never those of a process that had our rank
+        # ids of calls that other code than an actor's thread, or its event loop, may wait for
+        self._others: set[int] = set()
+        self._room = threading.Condition()
+        self._held: frozenset[tuple[int, int]] = frozenset()  # (mesh, rank) for which too much waits
+        ids = self._table.ids
+        self.turn = MailTurn(channel, self._read, self._expire, self.boxes.numbers, ids, self._others)
+        self._lanes = RankLanes(channel, self.turn, identity, self._on_call_past_agent, self._on_replies)
         self.open_shortcut("")
         self._said = 0  # how many messages were sent on this lane that the agent is to pass on before later answers
         self._starting = threading.Lock()
@@ -210,10 +105,64 @@ class WorkerMail:
         self._generation = forks.generation
 
     def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
-        """Call a mailbox of any mesh of the session, as `MailCalls.call` does; its future reports lost ranks."""
+        """Call a mailbox (not 0) of any mesh of the session. output: the output for the members' prints. chain: see
+        `wire.Call`."""
+        assert request.mailbox, "the endpoints of a process are for its controller"
         if request.reply:
             self.start()
-        return self._calls.call(request, output=output, chain=chain)
+        self._wait_for_room(request)
+        if not request.reply:
+            self._send(next(self._ids), request, output, chain)
+            return SENT
+        future: MailFuture[Any] = MailFuture(self.turn, self._cancel, partial(
+            OpenCall, next(self._ids), request.mesh, request.what, request.members,
+            fail_fast=request.fail_fast, on_reply=request.on_reply, mailbox=request.mailbox,
+        ))  # fmt: skip
+        call = future.call
+        self._table.open(call, None)
+        if request.on_reply is not None or gate_of_this_thread() is None:  # it may wait otherwise than `MailFuture`
+            self._others.add(call.id)
+            self.turn.hand_back()
+        try:
+            self._send(call.id, request, output, chain)
+        except BaseException:
+            self._table.disown(call)
+            raise
+        return future
+
+    def _send(self, id: int, request: CallRequest, output: int, chain: tuple[int, ...]) -> None:
+        inline, payload = place_head(request.pickled.head)
+        buffers = request.pickled.buffers
+        message = wire.Call(
+            id, request.mesh, request.endpoint, request.members.encoded, output, inline=inline,
+            label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
+            segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
+            generation=request.generation, origin=self._lanes.origin,
+        )  # fmt: skip
+        self._payloads.tell_freed()
+        self._lanes.send(message, payload)
+
+    def _wait_for_room(self, request: CallRequest) -> None:
+        """Wait while too much waits for one of the members. In short steps, in which the thread can be interrupted."""
+        if not self._held or threading.get_ident() == self.turn.reader:
+            return
+        with self._room:
+            while any((request.mesh, rank) in self._held for rank in request.members.ranks()):
+                self._room.wait(LOOK_S)
+
+    def hold(self, hold: wire.MailHold) -> None:
+        """Take in that some ranks read too slowly, or are ready for more."""
+        named = {(hold.mesh, rank) for rank in hold.ranks}
+        with self._room:
+            self._held = self._held | named if hold.held else self._held - named
+            self._room.notify_all()
+
+    def _cancel(self, id: int) -> None:
+        """Ask for the end of a call on all of its members that have not answered."""
+        if (call := self._table.find(id)) is not None:
+            cancel = wire.Cancel(call.mesh, id, call.members.encoded, False)
+            if not self._lanes.cancel(cancel):
+                self._channel.send(cancel)
 
     def start(self) -> None:
         """Start to read the mail. Any thread may call it, any number of times."""
@@ -227,18 +176,15 @@ class WorkerMail:
 
     def open_shortcut(self, path: str) -> None:
         """Let calls come past the agent from now on. path: see `RankShortcut`."""
-        self._shortcut = RankShortcut(path, self._channel.send, self._watch_shortcut, is_mail=True)
-        self.give_up_shortcut = self._shortcut.give_up
 
-    def _watch_shortcut(self, fd: int) -> None:
-        self.turn.watch(fd, self._take_early)
+        def take() -> None:
+            if (call := shortcut.take(self._identity())) is not None:
+                self._on_call_past_agent(None, call, [])
 
-    def _take_early(self) -> None:
-        if (call := self._shortcut.take(self._identity())) is not None:
-            try:
-                self._deliver(call, [])
-            except Exception:
-                traceback.print_exc()  # as in `_read`
+        self._shortcut = shortcut = RankShortcut(
+            path, self._channel.send, lambda fd: self.turn.watch(fd, take), is_mail=True
+        )
+        self.give_up_shortcut = shortcut.give_up
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
@@ -255,7 +201,7 @@ class WorkerMail:
                     if not message.shortcut or self._shortcut.is_news(message, self._identity()):
                         self._deliver(message, frames)
                 case wire.Replies():
-                    self._calls.on_replies(message, frames)
+                    self._on_replies(message, frames)
                 case wire.Cancel():
                     self._incoming.cancel(message)
                 case wire.LaneOffer():
@@ -272,7 +218,7 @@ class WorkerMail:
             traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
         return True
 
-    def _on_lane(self, lane: RankLane, message: wire.Call | wire.Cancel, frames: list[bytes]) -> None:
+    def _on_call_past_agent(self, lane: RankLane | None, message: wire.Call | wire.Cancel, frames: list[bytes]) -> None:
         try:
             if isinstance(message, wire.Call):
                 self._deliver(message, frames, lane)
@@ -291,6 +237,31 @@ class WorkerMail:
         )
         self._on_call(call)
         self._incoming.deliver(incoming, here.rank, here.host)
+
+    def _on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
+        """Take answers to calls of this worker."""
+        if message.id in self._lanes.open:
+            message = self._lanes.name(message)
+        buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
+        if (call := self._table.find(message.id)) is not None:
+            self._table.answer(call, message, frames, buffers)
+
+    def _buffers(self, reply: wire.RankReply) -> Sequence[object]:
+        try:
+            return self._payloads.map(reply.segment)
+        except MeshError as error:
+            return Unavailable(error)
+
+    def _expire(self) -> float | None:
+        """Fail calls that are overdue; return in how many seconds to come again, None for never."""
+        if not self._table.ids:
+            return None
+        if (due := self._table.next_deadline()) == float("inf"):
+            return None
+        if (left := due - time.monotonic()) > 0:
+            return left
+        self._table.expire()
+        return self._expire()
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Send a message on this lane, in order with the replies of the calling thread. Any thread."""

@@ -5,7 +5,7 @@ mail itself while it waits, for a message or for an answer, in an event loop (`I
 stays away until the actor has been busy for a moment. The turn is a lock: its holder reads, and hands out the messages,
 in order.
 
-    idle actor      lead ──> reads, until there is something for it ──> handles that
+    idle actor      read_while ──> reads, until there is something for it ──> handles that
     mail's thread   rests ............................................ reads, once that takes longer than REST_S
 
 Mail never waits for an actor's code: with other mailboxes in the process, or other threads that wait for answers, the
@@ -33,8 +33,9 @@ _LOOKS = 10  # the thread sleeps after so many looks at an idle actor, until tha
 class MailTurn:
     """The turn to read the mail of one process.
 
-    handle: takes the next message; returns False at the end. expire: see `MailCalls.expire`. mailboxes: the numbers of
-    the open ones. calls: ids of the unanswered ones. others: those among them that the actor may not be waiting for.
+    handle: takes the next message; returns False at the end. expire: fails overdue calls; returns in how many seconds
+    to come again. mailboxes: the numbers of the open ones. calls: ids of the unanswered ones. others: those among them
+    that the actor may not be waiting for.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class MailTurn:
 
     # ---- an actor's thread ----------------------------------------------------------------------------------------
 
-    def lead(self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None) -> bool:
+    def read_while(
+        self, waits: Callable[[], bool], step_s: float | None = None, arrivals: select.poll | None = None
+    ) -> bool:
         """Read while the actor ``waits()``, which is asked after each message and `wake`, and every ``step_s``. Returns
         False, at once, where the mail's thread is to read. arrivals: see `arrivals_or`."""
         if self._is_private or self._is_over or len(self._mailboxes) > SOLE:
@@ -211,7 +214,9 @@ class IdleSelector(selectors.DefaultSelector):
         turn.loops.add(threading.get_ident())
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if (timeout is None or timeout > 0) and self._turn.lead(iter((True, False)).__next__, timeout, self._arrivals):
+        if (timeout is None or timeout > 0) and self._turn.read_while(
+            iter((True, False)).__next__, timeout, self._arrivals
+        ):
             timeout = 0  # what has come may have made something ready in the loop
         return super().select(timeout)
 
