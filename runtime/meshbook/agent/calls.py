@@ -110,8 +110,8 @@ class AgentCalls:
                 worker.send_mail([wire.encode(cancel)])  # behind the call
             else:
                 worker.urgent.send([wire.encode(cancel)])
-        if cancel.insist:
-            wake_stopped(members)
+            if cancel.insist and worker.pid and process_state(worker.pid) == "T":  # a debugger's stops are left to it
+                os.kill(worker.pid, signal.SIGCONT)
 
     def _answer_dropped(self, id: int, call: _OpenCall, ranks: set[int]) -> None:
         call.waiting -= ranks
@@ -161,7 +161,7 @@ class AgentCalls:
             self._flush_call(key)
         elif not self._combining:
             self._combining = True
-            self._loop.call_later(COMBINE_S, self._flush_partial)
+            self._loop.call_later(COMBINE_S, self.flush)  # one timer serves all calls, and rests when there is none
 
     def _pass_on(
         self, worker: AgentWorker, reply: wire.Reply, payload: list[bytes]
@@ -193,13 +193,9 @@ class AgentCalls:
 
     def flush(self) -> None:
         """Send now the answers that wait for others."""
+        self._combining = False
         for key in [key for key, call in self._open.items() if call.replies]:
             self._flush_call(key)
-
-    def _flush_partial(self) -> None:
-        """Send the answers that have waited for others; one timer serves all calls, and rests when there is none."""
-        self._combining = False
-        self.flush()
 
     def _flush_call(self, key: CallKey) -> None:
         call = self._open.get(key)
@@ -278,10 +274,3 @@ def find_held(
             if all(wire.target_has(cancel.target, rank) for rank in members):
                 return call, members
     return None
-
-
-def wake_stopped(workers: Iterable[AgentWorker]) -> None:
-    """Send SIGCONT to workers that a signal has stopped; a debugger's stops are left to the debugger."""
-    for worker in workers:
-        if worker.pid and process_state(worker.pid) == "T":
-            os.kill(worker.pid, signal.SIGCONT)

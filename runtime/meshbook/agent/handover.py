@@ -296,9 +296,10 @@ class CallJournal:
     def calls(self, unacknowledged: Collection[tuple[int, int]]) -> tuple[wire.CallState, ...]:
         """Return the calls that may matter. unacknowledged: (call, rank) of answers that are sent again anyway."""
         states = []
+        spans_hosts = self.arrangement is not None and self.arrangement.hosts > 1
         for call in (*self._ended.values(), *self._open.values()):
             unsure = any((call.id, rank) in unacknowledged for rank in call.replies)
-            if (call.waiting or unsure or self._spans_hosts) and not self._is_over(call):
+            if (call.waiting or unsure or spans_hosts) and not self._is_over(call):
                 states.append(
                     wire.CallState(
                         call.id, call.label, call.target, call.output, tuple(call.waiting), tuple(call.replies),
@@ -332,7 +333,3 @@ class CallJournal:
                 if segment is not None and (segment.pid, segment.segment) not in lent:
                     reply, frames = without_value(reply, "its value had been freed by the controller that ended"), ()
                 yield wire.Replies(call.id, (reply,)), frames
-
-    @property
-    def _spans_hosts(self) -> bool:
-        return self.arrangement is not None and self.arrangement.hosts > 1

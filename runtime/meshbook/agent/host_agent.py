@@ -369,8 +369,10 @@ class HostAgent:
     # ---- controllers come and go --------------------------------------------------------------------------------
 
     def _on_gone(self) -> None:
+        """Have workers report the calls that came past us, since the controller has ended, or leaves."""
         for mesh in self._meshes.values():
-            mesh.on_controller_gone()
+            for worker in mesh.workers.values():
+                worker.ask_what_came_past()
 
     def _pause(self) -> None:
         """Keep messages, since no controller listens."""

@@ -91,7 +91,10 @@ class AgentMesh:
         if call.reply and members:
             members = self.calls.expect(call, members, answer)
         if call.segment is not None:
-            self._lend((call.segment.pid, call.segment.segment), members)
+            key = call.segment.pid, call.segment.segment
+            self._host.segment_refs.lend(key, members)
+            if not members:
+                self._host.segment_refs.end(key)
         data = pack([wire.encode(call), *payload])
         for worker in members:
             if worker is had_by:
@@ -157,11 +160,6 @@ class AgentMesh:
         for worker in self.worker_pool.members(abort.target):
             worker.urgent.send([wire.encode(abort)])
 
-    def on_controller_gone(self) -> None:
-        """Have workers report the calls that came past us, since the controller has ended, or leaves."""
-        for worker in self.workers.values():
-            worker.ask_what_came_past()
-
     def to_worker(self, rank: int, message: wire.ToWorker) -> bool:
         """Send an urgent message to one worker, if it lives here; return whether it does."""
         if (worker := self.workers.get(rank)) is None:
@@ -224,7 +222,8 @@ class AgentMesh:
         remove_ends(self.worker_pool.shortcut, worker.pid)
         if not told:
             self.store.drop_client(worker.rank)
-        self._host.segment_refs.take_back_all(worker)
+        for segment in tuple(worker.segments):
+            self._host.segment_refs.take_back(worker, segment)
         if not self.worker_pool.ending and not told:
             tail = last_words(
                 log_tail(worker.output.log.path, CRASH_REPORT_LINES, worker.output.log.begin), LOG_TAIL_LINES
@@ -263,13 +262,6 @@ class AgentMesh:
             return wire.DeathCause(self.worker_pool.host, exited.cause, exited.log_tail)
         return wire.DeathCause(self.worker_pool.host, "it was told to leave, or its mesh was stopped", "")
 
-    def _give_up_mail(self, cause: str) -> None:
-        """Tell workers that wait for ranks here that they will get no answer."""
-        death = wire.DeathCause(self.worker_pool.host, cause, "")
-        for worker in self.workers.values():
-            self.mail.lanes.lose(worker, death)
-        self.calls.give_up_mail(death)
-
     def renumber(self, renumber: wire.Renumber) -> None:
         """Give the workers other ranks, or only the store another home; groups will be formed again."""
         if self.memory.is_resized_by(renumber):
@@ -296,19 +288,15 @@ class AgentMesh:
                 worker.drain()
                 worker.output.log.settle()
 
-    # ---- shared memory ------------------------------------------------------------------------------------------
-
-    def _lend(self, key: tuple[int, int], members: Sequence[AgentWorker]) -> None:
-        self._host.segment_refs.lend(key, members)
-        if not members:
-            self._host.segment_refs.end(key)
-
     # ---- stop ---------------------------------------------------------------------------------------------------
 
     def stop(self, grace_s: float) -> None:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
         self.worker_pool.ending = True
-        self._give_up_mail("its mesh was stopped")
+        death = wire.DeathCause(self.worker_pool.host, "its mesh was stopped", "")
+        for worker in self.workers.values():
+            self.mail.lanes.lose(worker, death)
+        self.calls.give_up_mail(death)
         self.tell_if_stopped()
         for worker in self.workers.values():
             worker.calls.end_writing()

@@ -77,17 +77,12 @@ class _Stream:
                 self.output = _number(said)
             begin = end + 1
         data = data[begin:]
-        held = self._incomplete_marker_at(data)
-        data, self._rest = data[:held], data[held:]
+        at = data.rfind(_MARK)
+        if at >= 0 and (marker.startswith(data[at:]) or data[at:].startswith(marker)):  # an incomplete one
+            data, self._rest = data[:at], data[at:]
         if data:
             pieces.append((self.output, data))
         return pieces
-
-    def _incomplete_marker_at(self, data: bytes) -> int:
-        at = data.rfind(_MARK)
-        if at >= 0 and (self._marker.startswith(data[at:]) or data[at:].startswith(self._marker)):
-            return at
-        return len(data)
 
     def decode(self, data: bytes) -> str:
         return self._decoder.decode(data)

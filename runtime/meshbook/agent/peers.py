@@ -95,7 +95,8 @@ class PeerClient:
     def beat(self) -> None:
         """Send heartbeats and notice silence; once a second."""
         self._uplink.look()
-        if self._uplink.unanswered_s > MAX_SILENCE_S and not self._is_seen_alive:
+        is_seen_alive = self._started is not None and is_same_process(self._pid, self._started)
+        if self._uplink.unanswered_s > MAX_SILENCE_S and not is_seen_alive:
             self.lost = self.lost or self._silence()
         if not self.lost:
             self._uplink.beat()
@@ -107,11 +108,6 @@ class PeerClient:
             f"host {self._from} cannot reach its host at {self._endpoint}, by which messages between hosts go: "
             f"{advice().shared_network}"
         )
-
-    @property
-    def _is_seen_alive(self) -> bool:
-        """Whether silence is not death, since we see its process."""
-        return self._started is not None and is_same_process(self._pid, self._started)
 
     def close(self, death: wire.DeathCause) -> None:
         """Give up the connection, and answer for the ranks over there."""

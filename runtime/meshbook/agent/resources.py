@@ -7,7 +7,7 @@ connections send it, until the last of them has let go of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +20,6 @@ from meshbook.system.exits import OomWatch
 from meshbook.values.segments import SegmentPool, map_segment
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import Spans
-from meshbook.wire.frames import Buffer
 from meshbook.wire.host_link import HostLink
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
@@ -82,13 +81,9 @@ class SegmentRefCounts:
         Raises: MeshError."""
         if link.shares_memory:
             return segment, None
-        return None, link.send_bulk(self._map(segment))
-
-    def _map(self, segment: wire.SegmentRef) -> Sequence[Buffer]:
-        """Hold a payload ourselves, until the last view of it has died."""
         key = (segment.pid, segment.segment)
-        self.lend(key)
-        return [buffer.data for buffer in map_segment(segment, lambda _: self.sent.append(key))]
+        self.lend(key)  # held until the last view of it has died
+        return None, link.send_bulk([each.data for each in map_segment(segment, lambda _: self.sent.append(key))])
 
     def settle(self) -> None:
         """Let go of segments that have been sent, once per turn of the agent's loop. Views may die on any thread."""
@@ -100,8 +95,3 @@ class SegmentRefCounts:
         if key in worker.segments:
             worker.segments.discard(key)
             self.end(key)
-
-    def take_back_all(self, worker: AgentWorker) -> None:
-        """Take back all segments of a worker that has ended."""
-        for key in tuple(worker.segments):
-            self.take_back(worker, key)

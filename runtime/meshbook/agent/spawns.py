@@ -70,10 +70,12 @@ class Spawns:
         is made, once."""
         self._was_asked = True
         if spawn.must_enter and spawn.cwd is not None:
-            spawn = _at_home(spawn, spawn.cwd)
-            if spawn.cwd is None or not os.path.isdir(spawn.cwd) or not os.access(spawn.cwd, os.X_OK):
-                self._fail(spawn, f"there is no folder {os.fsdecode(spawn.cwd or b'')} that it could enter")
+            there = os.path.expanduser(spawn.cwd)  # ``~`` is another folder on each host
+            if not os.path.isdir(there) or not os.access(there, os.X_OK):
+                self._fail(spawn, f"there is no folder {os.fsdecode(there)} that it could enter")
                 return
+            sys_path = tuple(there if entry == spawn.cwd else entry for entry in spawn.sys_path)
+            spawn = msgspec.structs.replace(spawn, cwd=there, sys_path=sys_path)
         try:
             template = self._template_for(spawn)
         except OSError as error:
@@ -145,7 +147,9 @@ class Spawns:
             workers, is_waiting = each.mesh.worker_pool.starting(each.spawn), each.spawn in self._waiting
             if not workers and not is_waiting:
                 continue
-            step = self._import_of(each) if is_waiting else _answers(each.spawn, len(workers))
+            count = len(each.spawn.seats)
+            answers = f"starting ranks, {count - len(workers)} of {count} have answered"
+            step = self._import_of(each) if is_waiting else answers
             pids = self.template_pids if is_waiting else {worker.pid for worker in workers}
             line = each.template.last_line
             found = step, count_moves(pids), line
@@ -186,14 +190,3 @@ class Spawns:
         for template in self._templates.values():
             template.close()
         kill_strays(())
-
-
-def _answers(spawn: wire.Spawn, missing: int) -> str:
-    return f"starting ranks, {len(spawn.seats) - missing} of {len(spawn.seats)} have answered"
-
-
-def _at_home(spawn: wire.Spawn, cwd: bytes) -> wire.Spawn:
-    """Return the request with ``~`` as the folder that it is on this host."""
-    there = os.path.expanduser(cwd)
-    sys_path = tuple(there if entry == cwd else entry for entry in spawn.sys_path)
-    return msgspec.structs.replace(spawn, cwd=there, sys_path=sys_path)

@@ -255,7 +255,9 @@ class AgentWorker:
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         self._pipes[stream] = self._loop.watch(ours, lambda: self._on_pipe(stream))
-        _enlarge(ours)
+        with contextlib.suppress(OSError, AttributeError):  # unprivileged users may be refused
+            # enlarge it, so that a rank can print on while we are busy
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]
         return theirs
 
     def _on_pipe(self, stream: str) -> None:
@@ -314,9 +316,3 @@ class AgentWorker:
         kill_session(self.pid)  # its children; the pid is still ours, since it is not reaped yet
         end = reap(self.pid, self._owner.oom)
         self._owner.on_exit(self, self._nonsense or describe_end(end), not self._nonsense and end.was_killed)
-
-
-def _enlarge(fd: int) -> None:
-    """Enlarge a pipe, so that a rank can print on while we are busy; unprivileged users may be refused."""
-    with contextlib.suppress(OSError, AttributeError):
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]

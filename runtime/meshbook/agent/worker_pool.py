@@ -85,7 +85,7 @@ class WorkerPool:
         place of the report when the template ends meanwhile; it has left no worker then."""
         slots = free_slots(spawn.seats, {worker.slot for worker in (*self.workers.values(), *self.leaving)})
         try:
-            plan = plan_devices(max(slots) + 1, spawn.device, self.host)
+            devices = plan_devices(max(slots) + 1, spawn.device, self.host)
         except DeviceError as error:
             self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found, spawn.request))
             return
@@ -94,10 +94,10 @@ class WorkerPool:
         try:
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for seat, slot in zip(spawn.seats, slots, strict=True):
-                worker = self._make_worker(seat.known_as, f"cuda:{slot}" if plan.device == "cuda" else "cpu", slot)
+                worker = self._make_worker(seat.known_as, f"cuda:{slot}" if devices else "cpu", slot)
                 worker.request = spawn.request
                 batch.workers.append(worker)
-                begin = self._begin(spawn, seat, worker, plan.environments[slot], import_in_workers)
+                begin = self._begin(spawn, seat, worker, devices, import_in_workers)
                 worker.calls.send([wire.encode(begin)])
         except OSError as error:
             self._on_not_forked(batch, explain(error))
@@ -121,11 +121,12 @@ class WorkerPool:
         spawn: wire.Spawn,
         seat: wire.Seat,
         worker: AgentWorker,
-        environment: dict[str, str],
+        devices: Sequence[str],
         import_in_workers: bool,
     ) -> wire.Begin:
-        own = {key.encode(): value.encode() for key, value in environment.items()}
-        own[b"LOCAL_RANK"] = b"%d" % seat.local_rank
+        own = {b"LOCAL_RANK": b"%d" % seat.local_rank}
+        if devices:
+            own[b"CUDA_VISIBLE_DEVICES"] = ",".join(devices).encode()
         worker.identity = wire.Identity(
             mesh=spawn.mesh, name=spawn.name, host=self.host, host_id=self._host_id, device=worker.device,
             **_place_of(seat, spawn.arrangement, spawn.generation),
@@ -294,11 +295,7 @@ def _describe(worker: AgentWorker) -> wire.WorkerStarted:
 
 def _place_of(seat: wire.Seat, arrangement: wire.Arrangement, generation: int) -> dict[str, Any]:
     """Return the fields of an identity that change when the mesh's ranks get other numbers."""
-    threads = _threads_per_rank(arrangement)
+    # the host's cores, divided so that ranks do not crowd each other out
+    threads = max(1, count_cores() // max(1, arrangement.local_world_size))
     own = {"rank": seat.rank, "local_rank": seat.local_rank, "threads": threads, "generation": generation}
     return {**arrangement._asdict(), **own}
-
-
-def _threads_per_rank(arrangement: wire.Arrangement) -> int:
-    """Return the host's cores, divided so that ranks do not crowd each other out."""
-    return max(1, count_cores() // max(1, arrangement.local_world_size))

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from typing_extensions import Self
 
 from meshbook.sessions.folder import SavedLauncher
+from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.wire.ticket import Ticket
 
 
@@ -106,6 +107,10 @@ class EngineLauncher(Launcher, Generic[HostT]):
         self.python, self.options = python or "", tuple(map(str, options))
         self._place: HostT | None = None
         self._launched: list[HostT] = []
+
+    @property
+    def transport(self) -> str:
+        return f"tcp://{in_endpoint(own_address())}"
 
     def in_place_of(self, place: HostT | None) -> Self:
         """Return the same launcher for another host in the place of one."""

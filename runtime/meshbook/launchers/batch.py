@@ -30,7 +30,6 @@ from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
 from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.system.processes import describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
@@ -77,10 +76,6 @@ class BatchLauncher(EngineLauncher["BatchHost"]):
         super().__init__(python, options)
         self.scheduler = scheduler
         read_options(self.options)
-
-    @property
-    def transport(self) -> str:
-        return f"tcp://{in_endpoint(own_address())}"
 
     @property
     def named(self) -> tuple[str, ...]:

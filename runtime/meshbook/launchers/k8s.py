@@ -41,7 +41,7 @@ from meshbook.launchers.engines.k8s_manifests import (
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
-from meshbook.system.interfaces import in_endpoint, own_address
+from meshbook.system.interfaces import in_endpoint
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
 DRIVER = "meshbook.launchers.engines.k8s_driver"
@@ -154,7 +154,7 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
     @property
     def transport(self) -> str:
         address = self._wanted.address
-        return f"tcp://{in_endpoint(own_ip(address, '--address 10.0.0.5') if address else own_address())}"
+        return f"tcp://{in_endpoint(own_ip(address, '--address 10.0.0.5'))}" if address else super().transport
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Ask for pods with an agent in each; they come when Kubernetes has them. Raises: OSError, SpawnError."""
@@ -167,9 +167,11 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
                 "id": ticket.host_id,
                 "name": name,
                 "job": make_job(name, group, self._wanted, self.python, template),
-                "secret": make_secret(name, encode_ticket(_in_pod(ticket)).decode()),
+                "secret": make_secret(name, encode_ticket(in_pod).decode()),
             }
             for ticket, name in zip(tickets, names, strict=True)
+            # the host is called by its id rather than by the pod's name
+            for in_pod in [msgspec.structs.replace(elsewhere(ticket), name=ticket.host_id)]
         ]
         if driver is None or not all(driver.ask({"start": host}) for host in hosts):
             log, listens = Path(tickets[0].log_dir), f"{tickets[0].session}/{tickets[0].host_id}"
@@ -215,8 +217,3 @@ def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]
     asks = KubernetesLauncher(python=saved.launcher.python, options=saved.launcher.options)
     host = KubernetesHost(driver, id, saved.launcher.step, asks)
     return host, asks.in_place_of(host)
-
-
-def _in_pod(ticket: Ticket) -> Ticket:
-    """Return the ticket for an agent in a pod, whose host is called by its id rather than by the pod's name."""
-    return msgspec.structs.replace(elsewhere(ticket), name=ticket.host_id)

@@ -225,7 +225,9 @@ class Door:
         except msgspec.MsgspecError:
             return encode(TurnedAway("that was no question of this version of meshbook; install the same on both"))
         with self._lock:
-            party = next((each for each in self._parties if _is_equal(each.invitation.token, asked.token)), None)
+            token = asked.token.encode()
+            known = (each for each in self._parties if hmac.compare_digest(each.invitation.token.encode(), token))
+            party = next(known, None)
             answer: GateAnswer = TurnedAway(_UNKNOWN)
             if isinstance(asked, Arrival):
                 name = _printable(asked.name, _NAME_CHARS) or "a machine without a name"
@@ -266,10 +268,6 @@ def _instructions(party: Party, python: str) -> str:
         'by ssh or in a container: "ssh -T HOST" or "docker exec -i NAME" before it. Its last word is the ticket, '
         "which it asks for where it is left out"
     )
-
-
-def _is_equal(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
 
 
 def _printable(text: str, chars: int) -> str:

@@ -31,7 +31,6 @@ from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
 from meshbook.system.exits import end_process
-from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.system.processes import describe_exit, describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
@@ -168,15 +167,8 @@ class MPILauncher(EngineLauncher[MPIHost]):
                 raise UsageError(f"mpirun cannot be given {option} here: hosts=N says how many, with an agent on each.")
 
     @property
-    def transport(self) -> str:
-        return f"tcp://{in_endpoint(own_address())}"
-
-    @property
     def named(self) -> tuple[str, ...]:
         return (self.program,)
-
-    def for_more(self, beside: Sequence[LaunchedHost]) -> MPILauncher:
-        return self.in_place_of(None)
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start mpirun; the agents come when it has started them. Raises: OSError, SpawnError."""

@@ -80,7 +80,12 @@ def parse_faulthandler(text: str) -> tuple[ThreadStack, ...]:
             threads.append((found[2] or f"thread {found[1]}", []))
         elif threads and (found := _FRAME.fullmatch(line)):
             threads[-1][1].append(make_frame(found[3], found[1], int(found[2]) if found[2].isdigit() else 0))
-    return _main_first([ThreadStack(name, _is_main(frames), cut_frames(frames)) for name, frames in threads])
+    return _main_first(
+        [
+            ThreadStack(name, any(frame.function.endswith(_MAIN) for frame in frames), cut_frames(frames))
+            for name, frames in threads
+        ]
+    )
 
 
 class _SpyFrame(msgspec.Struct):
@@ -118,10 +123,6 @@ def parse_py_spy(text: str, pid: int) -> tuple[ThreadStack, ...]:
             for thread in _decode_spied(text)
         ]
     )
-
-
-def _is_main(frames: list[Frame]) -> bool:
-    return any(frame.function.endswith(_MAIN) for frame in frames)
 
 
 def _main_first(threads: list[ThreadStack]) -> tuple[ThreadStack, ...]:

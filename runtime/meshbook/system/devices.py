@@ -37,23 +37,11 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class DevicePlan(NamedTuple):
-    """The places of the ranks of one mesh on one host."""
-
-    device: str
-    """``cpu`` or ``cuda``."""
-    environments: tuple[dict[str, str], ...]
-    """The additions to the environment of each local rank: LOCAL_RANK, and the mesh's devices as CUDA_VISIBLE_DEVICES.
+def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> list[str]:
+    """Return the CUDA devices of ``ranks_per_host`` ranks here, as CUDA_VISIBLE_DEVICES names them; none on CPU.
 
     As under torchrun every rank sees the devices of all ranks of its host and uses number LOCAL_RANK of them: scripts
     that call ``torch.cuda.set_device(LOCAL_RANK)`` work.
-    """
-    threads_per_rank: int
-    """The argument of `torch.set_num_threads`: the host's cores, divided so that ranks do not crowd each other out."""
-
-
-def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> DevicePlan:
-    """Decide where ``ranks_per_host`` ranks run here.
 
     requested: ``cpu``, ``cuda``, or None for CUDA if this host has any device of it.
     host: this host's name, for the error.
@@ -62,17 +50,9 @@ def plan_devices(ranks_per_host: int, requested: str | None, host: str) -> Devic
     if requested not in (None, "cpu", "cuda"):
         raise UsageError(f'device "{requested}" is not known; ask for cpu or cuda, or leave it out.')
     devices = [] if requested == "cpu" else visible_cuda_devices()
-    use_cuda = requested == "cuda" or bool(devices)
-    if use_cuda and len(devices) < ranks_per_host:
+    if (requested == "cuda" or devices) and len(devices) < ranks_per_host:
         raise DeviceError(ranks_per_host, len(devices), host)
-    environments = []
-    for local_rank in range(ranks_per_host):
-        environment = {"LOCAL_RANK": str(local_rank)}
-        if use_cuda:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:ranks_per_host])
-        environments.append(environment)
-    threads = max(1, count_cores() // max(1, ranks_per_host))
-    return DevicePlan("cuda" if use_cuda else "cpu", tuple(environments), threads)
+    return devices[:ranks_per_host]
 
 
 def count_cuda_devices() -> int:

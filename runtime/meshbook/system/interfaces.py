@@ -41,11 +41,6 @@ def use_address(address: str) -> None:
     _chosen = address
 
 
-def chosen_address() -> str:
-    """Return the address that `use_address` was given last."""
-    return _chosen
-
-
 def routed_address() -> str:
     """Return the address of the default route; no packet is sent. Empty without a route."""
     for family, address in _FAR_AWAY:
@@ -68,7 +63,7 @@ def own_interfaces() -> list[Interface]:
     """Return the interfaces that are up, that of the default route first; loopback only if it has that route."""
     routed = routed_address()
     found = sorted(_all(), key=lambda each: each.address != routed)
-    return [each for each in found if each.address == routed or not _is_loopback(each.name)]
+    return [each for each in found if each.address == routed or not _flags(each.name) & _LOOPBACK]
 
 
 def wanted_interfaces(wanted: str) -> list[Interface]:
@@ -95,10 +90,6 @@ def _all() -> Iterator[Interface]:
                 yield Interface(name, str(ipaddress.IPv6Address(bytes.fromhex(digits))))
 
 
-def _is_loopback(name: str) -> bool:
-    return bool(_flags(name) & _LOOPBACK)
-
-
 def _flags(name: str) -> int:
     try:
         return int(struct.unpack_from("H", _ask(_GET_FLAGS, name), 16)[0])
@@ -117,7 +108,7 @@ def own_address() -> str:
 
     Without a route: of an interface that is up, or the address of our own name.
     """
-    if known := chosen_address() or routed_address():
+    if known := _chosen or routed_address():
         return known
     named = [each.address for each in own_interfaces()]
     with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import pytest
 
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.engines.k8s_cluster import EndKind, Pod
+from meshbook.launchers.engines.k8s_cluster import Pod
 from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job, make_secret, owned_by, read_template
 from meshbook.launchers.k8s import K8sLog, KubernetesLauncher
 
@@ -165,7 +165,7 @@ PREEMPTED = {"type": "DisruptionTarget", "status": "True", "reason": "Preemption
 )  # fmt: skip
 def test_what_a_pod_waits_for(status: dict[str, Any], waits: str | None, stuck: str) -> None:
     assert pod(status).cannot_start() == stuck and not pod(status).runs
-    assert pod(status).end_kind() is None
+    assert pod(status).why_ended(True, str) == ""
     if waits is not None:
         assert pod(status).waits_for() == waits
 
@@ -210,26 +210,23 @@ def test_what_a_pod_waits_for(status: dict[str, Any], waits: str | None, stuck: 
     ],
 )
 def test_why_a_pod_has_ended(found: Pod, said: str) -> None:
-    kind = found.end_kind()
-    why = found.describe_end(kind) if kind is not None else ""
+    why = found.why_ended(True, str)
     assert why.endswith(said) and bool(why) == bool(said)
+
+
+def test_a_pod_that_is_gone_was_deleted() -> None:
+    assert pod(state(running={})).why_ended(False, str) == "pod p on node n1 was deleted"
 
 
 def test_what_the_log_of_a_container_adds() -> None:
     ended = pod(state(terminated={"exitCode": 1, "reason": "Error"}))
-    why = ended.describe_end(EndKind.AGENT, "Traceback\n\nModuleNotFoundError: No module named 'meshbook'\n")
+    why = ended.why_ended(True, lambda: "Traceback\n\nModuleNotFoundError: No module named 'meshbook'\n")
     log = K8sLog.read("meshbook: " + json.dumps({"ended": why, "host": "k8s-1"}))
     said = log.why_ended("k8s-1", None)
     assert said is not None and said.endswith(
         "Traceback; ModuleNotFoundError: No module named 'meshbook'. Install meshbook in the image, or name another "
         "interpreter there: --python PATH"
     )
-
-
-def test_pods_that_run_outlive_their_driver() -> None:
-    log = K8sLog.read('meshbook: {"node": "pod p on node n1", "host": "k8s-1"}\nValueError: no\n')
-    assert log.why_ended("k8s-1", 1) is None and log.waits_for("k8s-1") == ""
-    assert log.why_ended("k8s-2", 1) == "the driver of Kubernetes has ended (exit code 1): ValueError: no"
 
 
 @pytest.mark.slow

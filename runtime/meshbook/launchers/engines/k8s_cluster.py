@@ -9,8 +9,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +160,6 @@ _HOPELESS = {
 """Reasons of a waiting container that stay until a person sees to them, though the kubelet tries again."""
 
 
-class EndKind(Enum):
-    """The kinds of end of a pod."""
-
-    KILLED = "ended by Kubernetes, as a condition of disruption or the status says"
-    MEMORY = "killed for memory"
-    DELETED = "deleted"
-    AGENT = "its agent ended by itself"
-    FINISHED = "ended, and nothing says how"
-
-
 class Pod:
     """A pod, as the API server describes it."""
 
@@ -210,46 +199,35 @@ class Pod:
             return f"pod {self.name} waits for the scheduler"
         return f"{self.place} starts: {next(map(_reason_of, self._waiting), 'not begun')}"
 
-    def end_kind(self) -> EndKind | None:
-        """Return how its agent has ended, or must end; None while it runs."""
-        phase, is_deleted = self._status.get("phase"), bool(self._metadata.get("deletionTimestamp"))
-        if self._disruption or (self._status.get("reason") and (phase == "Failed" or is_deleted)):
-            return EndKind.KILLED
-        if self._terminated.get("reason") == "OOMKilled":
-            return EndKind.MEMORY
-        if is_deleted:
-            return EndKind.DELETED
-        if self._terminated:
-            return EndKind.AGENT
-        return EndKind.FINISHED if phase in ("Failed", "Succeeded") else None
+    def why_ended(self, is_there: bool, read_log: Callable[[], str]) -> str:
+        """Return how its agent has ended, or must end; empty while it runs.
 
-    def describe_end(self, kind: EndKind, log: str = "") -> str:
-        """Describe an end of that kind. log: the end of the container's log."""
-        ended = self._terminated
-        if kind is EndKind.KILLED:
-            why = _reason_of(self._disruption[-1] if self._disruption else self._status)
-            return f"Kubernetes has ended {self.place}: {why}"
-        if kind is EndKind.MEMORY:
+        is_there: False where the API server has said that the pod is gone. read_log: returns the end of the
+        container's log.
+        """
+        phase, is_deleted = self._status.get("phase"), bool(self._metadata.get("deletionTimestamp"))
+        ended = self._state.get("terminated") or {}
+        disruption = ("DisruptionTarget", "True")
+        disrupted = [each for each in self._conditions if (each.get("type"), each.get("status")) == disruption]
+        if disrupted or (self._status.get("reason") and (phase == "Failed" or is_deleted)):
+            return f"Kubernetes has ended {self.place}: {_reason_of(disrupted[-1] if disrupted else self._status)}"
+        if ended.get("reason") == "OOMKilled":
             resources = self._spec["containers"][0].get("resources") or {}
             limit = (resources.get("limits") or {}).get("memory")
             of = f"; its limit is {limit}" if limit else ""
             return f"{self.place} was out of memory (OOMKilled, exit code {ended.get('exitCode')}{of})"
-        if kind is EndKind.DELETED:
+        if is_deleted:
             return f"{self.place} was deleted"
-        if kind is EndKind.FINISHED:
-            return f"{self.place} has ended: {_joined(self._status['phase'], self._status.get('message'))}"
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        if not ended:
+            if phase in ("Failed", "Succeeded"):
+                return f"{self.place} has ended: {_joined(phase, self._status.get('message'))}"
+            return "" if is_there else f"{self.place} was deleted"
+        lines = [line.strip() for line in read_log().splitlines() if line.strip()]
         last = "; ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
         how = _reason_of(ended) if ended.get("reason") not in ("Error", "Completed", None) else ""
         words = "; ".join(filter(None, (how, last)))
         exit = describe_shell_exit(int(ended.get("exitCode", 0)))
         return f"its agent in {self.place} ended ({exit}){words and f': {words}'}"
-
-    @property
-    def _disruption(self) -> list[dict[str, Any]]:
-        return [
-            each for each in self._conditions if (each.get("type"), each.get("status")) == ("DisruptionTarget", "True")
-        ]
 
     @property
     def _state(self) -> dict[str, Any]:
@@ -258,10 +236,6 @@ class Pod:
             if status.get("name") == self.container:
                 return {name: state for name, state in (status.get("state") or {}).items() if state is not None}
         return {}
-
-    @property
-    def _terminated(self) -> dict[str, Any]:
-        return self._state.get("terminated") or {}
 
     @property
     def _waiting(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from meshbook.launchers.engines.driver import Driver, fail, say
-from meshbook.launchers.engines.k8s_cluster import Cluster, ClusterError, EndKind, Pod
+from meshbook.launchers.engines.k8s_cluster import Cluster, ClusterError, Pod
 from meshbook.launchers.engines.k8s_manifests import NO_CLIENT
 from meshbook.system.processes import start_time
 
@@ -194,12 +194,8 @@ class JobDriver(Driver):
         if host is None or host.ended:
             return
         host.pod = pod
-        if (kind := pod.end_kind()) is not None:
-            said = self._cluster.log_tail(pod.name, pod.container) if kind is EndKind.AGENT else ""
-            self._finish(host, pod.describe_end(kind, said))
-        elif not is_there:
-            self._finish(host, pod.describe_end(EndKind.DELETED))
-        elif why := pod.cannot_start():
+        ended = pod.why_ended(is_there, lambda: self._cluster.log_tail(pod.name, pod.container))
+        if why := ended or pod.cannot_start():
             self._finish(host, why)
         elif pod.runs:
             if not host.started:
