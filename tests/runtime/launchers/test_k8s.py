@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import tempfile
-import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from controllers import Zygote, alone
+from controllers import Zygote
+from engine_hosts import (
+    Shown,
+    check_next_controller,
+    check_no_secret_is_seen,
+    interrupted_once,
+    job_of,
+    kill_controller,
+    known_hosts,
+    loss,
+    program,
+    spawned,
+)
+from patience import wait_until
 
 import meshbook
-from meshbook import ProcMesh, start_hosts
-from meshbook.errors import SpawnError, UsageError, WorkerLost
+from meshbook import start_hosts
+from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job
 from meshbook.launchers.k8s import KubernetesLauncher
-from meshbook.mesh.driven import own_sessions
 from meshbook.monarch.job import ImageSpec, KubernetesJob
 
 pytest.importorskip("kubernetes")
@@ -53,32 +62,6 @@ def launcher(here: KubernetesHere, *more: str, python: str = "") -> KubernetesLa
     return KubernetesLauncher(python=python or here.python, options=here.options(*more))
 
 
-@contextlib.contextmanager
-def spawned(here: KubernetesHere, count: int, *more: str, python: str = "") -> Iterator[ProcMesh]:
-    """A rank in each of so many pods, without torch: it is there soon."""
-    hosts = start_hosts({"hosts": count}, launcher(here, *more, python=python))
-    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}) as procs:
-        yield procs
-
-
-def job_of(procs: ProcMesh, host: int) -> str:
-    return procs._mesh.hosts[host].launched.job
-
-
-def loss(procs: ProcMesh, how: Callable[[], object], rank: int = 1) -> str:
-    """What a call says of a rank that is lost by ``how`` while it runs."""
-    future = procs.slice(hosts=rank).run("import time; time.sleep(120)")
-    how()
-    with pytest.raises(WorkerLost) as told:
-        future.get(60)
-    return str(told.value)
-
-
-def known_hosts() -> list[str]:
-    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
-    return [host.name for host in saved if host.launcher.engine == "k8s"]
-
-
 # ---- what works -----------------------------------------------------------------------------------------------------
 
 
@@ -89,10 +72,8 @@ def test_collectives_run_across_pods(here: KubernetesHere) -> None:
         values = procs.run(code).get(60).values()
         assert [value[:2] for value in values] == [(1.0, {"hosts": 0, "gpus": 0}), (1.0, {"hosts": 1, "gpus": 0})]
         assert all(value[2].startswith(job_of(procs, rank)) for rank, value in enumerate(values))
-        keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
-        seen = [drivers()[0], *here.nodes.of(job_of(procs, 0)).first().children(recursive=True)]
-        words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen)
-        assert "'meshbook', 'agent'" in words and "k8s_driver" in words and not [key for key in keys if key in words]
+        in_pod = here.nodes.of(job_of(procs, 0)).first().children(recursive=True)
+        assert "k8s_driver" in check_no_secret_is_seen([drivers()[0], *in_pod])
     await_quiet(here)
 
 
@@ -104,7 +85,7 @@ def test_a_pod_without_a_way_to_the_notebook_says_where_it_has_dialled(
     monkeypatch.setattr("benchmarks.k8s.nodes.CONTAINER", (CONTAINER[0], "--net", *CONTAINER[1:]))
     words = r"reached nobody at tcp://\S+ within \d+ s: the notebook's machine must be reachable there"
     began = time.monotonic()
-    with pytest.raises(SpawnError, match=words), spawned(here, 1):
+    with pytest.raises(SpawnError, match=words), spawned(1, launcher(here)):
         pass
     assert time.monotonic() - began < 50, "a host that says nothing has a minute"
     await_quiet(here)
@@ -125,7 +106,7 @@ def test_hosts_of_a_job_by_name_have_images_and_amounts_of_their_own(here: Kuber
 
 
 def test_what_ends_a_pod_is_told_and_another_takes_its_place(here: KubernetesHere) -> None:
-    with spawned(here, 2, "--memory", "1Gi") as procs:
+    with spawned(2, launcher(here, "--memory", "1Gi")) as procs:
         procs.run("kept = rank + 1").get(60)
         first = job_of(procs, 1)
         said = loss(procs, here.nodes.of(first).agent().kill)
@@ -151,7 +132,7 @@ def test_what_ends_a_pod_is_told_and_another_takes_its_place(here: KubernetesHer
 
 
 def test_pods_outlive_their_driver(here: KubernetesHere) -> None:
-    with spawned(here, 2) as procs:
+    with spawned(2, launcher(here)) as procs:
         drivers()[0].kill()
         assert procs.run("rank").get(60).values() == [0, 1]
         assert procs.slice(hosts=1).run("import os; os.getppid()").get(60)
@@ -174,52 +155,19 @@ def test_a_driver_that_is_told_to_end_while_it_starts_removes_its_jobs(here: Kub
 # ---- controllers come and go ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def zygote(clean_end: None) -> Iterator[Zygote]:
-    meshbook.shutdown()
-    with alone() as started:
-        yield started
-
-
-_PROGRAM = """
-    import os
-    os.environ.update({environment!r})
-    from meshbook import start_hosts
-    from meshbook.launchers.k8s import KubernetesLauncher
-    hosts = start_hosts({{"hosts": 2}}, KubernetesLauncher(python={python!r}, options={options!r}))
-    procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept")
-    procs.run("kept = rank + 1").get(60)
-    say("ready")
-    wait()
-"""
-
-
-def program(here: KubernetesHere, *more: str, **environment: str) -> str:
-    options = list(here.options(*more))
-    return textwrap.dedent(_PROGRAM.format(environment=environment, python=here.python, options=options))
+def program_of(here: KubernetesHere, *more: str, **environment: str) -> str:
+    made = f"k8s.KubernetesLauncher(python={here.python!r}, options={list(here.options(*more))!r})"
+    return program(made, **environment)
 
 
 def test_the_next_controller_has_the_hosts_of_one_that_was_killed(here: KubernetesHere, zygote: Zygote) -> None:
-    meshbook.shutdown()
-    controller = zygote.start(program(here))
-    controller.expect("ready")
-    controller.kill()
-    attached = meshbook.attach("kept", timeout_s=60)
-    procs = attached.mesh("kept")
-    assert attached.lost_hosts == [] and procs.run("kept").get(60).values() == [1, 2]
-    assert "its agent in pod" in loss(procs, here.nodes.of(job_of(procs, 1)).agent().kill)
-    procs.heal()
-    assert procs.run("globals().get('kept')").get(60).values() == [1, None]
-    procs.stop()
-    meshbook.shutdown()
+    kill_controller(zygote, program_of(here))
+    check_next_controller(lambda procs: here.nodes.of(job_of(procs, 1)).agent().kill(), "its agent in pod")
     await_quiet(here)
 
 
 def test_without_a_controller_all_ends_with_the_lease(here: KubernetesHere, zygote: Zygote) -> None:
-    meshbook.shutdown()
-    controller = zygote.start(program(here, MESHBOOK_LEASE_S="1"))
-    controller.expect("ready")
-    controller.kill()
+    kill_controller(zygote, program_of(here, MESHBOOK_LEASE_S="1"))
     await_quiet(here)
 
 
@@ -240,15 +188,15 @@ def test_without_a_controller_all_ends_with_the_lease(here: KubernetesHere, zygo
     ],
 )
 def test_what_kubernetes_cannot_give(here: KubernetesHere, more: list[str], said: str) -> None:
-    with pytest.raises(SpawnError) as told, spawned(here, 2, *more):
+    with pytest.raises(SpawnError) as told, spawned(2, launcher(here, *more)):
         pass
     assert said in str(told.value)
     await_quiet(here)
-    assert not known_hosts()
+    assert not known_hosts("k8s")
 
 
 def test_no_such_interpreter(here: KubernetesHere) -> None:
-    with pytest.raises(SpawnError) as told, spawned(here, 1, python="/no/such/python"):
+    with pytest.raises(SpawnError) as told, spawned(1, launcher(here, python="/no/such/python")):
         pass
     assert "its agent in pod" in str(told.value) and "ended (exit code 127)" in str(told.value)
     if here.has_logs:
@@ -267,32 +215,16 @@ def test_no_such_interpreter(here: KubernetesHere) -> None:
     ],
 )
 def test_users_who_may_not(here: KubernetesHere, user: str, said: str) -> None:
-    with pytest.raises(SpawnError) as told, spawned(here, 1, "--kubeconfig", here.as_user(user)):
+    with pytest.raises(SpawnError) as told, spawned(1, launcher(here, "--kubeconfig", here.as_user(user))):
         pass
     assert said in str(told.value)
 
 
 def test_no_api_server(here: KubernetesHere) -> None:
     nobody = here.as_user("admin", "http://127.0.0.1:1")
-    with pytest.raises(SpawnError) as told, spawned(here, 1, "--kubeconfig", nobody):
+    with pytest.raises(SpawnError) as told, spawned(1, launcher(here, "--kubeconfig", nobody)):
         pass
     assert "the API server at http://127.0.0.1:1 does not answer: Connection refused" in str(told.value)
-
-
-def press_when(words: str, capsys: pytest.CaptureFixture[str], told: list[str]) -> threading.Thread:
-    """An interrupt as soon as these words are shown."""
-
-    def press() -> None:
-        said, deadline = "", time.monotonic() + 60
-        while words not in said and time.monotonic() < deadline:
-            time.sleep(0.05)
-            said += capsys.readouterr().out
-        told.append(said)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize(
@@ -307,22 +239,17 @@ def press_when(words: str, capsys: pytest.CaptureFixture[str], told: list[str]) 
     ],
 )
 def test_an_interrupt_while_pods_wait_leaves_nothing(
-    here: KubernetesHere, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+    here: KubernetesHere, shown: Shown, more: list[str], words: str
 ) -> None:
-    told: list[str] = []
-    thread = press_when(words, capsys, told)
-    with pytest.raises(KeyboardInterrupt), spawned(here, 2, *more):
+    with interrupted_once(lambda: words in shown()), spawned(2, launcher(here, *more)):
         pass
-    thread.join()
-    assert words in told[0]
+    assert words in shown()
     await_quiet(here)
-    assert not known_hosts()
+    assert not known_hosts("k8s")
 
 
 def test_a_controller_that_is_killed_leaves_nothing_waiting(here: KubernetesHere, zygote: Zygote) -> None:
-    controller = zygote.start(program(here, "--gpus", "3"))
-    deadline = time.monotonic() + 60
-    while len(here.left()) < 6 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    controller = zygote.start(program_of(here, "--gpus", "3"))
+    wait_until(lambda: len(here.left()) == 6, 60)
     controller.kill()
     await_quiet(here)

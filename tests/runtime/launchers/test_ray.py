@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
-import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import psutil
 import pytest
-from controllers import Zygote, alone
+from controllers import Zygote
+from engine_hosts import (
+    Shown,
+    agent_of,
+    check_next_controller,
+    check_no_secret_is_seen,
+    interrupted_once,
+    kill_controller,
+    known_hosts,
+    loss,
+    program,
+    spawned,
+)
+from patience import wait_until
 from ray_cluster import await_quiet, drivers, ray_cluster, tasks
 
 import meshbook
 from benchmarks.ray_nodes import RayNodes
-from meshbook import ProcMesh, start_hosts
-from meshbook.errors import SpawnError, WorkerLost
+from meshbook.errors import SpawnError
 from meshbook.launchers.ray import RayLauncher
-from meshbook.mesh.driven import own_sessions
 from meshbook.monarch.job import RayJob
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]  # a busy machine takes a minute to start a cluster
@@ -34,34 +40,6 @@ def nodes(clean_end: None) -> Iterator[RayNodes]:
     with ray_cluster() as found:
         yield found
         meshbook.shutdown()
-
-
-@contextlib.contextmanager
-def spawned(nodes: RayNodes, count: int, **launcher: object) -> Iterator[ProcMesh]:
-    """A rank on each of so many nodes, without torch: it is there soon."""
-    hosts = start_hosts({"hosts": count}, RayLauncher(nodes.address, **launcher))  # type: ignore[arg-type]
-    with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, env={"GREETING": "hello"}) as procs:
-        yield procs
-
-
-def agent_of(procs: ProcMesh, host: int) -> psutil.Process:
-    hello = procs._mesh.hosts[host].hello
-    assert hello is not None
-    return psutil.Process(hello.pid)
-
-
-def loss(procs: ProcMesh, how: Callable[[], object], rank: int = 1) -> str:
-    """What a call says of a rank that is lost by ``how`` while it runs."""
-    future = procs.slice(hosts=rank).run("import time; time.sleep(120)")
-    how()
-    with pytest.raises(WorkerLost) as told:
-        future.get(60)
-    return str(told.value)
-
-
-def known_hosts() -> list[str]:
-    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
-    return [host.name for host in saved if host.launcher.engine == "ray"]
 
 
 # ---- what works -----------------------------------------------------------------------------------------------------
@@ -81,7 +59,7 @@ def test_collectives_run_across_nodes_and_a_job_of_several_names_is_one_placemen
 
 def test_gpus_are_asked_for_where_enough_nodes_have_them(nodes: RayNodes) -> None:
     for count, seen in ((2, "0,1"), (3, None)):
-        with spawned(nodes, count, gpus=2) as procs:
+        with spawned(count, RayLauncher(nodes.address, gpus=2)) as procs:
             code = "import os; os.environ.get('CUDA_VISIBLE_DEVICES') or None"
             assert procs.run(code).get(60).values() == [seen] * count
     await_quiet(nodes)
@@ -99,8 +77,7 @@ def test_by_the_client_server_of_ray(nodes: RayNodes) -> None:
                 socket.create_connection(("127.0.0.1", int(port)), 5).close()
                 break
             time.sleep(0.1)
-        hosts = start_hosts({"hosts": 2}, RayLauncher(f"ray://127.0.0.1:{port}"))
-        with hosts.spawn_procs(torch=False, owns_hosts=True) as procs:
+        with spawned(2, RayLauncher(f"ray://127.0.0.1:{port}")) as procs:
             assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1]
         await_quiet(nodes)
     finally:
@@ -109,7 +86,7 @@ def test_by_the_client_server_of_ray(nodes: RayNodes) -> None:
 
 
 def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes: RayNodes) -> None:
-    with spawned(nodes, 2) as procs:
+    with spawned(2, RayLauncher(nodes.address)) as procs:
         procs.run("kept = rank + 1").get(60)
         here = procs.hosts
         said = loss(procs, agent_of(procs, 1).kill)
@@ -122,10 +99,7 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
         assert actor.name().startswith("ray::")
         assert "The actor is dead because its worker process has died" in loss(procs, actor.kill)
         procs.heal()
-        keys = [key for session in own_sessions() for key in (session.state.secret_key, session.state.public_key)]
-        seen = [*tasks(nodes), *drivers()]
-        words = "".join(f"{process.cmdline()}{process.environ()}" for process in seen if process.is_running())
-        assert "'meshbook', 'agent'" in words and "ray_driver" in words and not [key for key in keys if key in words]
+        assert "ray_driver" in check_no_secret_is_seen([*tasks(nodes), *drivers()])
         rank = next(rank for rank, name in enumerate(procs.hosts) if name != "r1")  # r1 is the head
         lost = procs.hosts[rank]
         assert "node was terminated unexpectedly" in loss(procs, lambda: nodes.ask("kill", lost), rank)
@@ -136,79 +110,40 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
 
 
 def test_the_end_of_the_driver_is_the_end_of_all_until_they_are_healed(nodes: RayNodes) -> None:
-    with spawned(nodes, 2) as procs:
+    with spawned(2, RayLauncher(nodes.address)) as procs:
         assert "the driver of Ray has ended (killed by SIGKILL" in loss(procs, drivers()[0].kill)
         await_quiet(nodes)
         procs.heal()
         assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1] and len(drivers()) == 1
     await_quiet(nodes)
-    assert not known_hosts()
+    assert not known_hosts("ray")
 
 
 def test_more_hosts_come_by_another_placement_group_which_ends_when_they_leave(nodes: RayNodes) -> None:
-    with spawned(nodes, 1) as procs:
+    with spawned(1, RayLauncher(nodes.address)) as procs:
         procs.run("kept = rank + 1").get(60)
         wide = procs.grow(hosts=2)
         assert len(set(wide.hosts[1:])) == 2 and len(drivers()) == 2
         assert wide.run("globals().get('kept')").get(60).values() == [1, None, None]
         narrow = wide.shrink(hosts=2)
         assert narrow.run("kept").get(60).values() == [1]
-        deadline = time.monotonic() + 30
-        while len(drivers()) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(drivers()) == 1
+        wait_until(lambda: len(drivers()) == 1, 30)
     await_quiet(nodes)
-    assert not known_hosts()
+    assert not known_hosts("ray")
 
 
 # ---- controllers come and go ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def zygote(clean_end: None) -> Iterator[Zygote]:
-    meshbook.shutdown()
-    with alone() as started:
-        yield started
-
-
-_PROGRAM = """
-    import os
-    os.environ.update({environment!r})
-    from meshbook import start_hosts
-    from meshbook.launchers.ray import RayLauncher
-    hosts = start_hosts({{"hosts": 2}}, RayLauncher({address!r}))
-    procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept")
-    procs.run("kept = rank + 1").get(60)
-    say("ready")
-    wait()
-"""
-
-
-def program(nodes: RayNodes, **environment: str) -> str:
-    return textwrap.dedent(_PROGRAM.format(environment=environment, address=nodes.address))
-
-
 def test_the_next_controller_has_the_hosts_of_one_that_was_killed(nodes: RayNodes, zygote: Zygote) -> None:
-    meshbook.shutdown()
-    driver = zygote.start(program(nodes))
-    driver.expect("ready")
-    driver.kill()
-    attached = meshbook.attach("kept", timeout_s=60)
-    procs = attached.mesh("kept")
-    assert attached.lost_hosts == [] and procs.run("kept").get(60).values() == [1, 2]
-    assert "its agent on" in loss(procs, agent_of(procs, 1).kill)
-    procs.heal()
-    assert procs.run("globals().get('kept')").get(60).values() == [1, None] and len(nodes.left()) == 1
-    procs.stop()
-    meshbook.shutdown()
+    kill_controller(zygote, program(f"ray.RayLauncher({nodes.address!r})"))
+    assert len(nodes.left()) == 1
+    check_next_controller(lambda procs: agent_of(procs, 1).kill(), "its agent on")
     await_quiet(nodes)
 
 
 def test_without_a_controller_all_ends_with_the_lease(nodes: RayNodes, zygote: Zygote) -> None:
-    meshbook.shutdown()
-    driver = zygote.start(program(nodes, MESHBOOK_LEASE_S="1"))
-    driver.expect("ready")
-    driver.kill()
+    kill_controller(zygote, program(f"ray.RayLauncher({nodes.address!r})", MESHBOOK_LEASE_S="1"))
     await_quiet(nodes, 60)
 
 
@@ -224,11 +159,12 @@ def test_without_a_controller_all_ends_with_the_lease(nodes: RayNodes, zygote: Z
     ],
 )
 def test_what_ray_cannot_give(nodes: RayNodes, count: int, launcher: dict[str, object], said: str) -> None:
-    with pytest.raises(SpawnError) as told, spawned(nodes, count, **launcher):
+    launched = RayLauncher(nodes.address, **launcher)  # type: ignore[arg-type]
+    with pytest.raises(SpawnError) as told, spawned(count, launched):
         pass
     assert said in str(told.value)
     await_quiet(nodes)
-    assert not known_hosts()
+    assert not known_hosts("ray")
 
 
 @pytest.fixture
@@ -240,33 +176,15 @@ def busy(nodes: RayNodes) -> Iterator[None]:
     await_quiet(nodes)
 
 
-def test_an_interrupt_while_ray_is_busy_leaves_nothing(
-    nodes: RayNodes, busy: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def press() -> None:
-        said, deadline = "", time.monotonic() + 60
-        while "waited" not in said and time.monotonic() < deadline:
-            time.sleep(0.05)
-            said += capsys.readouterr().out
-        told.append(said)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    told: list[str] = []
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt), spawned(nodes, 2):
+def test_an_interrupt_while_ray_is_busy_leaves_nothing(nodes: RayNodes, busy: None, shown: Shown) -> None:
+    with interrupted_once(lambda: "waited" in shown()), spawned(2, RayLauncher(nodes.address)):
         pass
-    thread.join()
-    assert "Ray's queue: 2 hosts need a node each with 1 CPU; 0 of 3 nodes have that free; waited" in told[0]
-    assert len(nodes.left()) == 1 and not drivers() and not known_hosts(), "what others hold is theirs"
+    assert "Ray's queue: 2 hosts need a node each with 1 CPU; 0 of 3 nodes have that free; waited" in shown()
+    assert len(nodes.left()) == 1 and not drivers() and not known_hosts("ray"), "what others hold is theirs"
 
 
 def test_a_controller_that_is_killed_leaves_nothing_waiting(nodes: RayNodes, busy: None, zygote: Zygote) -> None:
-    driver = zygote.start(program(nodes))
-    deadline = time.monotonic() + 60
-    while len(nodes.left()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    driver = zygote.start(program(f"ray.RayLauncher({nodes.address!r})"))
+    wait_until(lambda: len(nodes.left()) == 2, 60)
     driver.kill()
-    while len(nodes.left()) > 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(nodes.left()) == 1
+    wait_until(lambda: len(nodes.left()) == 1, 60)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from controllers import Zygote, alone
+from controllers import Zygote
+from engine_hosts import (
+    agent_of,
+    check_detached,
+    check_next_controller,
+    check_no_secret_is_seen,
+    interrupted_once,
+    kill_controller,
+    known_hosts,
+    loss,
+    program,
+)
 from ssh_hosts import SshHosts, ssh_hosts
 
 import meshbook
@@ -52,12 +60,6 @@ def mesh(there: SshHosts) -> Iterator[ProcMesh]:
         yield procs
 
 
-def known_hosts() -> list[str]:
-    """Those of ssh that the sessions of this process have."""
-    saved = [host for session in own_sessions() for host in session.state.hosts.values()]
-    return [host.name for host in saved if host.launcher.engine == "ssh"]
-
-
 def tunnel_of(procs: ProcMesh, host: int) -> Path:
     """The end over there of the way back."""
     words = client_of(procs, host).cmdline()
@@ -66,21 +68,6 @@ def tunnel_of(procs: ProcMesh, host: int) -> Path:
 
 def client_of(procs: ProcMesh, host: int) -> psutil.Process:
     return psutil.Process(procs._mesh.hosts[host].launched.pid)
-
-
-def agent_of(procs: ProcMesh, host: int) -> psutil.Process:
-    hello = procs._mesh.hosts[host].hello
-    assert hello is not None
-    return psutil.Process(hello.pid)
-
-
-def lose_second(procs: ProcMesh, how: Callable[[], object]) -> str:
-    """Lose the second host while a call waits for it; what the call says of it."""
-    future = procs.slice(hosts=1).run("import time; time.sleep(120)")
-    how()
-    with pytest.raises(WorkerLost) as told:
-        future.get(60)
-    return str(told.value)
 
 
 # ---- what works -----------------------------------------------------------------------------------------------------
@@ -113,13 +100,8 @@ def test_the_notebooks_own_environment_stays_here(mesh: ProcMesh, monkeypatch: p
 
 def test_no_key_is_on_a_command_line_or_in_an_environment(there: SshHosts, mesh: ProcMesh) -> None:
     (session,) = own_sessions()
-    keys = [session.state.public_key, session.state.secret_key, *(host.key for host in session.state.hosts.values())]
-    processes = [*there.processes(), client_of(mesh, 0), client_of(mesh, 1)]
-    seen = "".join(" ".join(process.cmdline()) for process in processes)
-    for process in processes:
-        with contextlib.suppress(psutil.AccessDenied):  # of a daemon that has changed its user
-            seen += repr(process.environ())
-    assert "meshbook agent" in seen and not [key for key in keys if key in seen]
+    keys = [host.key for host in session.state.hosts.values()]
+    check_no_secret_is_seen([*there.processes(), client_of(mesh, 0), client_of(mesh, 1)], *keys)
 
 
 # ---- hosts are lost and come back -----------------------------------------------------------------------------------
@@ -133,7 +115,7 @@ def test_a_killed_ssh_client_is_a_lost_host_and_heal_starts_it_again_on_its_own_
     assert tunnel.is_socket() and tunnel.stat().st_mode & 0o077 == 0
     theirs = [agent_of(mesh, 1), *agent_of(mesh, 1).children(recursive=True)]
     watch(theirs)
-    assert "nodeB" in lose_second(mesh, client_of(mesh, 1).kill)
+    assert "nodeB" in loss(mesh, client_of(mesh, 1).kill)
     assert psutil.wait_procs(theirs, timeout=20)[1] == [], "the agent ends with its connection, and its workers with it"
     assert not tunnel.exists()
     assert str(mesh.heal()).startswith('mesh "procs": host nodeB started again, rank 1 started again')
@@ -145,7 +127,7 @@ def test_a_killed_ssh_client_is_a_lost_host_and_heal_starts_it_again_on_its_own_
 
 def test_a_killed_agent_is_told_from_a_lost_connection(mesh: ProcMesh) -> None:
     tunnel, shell = tunnel_of(mesh, 1), agent_of(mesh, 1).parent()
-    said = lose_second(mesh, agent_of(mesh, 1).kill)
+    said = loss(mesh, agent_of(mesh, 1).kill)
     assert "nodeB" in said and "its agent ended (killed by SIGKILL" in said
     assert shell is not None and not psutil.wait_procs([shell], timeout=20)[1] and not tunnel.exists()
     mesh.heal()
@@ -161,7 +143,7 @@ def test_a_network_that_is_gone_is_a_lost_host_in_the_words_of_ssh(there: SshHos
         daemon = agent.parents()[1]
         assert "sshd" in daemon.name(), daemon
         try:
-            assert "not responding" in lose_second(procs, daemon.suspend)
+            assert "not responding" in loss(procs, daemon.suspend)
             assert agent.is_running(), "it cannot know"
         finally:
             daemon.resume()
@@ -173,7 +155,7 @@ def test_a_host_that_cannot_be_reached_now_is_healed_later(there: SshHosts) -> N
     hosts = launch(there, "nodeA", "nodeB", options=("-o", "ConnectTimeout=2"))
     with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
         procs.run("kept = rank + 1").get(60)
-        lose_second(procs, client_of(procs, 1).kill)
+        loss(procs, client_of(procs, 1).kill)
         daemon = psutil.Process(there.daemon.pid)
         daemon.suspend()
         try:
@@ -182,7 +164,7 @@ def test_a_host_that_cannot_be_reached_now_is_healed_later(there: SshHosts) -> N
             assert "another host in its place: mesh.heal(launcher=launcher)" in str(told.value)
         finally:
             daemon.resume()
-        assert known_hosts() == ["nodeA", "nodeB"], "what failed is forgotten"
+        assert known_hosts("ssh") == ["nodeA", "nodeB"], "what failed is forgotten"
         assert procs.slice(hosts=0).run("kept").get(60).values() == [1]
         procs.heal()
         assert procs.run("globals().get('kept')").get(60).values() == [1, None]
@@ -213,53 +195,15 @@ def test_a_mesh_of_this_machine_grows_by_a_host_elsewhere_which_another_replaces
 # ---- controllers come and go ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def zygote(clean_end: None) -> Iterator[Zygote]:
-    meshbook.shutdown()
-    with alone() as started:
-        yield started
-
-
 def test_the_next_controller_has_the_hosts_of_one_that_was_killed(there: SshHosts, zygote: Zygote) -> None:
-    meshbook.shutdown()
-    driver = zygote.start(
-        textwrap.dedent(f"""
-        from meshbook import start_hosts
-        from meshbook.launchers.ssh import SSHLauncher
-        hosts = start_hosts({{"hosts": 2}}, SSHLauncher(["nodeA", "nodeB"], options={there.options!r}))
-        procs = hosts.spawn_procs({{"gpus": 1}}, torch=False, owns_hosts=True, name="kept", env={{"GREETING": "hello"}})
-        procs.run("kept = rank + 1").get(60)
-        say("ready")
-        wait()
-        """)
-    )
-    driver.expect("ready")
-    driver.kill()
-    attached = meshbook.attach("kept", timeout_s=60)
-    procs = attached.mesh("kept")
-    assert attached.lost_hosts == [] and procs.hosts == ("nodeA", "nodeB")
-    assert procs.run("kept").get(60).values() == [1, 2]
-    said = lose_second(procs, client_of(procs, 1).kill)
-    assert "nodeB" in said and "its ssh connection has ended" in said
-    procs.heal()
-    assert "nodeB" in client_of(procs, 1).cmdline()
-    code = "import os; (globals().get('kept'), os.environ['GREETING'])"
-    assert procs.run(code).get(60).values() == [(1, "hello"), (None, "hello")]
-    procs.stop()
-    meshbook.shutdown()
+    kill_controller(zygote, program(f"ssh.SSHLauncher(['nodeA', 'nodeB'], options={there.options!r})"))
+    check_next_controller(lambda procs: client_of(procs, 1).kill(), "its ssh connection has ended")
     there.await_quiet()
 
 
-def test_detached_hosts_are_found_again_and_end_with_their_lease(there: SshHosts, zygote: Zygote) -> None:
-    hosts = launch(there, "nodeA")
-    hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, name="left").run("kept = 1").get(60)
-    meshbook.detach()
-    procs = meshbook.attach("left", timeout_s=60).mesh("left")
-    assert procs.run("kept").get(60).values() == [1]
-    clients = [client_of(procs, 0)]
-    meshbook.detach(lease_s=0.5)
+def test_detached_hosts_are_found_again_and_end_with_their_lease(there: SshHosts) -> None:
+    check_detached(SSHLauncher(["nodeA"], options=there.options), lambda procs: [client_of(procs, 0)])
     there.await_quiet()
-    assert psutil.wait_procs(clients, timeout=20)[1] == []
 
 
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
@@ -274,7 +218,7 @@ def refusal(there: SshHosts, *names: str, python: str | None = None, options: tu
     assert time.monotonic() - began < 60
     there.await_quiet()
     assert not [child for child in psutil.Process().children() if child.name() == "ssh"]
-    assert not known_hosts()
+    assert not known_hosts("ssh")
     return str(told.value)
 
 
@@ -442,7 +386,7 @@ def test_a_spawn_that_makes_no_sense_ends_the_hosts_that_were_started_for_it(the
     with pytest.raises(UsageError, match="cwd is a folder"):
         launch(there, "nodeA").spawn_procs(torch=False, owns_hosts=True, cwd="here")
     there.await_quiet()
-    assert not known_hosts()
+    assert not known_hosts("ssh")
 
 
 def test_without_ssh(there: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -452,24 +396,10 @@ def test_without_ssh(there: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) -> None:
-    me = psutil.Process()
+    def clients() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.name() == "ssh"]
 
-    def press() -> None:
-        while sum(child.name() == "ssh" for child in me.children()) < 2:
-            time.sleep(0.01)
-        os.kill(me.pid, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_once(lambda: len(clients()) == 2):
         launch(there, "nodeA", "silent").spawn_procs(torch=False, owns_hosts=True)
-    thread.join()
-    assert not [child for child in me.children() if child.name() == "ssh"]
-    assert not known_hosts()
+    assert not clients() and not known_hosts("ssh")
     there.await_quiet()
-
-
-def test_who_has_no_such_hosts_does_not_load_it() -> None:
-    code = "import sys, meshbook.mesh.driven; print('meshbook.launchers.ssh' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "False\n", done.stderr
