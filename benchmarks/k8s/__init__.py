@@ -1,1 +1,1 @@
-"""Kubernetes on this machine, for benchmarks and tests: nodes, a stand-in of its API server, or its own programs."""
+"""Kubernetes on this machine, for benchmarks and tests: nodes, and a stand-in of its API server."""

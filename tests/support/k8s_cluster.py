@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.k8s.cluster import KubernetesHere, cluster
+from benchmarks.k8s.cluster import KubernetesHere, stand_in
 from benchmarks.ssh_hosts import NoDaemonError
 
 
@@ -33,12 +33,12 @@ def await_quiet(here: KubernetesHere, timeout_s: float = 60.0) -> None:
 
 
 @contextlib.contextmanager
-def kubernetes_here(kind: str, folder: Path) -> Iterator[KubernetesHere]:
-    """kind: as in `benchmarks.k8s.cluster.cluster`; the environment names no other."""
+def kubernetes_here(folder: Path) -> Iterator[KubernetesHere]:
+    """A stand-in; the environment names no other cluster."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).delenv("KUBECONFIG", raising=False)
         try:
-            here = stack.enter_context(cluster(kind, folder))
+            here = stack.enter_context(stand_in(folder))
         except NoDaemonError as error:
             pytest.skip(str(error))
         yield here

@@ -42,11 +42,9 @@ from benchmarks.k8s.nodes import CONTAINER, IMAGE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module", params=["stand-in", "real"])
-def here(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, clean_end: None
-) -> Iterator[KubernetesHere]:
-    with kubernetes_here(request.param, tmp_path_factory.mktemp("k8s")) as found:
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, clean_end: None) -> Iterator[KubernetesHere]:
+    with kubernetes_here(tmp_path_factory.mktemp("k8s")) as found:
         yield found
         meshbook.shutdown()
 
@@ -80,8 +78,6 @@ def test_collectives_run_across_pods(here: KubernetesHere) -> None:
 def test_a_pod_without_a_way_to_the_notebook_says_where_it_has_dialled(
     here: KubernetesHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not here.has_logs:
-        pytest.skip("nobody reads what a container has said")
     monkeypatch.setattr("benchmarks.k8s.nodes.CONTAINER", (CONTAINER[0], "--net", *CONTAINER[1:]))
     words = r"reached nobody at tcp://\S+ within \d+ s: the notebook's machine must be reachable there"
     began = time.monotonic()
@@ -199,8 +195,7 @@ def test_no_such_interpreter(here: KubernetesHere) -> None:
     with pytest.raises(SpawnError) as told, spawned(1, launcher(here, python="/no/such/python")):
         pass
     assert "its agent in pod" in str(told.value) and "ended (exit code 127)" in str(told.value)
-    if here.has_logs:
-        assert "no Python at /no/such/python. Name the interpreter that has meshbook in the image" in str(told.value)
+    assert "no Python at /no/such/python. Name the interpreter that has meshbook in the image" in str(told.value)
     await_quiet(here)
 
 
