@@ -307,7 +307,10 @@ class OutputOrder(Generic[OrderedDisplay]):
             for pipe in self._each:
                 if pipe.waiting and (first is None or pipe.waiting[0][0] < first):
                     first = pipe.waiting[0][0]
-            if first is None or not (at_once or self._can_pass(first)):
+            if first is None:
+                return
+            has_come = self._read_to >= first.number and (not first.has_shown or first.number in self._early)
+            if not (at_once or has_come):
                 return
             if self._early and (shown := self._early.pop(first.number, None)) is not None:
                 self._on_shown(shown)
@@ -317,8 +320,3 @@ class OutputOrder(Generic[OrderedDisplay]):
                     for output, text in pipe.waiting.popleft()[1]:
                         self._held_chars -= len(text)
                         self._on_text(pipe.stream, output, text)
-
-    def _can_pass(self, place: OutputPlace) -> bool:
-        if place.has_shown and place.number not in self._early:
-            return False
-        return self._read_to >= place.number

@@ -44,10 +44,6 @@ class LocalLauncher(Launcher):
     def saved(self) -> SavedLauncher:
         return SavedLauncher(self.name, separate=not self._shares_memory)
 
-    def for_host(self, index: int) -> LocalLauncher:
-        """Return itself: its hosts are all alike."""
-        return self
-
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Start the agents; each reads its ticket from stdin and watches that pipe for our end.
 

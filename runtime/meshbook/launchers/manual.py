@@ -73,10 +73,6 @@ class ManualLauncher(Launcher):
     def transport(self) -> str:
         return f"tcp://{in_endpoint(self._address or own_address())}"
 
-    def for_host(self, index: int) -> ManualLauncher:
-        """Return itself: any machine may take the place."""
-        return self
-
     @property
     def saved(self) -> SavedLauncher:
         return SavedLauncher(self.name, python=self.python, options=(self._asked, str(self.within_s)))

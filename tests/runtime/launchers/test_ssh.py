@@ -222,32 +222,34 @@ def refusal(there: SshHosts, *names: str, python: str | None = None, options: tu
     return str(told.value)
 
 
-def test_a_host_that_is_not_there_ends_the_others(there: SshHosts) -> None:
-    said = refusal(there, "nodeA", "closed", "nodeB")
-    assert said.startswith("host closed did not start: ssh: connect to host 127.0.1.9 port 1: Connection refused")
-
-
-def test_a_name_that_nobody_knows(there: SshHosts) -> None:
-    assert "host nowhere.invalid did not start: ssh: Could not resolve hostname" in refusal(there, "nowhere.invalid")
-
-
-def test_a_host_that_says_nothing(there: SshHosts) -> None:
-    said = refusal(there, "silent", options=("-o", "ConnectTimeout=1"))
-    assert said.startswith("host silent did not start: ssh: Connection timed out during banner exchange")
-    assert "ConnectTimeout" in said
-
-
-def test_a_host_whose_key_is_not_known(there: SshHosts) -> None:
-    said = refusal(there, "stranger")
-    assert "Host key verification failed" in said and "look at its key: ssh stranger" in said
-
-
-def test_a_key_that_is_refused(there: SshHosts) -> None:
-    said = refusal(there, "nodeA", options=("-l", "nobody.of.that.name"))
-    assert said.startswith(
-        "host nodeA did not start: ssh: nobody.of.that.name@127.0.1.1: Permission denied (publickey)"
-    )
-    assert "Nobody can type a password here" in said
+@pytest.mark.parametrize(
+    ("names", "options", "cause", "advice"),
+    [
+        (
+            "nodeA closed nodeB", "",
+            "closed did not start: ssh: connect to host 127.0.1.9 port 1: Connection refused", "",
+        ),
+        ("nowhere.invalid", "", "nowhere.invalid did not start: ssh: Could not resolve hostname", ""),
+        (
+            "silent", "-o ConnectTimeout=1",
+            "silent did not start: ssh: Connection timed out during banner exchange", "ConnectTimeout",
+        ),
+        ("stranger", "", "stranger did not start", "Host key verification failed|look at its key: ssh stranger"),
+        (
+            "nodeA", "-l nobody.of.that.name",
+            "nodeA did not start: ssh: nobody.of.that.name@127.0.1.1: Permission denied (publickey)",
+            "Nobody can type a password here",
+        ),
+        (
+            "nodeA", "-o ClearAllForwardings=yes -o ExitOnForwardFailure=no",
+            "nodeA did not start: ", "no tunnel at /tmp/meshbook-|AllowStreamLocalForwarding",
+        ),
+    ],
+    ids=["not there", "unknown", "says nothing", "key not known", "key refused", "no way back"],
+)  # fmt: skip
+def test_a_host_that_ssh_does_not_reach(there: SshHosts, names: str, options: str, cause: str, advice: str) -> None:
+    said = refusal(there, *names.split(), options=tuple(options.split()))
+    assert said.startswith(f"host {cause}") and all(words in said for words in advice.split("|"))
 
 
 def test_an_interpreter_that_is_not_there(there: SshHosts) -> None:
@@ -331,12 +333,6 @@ def python_of_another_time(folder: Path, patch: str) -> str:
 )
 def test_versions_that_differ(there: SshHosts, tmp_path: Path, patch: str, said: str) -> None:
     assert said in refusal(there, "nodeA", python=python_of_another_time(tmp_path, patch))
-
-
-def test_a_way_back_that_is_not_there(there: SshHosts) -> None:
-    """As where the daemon does not allow it, and the user has told ssh to go on."""
-    said = refusal(there, "nodeA", options=("-o", "ClearAllForwardings=yes", "-o", "ExitOnForwardFailure=no"))
-    assert "no tunnel at /tmp/meshbook-" in said and "AllowStreamLocalForwarding" in said
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ class ClientHost(LaunchedHost, Generic[AnyClient]):
 
 @dataclass
 class DriverLog(ClientLog):
-    """The log of a driver; most of what it says is kept by the id of a host, ``""`` for all hosts."""
+    """The log of a driver; most of its events are kept by the id of a host, ``""`` for all hosts."""
 
     job: str = ""
     socket: str = ""
