@@ -51,7 +51,7 @@ class RankDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **kwargs: object,
     ) -> None:
-        self.shell.show_data(data, metadata, transient, update=update)
+        self.shell.show_data(data, metadata, transient, update, False)
 
     def clear_output(self, wait: bool = False) -> None:
         """Do nothing: the cell's output is shared with other ranks."""
@@ -77,7 +77,7 @@ class RankDisplayHook(DisplayHook):
         return data, metadata
 
     def write_format_data(self, format_dict: MimeBundle, md_dict: MimeBundle | None = None) -> None:
-        self.shell.show_data(format_dict, md_dict, is_result=True)
+        self.shell.show_data(format_dict, md_dict, None, False, True)
 
     def log_output(self, format_dict: object) -> None:
         """Keep no history of outputs: it would hold all of them in memory."""

@@ -84,7 +84,7 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
 
 
 def format_error(shell: InteractiveShell, error: BaseException) -> list[str]:
-    """The parts of the traceback, as IPython draws it; never raises."""
+    """Return the parts of the traceback, as IPython draws it; never raises."""
     kind, frames = type(error), error.__traceback__
     try:
         if hasattr(error, "_render_traceback_"):
@@ -117,7 +117,7 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_briefly(error: BaseException) -> str:
-    """``ValueError: bad shard``, the first line of it."""
+    """Return ``ValueError: bad shard``, the first line of it."""
     return f"{type(error).__name__}: {text_of(error)}".rstrip(": \n").splitlines()[0][:200]
 
 

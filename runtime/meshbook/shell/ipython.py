@@ -25,7 +25,7 @@ from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler, RankTransformers, may_await
-from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, sendable
+from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher
 from meshbook.shell.failures import describe_briefly, forget_last_error, format_error, quicken_tracebacks
 from meshbook.source.location import drop_own_frames
 
@@ -42,15 +42,6 @@ _RUNS = (InteractiveShell.safe_execfile.__code__, InteractiveShell.safe_run_modu
 """IPython's functions that run a script for ``%run``."""
 
 
-class Show(NamedTuple):
-    """The functions by which the shell reaches its rank."""
-
-    display: Callable[[dict[str, object], dict[str, object], dict[str, object], bool, bool], None]
-    """data, metadata, transient, update, is_result"""
-    mark_place: Callable[[], None]
-    """Write out all text, so that the next text comes behind it."""
-
-
 class CellResult(NamedTuple):
     value: object
     error: BaseException | None
@@ -65,7 +56,10 @@ class RankIPython(InteractiveShell):
     display_pub_class = Type(RankDisplayPublisher)
     compiler_class = Type(CellCompiler)
 
-    show: Show | None = None
+    show_data: Callable[..., None] = staticmethod(lambda *_: None)
+    """Hand a bundle to the rank: its data, metadata and transient data, ``update`` and ``is_result``."""
+    mark_place: Callable[[], None] = staticmethod(lambda: None)
+    """Write out all text, so that the next text comes behind it."""
     rank_debugger: RankDebugger
     _user_code_depth = 0
     _held: list[tuple[BaseException, bool]] | None = None
@@ -168,27 +162,14 @@ class RankIPython(InteractiveShell):
     def showsyntaxerror(self, filename: str | None = None, *args: object, **kwargs: object) -> None:
         self.showtraceback()
 
-    def show_data(
-        self,
-        data: Mapping[str, object],
-        metadata: Mapping[str, object] | None = None,
-        transient: Mapping[str, object] | None = None,
-        *,
-        update: bool = False,
-        is_result: bool = False,
-    ) -> None:
-        """Hand a MIME bundle to the rank's sink."""
-        if self.show is not None:
-            self.show.display(sendable(data), dict(metadata or {}), dict(transient or {}), update, is_result)
-
     # ---- commands, debuggers, ends ------------------------------------------------------------------------------
 
     def system(self, cmd: str) -> None:
         """Run ``!cmd``, with its output in its place."""
         command = self.var_expand(cmd, depth=1)
-        self._mark_place()
+        self.mark_place()
         code, _ = run_command(command)
-        self._mark_place()
+        self.mark_place()
         self.user_ns["_exit_code"] = code
         if code and getattr(self, "system_raise_on_error", False):
             raise subprocess.CalledProcessError(code, command)
@@ -197,7 +178,7 @@ class RankIPython(InteractiveShell):
 
     def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> SList | LSString:
         """Run ``names = !cmd``, and return its output."""
-        self._mark_place()
+        self.mark_place()
         code, text = run_command(self.var_expand(cmd, depth=depth + 1), capture=True)
         if code and getattr(self, "system_raise_on_error", False):
             raise subprocess.CalledProcessError(code, cmd, text)
@@ -208,9 +189,9 @@ class RankIPython(InteractiveShell):
         if magic_name not in ("bash", "sh") or line.strip():
             result: object = super().run_cell_magic(magic_name, line, cell)
             return result
-        self._mark_place()
+        self.mark_place()
         code = run_script(magic_name, cell)
-        self._mark_place()
+        self.mark_place()
         if code:
             raise subprocess.CalledProcessError(code, magic_name)
         return None
@@ -309,10 +290,6 @@ class RankIPython(InteractiveShell):
             yield kept
         finally:
             self._of_result = None
-
-    def _mark_place(self) -> None:
-        if self.show is not None:
-            self.show.mark_place()
 
 
 def create_shell(

@@ -33,10 +33,10 @@ from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.attribution import Attribution
 from meshbook.shell.completer import complete, prepare, user_names
-from meshbook.shell.display import MimeBundle, plain_progress_bars
+from meshbook.shell.display import MimeBundle, plain_progress_bars, sendable
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.inspector import describe
-from meshbook.shell.ipython import CellResult, Show, create_shell
+from meshbook.shell.ipython import CellResult, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.streams import OutputBeside, flush_c_streams, flush_streams, install_streams
 from meshbook.system.descriptors import FIRST, fill, open_above
@@ -142,7 +142,7 @@ class RankShell:
         for fd in range(FIRST):
             self._ends.register(fd, 0)  # tells by itself of descriptors that are closed
         self._loop = asyncio.new_event_loop()
-        self._ipython.show = Show(self._display, self._mark_place)
+        self._ipython.show_data, self._ipython.mark_place = self._display, self._mark_place
         self._ipython.enter_main()
         self.define(namespace)
         patch(builtins, "input", _refuse_input)
@@ -314,20 +314,19 @@ class RankShell:
     def _display(
         self,
         data: MimeBundle,
-        metadata: MimeBundle,
-        transient: MimeBundle,
+        metadata: MimeBundle | None,
+        transient: MimeBundle | None,
         update: bool,
         is_result: bool,
     ) -> None:
         self.flush_text()
-        cell = self._attribution.origin()
+        data, cell = sendable(data), self._attribution.origin()
         if self._attribution.forked or cell is None:  # a child process has no sink
             print(data.get("text/plain", ""))
         else:
             is_late = self._attribution.late_cell() is not None
-            self._sink.display(
-                data, metadata, transient, update=update, is_result=is_result, cell_id=cell, is_late=is_late
-            )
+            others = dict(metadata or {}), dict(transient or {})
+            self._sink.display(data, *others, update=update, is_result=is_result, cell_id=cell, is_late=is_late)
 
     def _mark_place(self) -> None:
         """Mark a place in the output before and after a command, so that its text on either stream stands between."""

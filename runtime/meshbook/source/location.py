@@ -28,7 +28,7 @@ _NAME = re.compile(r"<cell (?:(\d{1,7})(?: [0-9a-f]{8})?|[0-9a-f]{8})>")
 
 
 def cell_file_name(source: str, cell_number: int | None) -> str:
-    """The name to compile ``source`` under: ``<cell 7>``, or a longer one when another cell 7 has that name.
+    """Return the name to compile ``source`` under: ``<cell 7>``, or a longer one when another cell 7 has that name.
 
     source: the cell's text, blank lines in place of the lines above it. Equal on all ranks that run the same cells.
     """
@@ -52,13 +52,15 @@ def add_cell(source: str, cell_number: int | None, name: str = "") -> str:
 
 
 def cell_label(file_name: str) -> str | None:
-    """``cell 7`` or ``a cell`` for the name of a cell's file, None for any other file."""
+    """Return ``cell 7`` or ``a cell`` for the name of a cell's file, None for any other file."""
     return _labels.get(file_name)
 
 
 def name_line(file_name: str, line: int | None) -> str:
-    """``cell 7, line 3``; empty when the file is no cell. Understands the names that other processes gave, and those
-    that the kernel of this process gives its own cells."""
+    """Return ``cell 7, line 3``; empty when the file is no cell.
+
+    Names that other processes gave are understood, and those that this process's kernel gives its own cells.
+    """
     label = cell_label(file_name)
     if label is None and (found := _NAME.fullmatch(file_name)) is not None:
         label = f"cell {found[1]}" if found[1] else "a cell"
@@ -71,7 +73,7 @@ def name_line(file_name: str, line: int | None) -> str:
 
 
 def number_of_input(source: str) -> int | None:
-    """The number of the last cell of this notebook with this text, as IPython's list of inputs tells it."""
+    """Return the number of the last cell of this notebook with this text, by IPython's list of inputs."""
     inputs = vars(sys.modules["__main__"]).get("In")
     if not isinstance(inputs, list):
         return None
@@ -227,7 +229,7 @@ class Activity(enum.Enum):
 
 
 def frame_activity(frame: FrameType | None) -> Activity:
-    """The kind of code that `describe_frame` describes."""
+    """Return the kind of code that `describe_frame` describes."""
     frame, called = _users_frame(frame)
     if _name_collective(called):
         return Activity.COLLECTIVE
@@ -235,18 +237,18 @@ def frame_activity(frame: FrameType | None) -> Activity:
 
 
 def users_place(frame: FrameType | None) -> str:
-    """The innermost line of the user's own code: ``cell 7, line 5``; nothing where none runs."""
+    """Return the innermost line of the user's own code: ``cell 7, line 5``; nothing where none runs."""
     frame, _ = _users_frame(frame)
     return "" if frame is None else name_place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def name_place(filename: str, line: int) -> str:
-    """``cell 7, line 5`` for a cell, ``train.py:41`` for a file."""
+    """Return ``cell 7, line 5`` for a cell, ``train.py:41`` for a file."""
     return name_line(filename, line) or f"{Path(filename).name}:{line}"
 
 
 def make_frame(function: str, file: str, line: int, source: str = "") -> Frame:
-    """A frame of Python code."""
+    """Return a frame of Python code."""
     return Frame(function, file, line, name_place(file, line), kind_of_file(file), source.strip()[:SOURCE_CHARS])
 
 
@@ -272,7 +274,7 @@ def is_runtimes_code(code: CodeType) -> bool:
 
 
 def _name_collective(called: list[FrameType]) -> str:
-    """The torch.distributed function among library frames ordered innermost first, or nothing."""
+    """Return the torch.distributed function among library frames, innermost first, or nothing."""
     for frame in called:
         code = frame.f_code
         if code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_"):
@@ -295,7 +297,7 @@ def _name_running_call(frame: FrameType) -> str:
 
 
 def name_call(expression: str) -> str:
-    """``time.sleep`` for ``time.sleep(60)``, ``fit`` for ``build(x).fit(y)``, nothing where there is no call."""
+    """Return ``time.sleep`` for ``time.sleep(60)``, ``fit`` for ``build(x).fit(y)``, nothing for other expressions."""
     if not expression.endswith(")"):
         return ""
     depth = 0
@@ -317,7 +319,7 @@ def drop_own_frames(error: BaseException) -> None:
 
 
 def traceback_entries(entry: TracebackType | None) -> Iterator[TracebackType]:
-    """The frames of a traceback, the outermost first."""
+    """Yield the frames of a traceback, the outermost first."""
     while entry is not None:
         yield entry
         entry = entry.tb_next

@@ -23,7 +23,7 @@ _lock = threading.RLock()
 
 
 def frames() -> dict[int, FrameType]:
-    """Thread to its innermost frame, for all threads but the calling one.
+    """Return the innermost frame of each thread but the calling one.
 
     Its own frame would hold the frame that keeps the answer, and so itself: a circle in which all variables of all
     threads would live on until the collector came by.
@@ -35,7 +35,7 @@ def frames() -> dict[int, FrameType]:
 
 
 def frame_of(thread: int | None) -> FrameType | None:
-    """The innermost frame of ``thread``, if it runs Python."""
+    """Return the innermost frame of ``thread``, if it runs Python."""
     return sys._getframe(1) if thread == threading.get_ident() else frames().get(thread or 0)
 
 
@@ -58,7 +58,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def cell_frames(loop: asyncio.AbstractEventLoop) -> list[FrameType]:
-    """The frames of the cell that runs on the loop, innermost first; empty where none awaits. From any thread."""
+    """Return the frames of the cell that awaits on the loop, innermost first; empty without one. From any thread."""
     for _, frames in task_frames(loop):
         if any(frame.f_code.co_name == "<module>" and is_users_code(frame.f_code) for frame in frames):
             return frames
