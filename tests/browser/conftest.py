@@ -20,7 +20,7 @@ from jupyter_lab import PATIENCE_MS, Lab, NoBrowser, open_chromium
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `simulated`
+sys.path.insert(0, str(Path(__file__).parent))  # for `conftest`
 
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 

@@ -51,3 +51,16 @@ def kill(mesh: ProcMesh, *ranks: int) -> None:
     for rank in ranks:
         os.kill(statuses[rank].pid, signal.SIGKILL)
     wait_until(lambda: set(ranks) <= set(mesh.base().lost))
+
+
+def interrupt_when(condition: Callable[[], object], after_s: float = 0.0) -> threading.Thread:
+    """Press interrupt once, some time after the condition holds; returns the thread, to be joined."""
+
+    def press() -> None:
+        wait_until(condition)
+        time.sleep(after_s)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread

@@ -68,8 +68,7 @@ class CellProfile:
     def _write(self, procs: ProcMesh, profile: Profile) -> str:
         from meshbook.profiling.events import write_trace
 
-        labels = dict(_labels(procs))
-        size = write_trace(self._path, profile.traces, {rank: labels[rank] for rank in profile.traces})
+        size = write_trace(self._path, profile.traces, _labels(procs))
         left_out = sum(trace.left_out for trace in profile.traces.values())
         notes = [format_bytes(size)]
         if left_out:
@@ -79,14 +78,14 @@ class CellProfile:
         return f"trace: {self._path} ({', '.join(notes)})\n  open it at {VIEWER}"
 
 
-def _labels(procs: ProcMesh) -> list[tuple[int, str]]:
+def _labels(procs: ProcMesh) -> dict[int, str]:
     """Return ``rank 3 (gpus=3) on node7`` of each rank."""
-    hosts = {rank: part.name for part in states.by_host(procs) for rank in part.ranks}
-    whole = procs.base()
-    points = {
-        rank: ", ".join(f"{axis}={index}" for axis, index in members_of(whole).point(rank).items()) for rank in hosts
-    }
-    return [(rank, f"rank {rank} ({points[rank]}) on {hosts[rank]}") for rank in hosts]
+    labels, members = {}, members_of(procs.base())
+    for part in states.by_host(procs):
+        for rank in part.ranks:
+            point = ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items())
+            labels[rank] = f"rank {rank} ({point}) on {part.name}"
+    return labels
 
 
 def trace_path(path: str | None, name: str) -> Path:

@@ -65,18 +65,18 @@ def wait(session: Session, arguments: Arguments) -> None:
 def _wait_for(job: Job, timeout_s: float | None) -> bool:
     told = False
 
-    def has_stops() -> bool:
-        return not told and bool(states.stopped_ranks(job.cell.procs).of(job.cell.ranks))
+    def stops() -> list[int]:
+        return [] if told else [*states.stopped_ranks(job.cell.procs).of(job.cell.ranks)]
 
     def tell_of_stops() -> float:
         nonlocal told
-        if not told and (stopped := states.stopped_ranks(job.cell.procs).of(job.cell.ranks)):
+        if stopped := stops():
             told = True
             print(f"{name_ranks(stopped)} stopped at a prompt: interrupt this wait, then look: %mesh pdb")
         return math.inf
 
     try:
-        return wait_until_done(job.cell.run.future, timeout_s, look=tell_of_stops, wanted=has_stops)
+        return wait_until_done(job.cell.run.future, timeout_s, look=tell_of_stops, wanted=lambda: bool(stops()))
     except KeyboardInterrupt:
         raise interrupted(f"job {job.number} runs on; end it: %mesh cancel {job.number}") from None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
@@ -33,9 +32,10 @@ if TYPE_CHECKING:
     examples=("%mesh list",),
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
-    others = describe_others()
-    first = next(others, None) if not session.meshes else None
-    if not session.meshes and first is None:
+    from meshbook.sessions.listing import sessions
+
+    others = [each for each in sessions() if not each.is_ours]
+    if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
@@ -44,8 +44,11 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         for slice_name, named in session.slices.items():
             if named.mesh == name:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
-    for number, line in enumerate(itertools.chain([] if first is None else [first], others)):
-        print(line if number else f"elsewhere:\n{line}", flush=True)
+    for number, each in enumerate(others):
+        names = names_of(each)
+        unique = sum(names[0] in names_of(other) for other in others) == 1
+        how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
+        print(f"  {describe(each)}{how}" if number else f"elsewhere:\n  {describe(each)}{how}", flush=True)
     for number, line in enumerate(job_lists()):
         print(f"  {line}" if number else f"jobs, as their engines have them:\n  {line}", flush=True)
 
@@ -244,18 +247,6 @@ def describe(saved: SavedSession) -> str:
     if saved.waits_s is None:
         return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
     return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"
-
-
-def describe_others() -> Iterator[str]:
-    """Yield lines of ``%mesh list`` on sessions of other kernels, and on sessions that wait."""
-    from meshbook.sessions.listing import sessions
-
-    others = [each for each in sessions() if not each.is_ours]
-    for each in others:
-        names = names_of(each)
-        unique = sum(names[0] in names_of(other) for other in others) == 1
-        how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
-        yield f"  {describe(each)}{how}"
 
 
 def _list_others(known: list[SavedSession]) -> str:

@@ -15,7 +15,7 @@ from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import columns, count, format_seconds
 from meshbook_extension.output.publisher import KernelSink, kernel_of, sink_for
-from meshbook_extension.widget.snapshot import IDLE, MB, NAMES, Snapshot
+from meshbook_extension.widget.snapshot import IDLE, NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -53,7 +53,7 @@ def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
 def rank_table(statuses: Sequence[RankStatus]) -> str:
     """Draw a row per rank, or of many a row per host and state."""
     if len(statuses) > ROWS:
-        return _table(["ranks", "host", "state", "memory"], _summaries(statuses))
+        return _table(["ranks", "host", "state", "memory"], _summaries(statuses, [one.state for one in statuses]))
     rows = [
         [
             str(one.rank),
@@ -74,10 +74,11 @@ def rank_table(statuses: Sequence[RankStatus]) -> str:
     )
 
 
-def _summaries(statuses: Sequence[RankStatus]) -> list[list[str]]:
+def _summaries(statuses: Sequence[RankStatus], states: Sequence[str]) -> list[list[str]]:
+    """Return ranks, host, state and memory of each host and state, since the ranks are many."""
     groups: dict[tuple[str, str], list[RankStatus]] = {}
-    for one in statuses:
-        groups.setdefault((one.host, one.state), []).append(one)
+    for one, state in zip(statuses, states, strict=True):
+        groups.setdefault((one.host, state), []).append(one)
     return [
         [format_ranks(one.rank for one in group), host, state, format_bytes(sum(one.rss_bytes for one in group))]
         for (host, state), group in groups.items()
@@ -124,20 +125,7 @@ def _rows(snapshot: Snapshot) -> list[list[str]]:
             ]
             for one, letter in zip(snapshot.statuses, states, strict=True)
         ]
-    groups: dict[tuple[str, str], list[int]] = {}
-    for index, (one, letter) in enumerate(zip(snapshot.statuses, states, strict=True)):
-        groups.setdefault((one.host, letter), []).append(index)
-    memory = snapshot.memory_mb
-    return [
-        [
-            format_ranks(snapshot.statuses[index].rank for index in indices),
-            host,
-            NAMES[letter],
-            format_bytes(MB * sum(memory[index] for index in indices)),
-            "",
-        ]
-        for (host, letter), indices in groups.items()
-    ]
+    return [[*row, ""] for row in _summaries(snapshot.statuses, [NAMES[letter] for letter in states])]
 
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"

@@ -1,4 +1,4 @@
-"""The widget itself: its content comes from a `Source`, and clicks go to it."""
+"""The widget itself: its content comes from a `MeshSource`, and clicks go to it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import anywidget
 import traitlets
 
 from meshbook.errors import MeshError
 from meshbook_extension.widget.snapshot import History, Snapshot
+
+if TYPE_CHECKING:
+    from meshbook_extension.widget.mesh_source import MeshSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,17 +34,8 @@ class ButtonAnswer(NamedTuple):
     """The text that the button Copy copies; empty for the same text."""
 
 
-class Source(Protocol):
-    """The source of the widget's content."""
-
-    def snapshot(self) -> Snapshot:
-        """Return the state of the mesh. Raises: MeshError where the mesh cannot be asked any more."""
-
-    def actions(self) -> Sequence[str]:
-        """Return the buttons: some of interrupt, stacks, pdb, logs, heal."""
-
-    def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
-        """Do the action of a button, on ``ranks`` where the person has chosen some. Raises: MeshError."""
+ACTIONS = ("interrupt", "stacks", "pdb", "logs", "heal")
+"""The buttons, from left to right."""
 
 
 class HealthWidget(anywidget.AnyWidget):
@@ -52,7 +46,7 @@ class HealthWidget(anywidget.AnyWidget):
     layout_of = traitlets.Dict().tag(sync=True)
     live = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, source: Source, on_rest: Callable[[Snapshot], None] | None = None) -> None:
+    def __init__(self, source: MeshSource, on_rest: Callable[[Snapshot], None] | None = None) -> None:
         """on_rest: called with the last snapshot when nobody looks any more, on the ticking thread."""
         self._source, self._on_rest = source, on_rest
         self._seen_until: dict[str, float] = {}
@@ -74,7 +68,7 @@ class HealthWidget(anywidget.AnyWidget):
             "phase": "live",
             "note": "",
             "tick_s": TICK_S,
-            "actions": list(self._source.actions()),
+            "actions": list(ACTIONS),
             "history": self._history.live(),
         }
 
@@ -85,7 +79,7 @@ class HealthWidget(anywidget.AnyWidget):
         match content:
             case {"kind": "look", "view": str(view), "visible": bool(visible)}:
                 self._look(view, visible)
-            case {"kind": "act", "action": str(action), "ranks": list(ranks)} if action in self._source.actions():
+            case {"kind": "act", "action": str(action), "ranks": list(ranks)} if action in ACTIONS:
                 chosen = [rank for rank in ranks if isinstance(rank, int)]
                 threading.Thread(
                     target=self._act, args=(action, chosen), name=f"meshbook.{action}", daemon=True

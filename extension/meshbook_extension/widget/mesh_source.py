@@ -44,7 +44,7 @@ class MeshSource:
         return self._session.meshes.get(self._procs.name, self._procs) if self._whole else self._procs
 
     def snapshot(self) -> Snapshot:
-        """Return the state of the mesh, by one query to the ranks."""
+        """Return the state of the mesh, by one query to the ranks. Raises: MeshError where it cannot be asked."""
         procs = self.procs
         statuses = procs.status()
         cells = self._cells()
@@ -72,12 +72,8 @@ class MeshSource:
 
     # ---- buttons ---------------------------------------------------------------------------------------------
 
-    def actions(self) -> Sequence[str]:
-        """Return the buttons, from left to right."""
-        return ("interrupt", "stacks", "pdb", "logs", "heal")
-
     def act(self, action: str, ranks: Sequence[int]) -> ButtonAnswer:
-        """Do the action of a button. Raises: MeshError."""
+        """Do the action of a button, on ``ranks`` where the person has chosen some. Raises: MeshError."""
         procs = self.procs
         known = [rank for rank in ranks if rank in set(procs.ranks)]
         chosen = procs.select(known) if known else procs

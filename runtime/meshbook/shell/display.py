@@ -88,19 +88,17 @@ class RankDisplayHook(DisplayHook):
 
 def sendable(data: Mapping[str, object]) -> MimeBundle:
     """Return the bundle with binary data in base64, as Jupyter has it, and plain text of a bounded length."""
-    bundle = {mimetype: _sendable(mimetype, value) for mimetype, value in data.items()}
+    bundle: MimeBundle = {}
+    for mimetype, value in data.items():
+        if isinstance(value, bytes):
+            value = base64.b64encode(value).decode("ascii")
+        elif mimetype == "text/plain" and isinstance(value, str):
+            value = cut_text(value, TEXT_PLAIN_MAX_CHARS)
+        bundle[mimetype] = value
     size = sum(len(value) for value in bundle.values() if isinstance(value, str))
     if size > BUNDLE_MAX_CHARS:
         return {"text/plain": f"<{format_bytes(size)} is too much to display; write it to a file on the rank>"}
     return bundle
-
-
-def _sendable(mimetype: str, value: object) -> object:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    if mimetype == "text/plain" and isinstance(value, str):
-        return cut_text(value, TEXT_PLAIN_MAX_CHARS)
-    return value
 
 
 _NAME = "tqdm.notebook"

@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,15 @@ class Kernel(StockKernel):
 
     def wait(self, request: Request) -> Request:
         """Until the reply is there and the kernel is idle again."""
+        self.until(lambda: request.reply and request.idle, request)
+        return request
+
+    def until(self, condition: Callable[[], object], request: Request) -> None:
+        """Take in what comes until the condition holds of the request."""
         deadline = time.monotonic() + TIMEOUT_S
-        while not (request.reply and request.idle):
+        while not condition():
             assert time.monotonic() < deadline, request.outputs
             self.listen(0.05)
-        return request
 
     def listen(self, seconds: float) -> None:
         """Take in what comes."""
@@ -201,10 +205,7 @@ def test_late_output_lands_in_the_cell_that_caused_it_and_equal_lines_of_it_are_
         written.rename(gate)
         other = kernel.run(f"import time\nprint('other cell')\ntime.sleep(max(0, {at} + 0.3 - time.monotonic()))")
         kernel.run("%%mesh\nthread.join()")
-        deadline = time.monotonic() + TIMEOUT_S
-        while by_rank(late.text()) != each_of(4, "late"):
-            assert time.monotonic() < deadline, late.outputs
-            kernel.listen(0.1)
+        kernel.until(lambda late=late: by_rank(late.text()) == each_of(4, "late"), late)
         assert other.text() == "other cell\n"
         if printed_within_the_window(kernel):
             assert late.text() == "[0-3] late\n"
@@ -238,8 +239,7 @@ def test_a_failure_is_an_error_reply_with_the_traceback_shown_once(kernel: Kerne
 
 def test_an_interrupt_gives_the_prompt_back_with_an_error_reply(kernel: Kernel) -> None:
     request = kernel.send("%%mesh\nprint('started')\nimport time\ntime.sleep(20)")
-    while "started" not in request.text():
-        kernel.listen(0.05)
+    kernel.until(lambda: "started" in request.text(), request)
     kernel.listen(0.2)
     pressed = time.monotonic()
     kernel.manager.interrupt_kernel()
@@ -264,10 +264,7 @@ def test_a_flood_becomes_few_messages_and_leaves_the_kernel_responsive(kernel: K
 def test_logs_are_followed_until_an_interrupt_and_the_cell_is_no_error(kernel: Kernel) -> None:
     job = kernel.run("%%mesh --async\nimport time\nfor i in range(200): print('beat', i); time.sleep(0.05)")
     request = kernel.send("%mesh logs -f -n 0")
-    deadline = time.monotonic() + TIMEOUT_S
-    while "beat" not in request.text():
-        assert time.monotonic() < deadline, request.outputs
-        kernel.listen(0.1)
+    kernel.until(lambda: "beat" in request.text(), request)
     kernel.manager.interrupt_kernel()
     kernel.wait(request)
     assert request.reply["status"] == "ok", request.reply
@@ -479,9 +476,7 @@ def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_
 
 def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Kernel) -> None:
     request = kernel.send("%%mesh\nimport time\nif rank == 2:\n    time.sleep(60)\ndist.barrier()")
-    deadline = time.monotonic() + 30
-    while "look: %mesh stacks" not in request.text() and time.monotonic() < deadline:
-        kernel.listen(0.1)
+    kernel.until(lambda: "look: %mesh stacks" in request.text(), request)
     assert "  rank 2 has issued " in request.text() and " and is in time.sleep (cell " in request.text()
     if (subshell := _new_subshell(kernel)) is not None:  # from ipykernel 7 on
         stacks = kernel.wait(_execute_in(kernel, subshell, "%mesh stacks"))

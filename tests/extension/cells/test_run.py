@@ -7,12 +7,11 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import wait_until
+from patience import interrupt_when, wait_until
 from rank_lines import by_rank, each_of
 
 from meshbook import errors
@@ -169,20 +168,6 @@ def test_a_dead_rank_fails_the_cell_and_others_keep_their_state(empty_notebook) 
 # ---- interrupt and timeout -----------------------------------------------------------------------------------------
 
 
-def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
-    """Press interrupt once as soon as the condition holds."""
-
-    def press() -> None:
-        deadline = time.monotonic() + 20
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
-
-
 def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_path: Path) -> None:
     notebook.run("%%mesh\nkept = rank")
     code = f"import time, pathlib\npathlib.Path('{tmp_path}', str(rank)).touch()\ntime.sleep(20)"
@@ -325,8 +310,7 @@ def test_a_job_may_have_a_deadline(notebook) -> None:
 
 def test_an_interrupt_while_waiting_leaves_the_job_alone(notebook) -> None:
     number = notebook.run("%%mesh --async\nimport time\ntime.sleep(20)").stdout.split()[1]
-    began = time.monotonic()
-    thread = interrupt_when(lambda: time.monotonic() > began + 0.3)
+    thread = interrupt_when(lambda: True, 0.3)
     text = notebook.fail(f"%mesh wait {number}")
     thread.join()
     assert text == f"KeyboardInterrupt: job {number} runs on; end it: %mesh cancel {number}\n"

@@ -7,12 +7,15 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from benchmarks.faults.texts import strange_text
 from meshbook import errors
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.sessions.folder import SavedMesh
+from meshbook_extension.commands.meshes import describe_age
 
 
 def test_importing_and_loading_the_extension_is_light() -> None:
@@ -44,11 +47,6 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),
-        (
-            "%mesh spawn gpus=4 --on slrum",
-            'unknown engine "slrum". Did you mean "slurm"? There is: local, ssh:HOST,.., slurm, k8s, ray[:ADDRESS]',
-        ),
-        ("%mesh spawn gpus=4 -- --partition a", 'the engine local has no options, but got "--partition a" after "--".'),
         ("%mesh spawn gpus=4 --on ssh:nodeA, nodeB", "write ssh:nodeA,nodeB without a space after the comma."),
         ("%mesh spawn gpus=4 --interface eth77", "--interface: this machine has no eth77; it has "),
         ("%mesh spawn gpus=4 --device gpu", '--device takes cpu or cuda, not "gpu". Did you mean "cpu"?'),
@@ -401,3 +399,17 @@ def test_a_default_device_of_the_user_is_for_the_users_tensors_alone(notebook) -
     finally:
         notebook.run("torch.set_default_device(None)")
         notebook.run("%%mesh\ntorch.set_default_device(None)")
+
+
+@pytest.mark.parametrize(
+    "hosts, jobs, expected",
+    [
+        (["a"], [], "up 3 h"),
+        (["a", "a"], [], "up 3 h"),
+        (["a", "b"], [], "up 3 h (6 h of hosts)"),
+        (["a", "b", "c"], ["12"], "up 3 h (9 h of hosts), job 12"),
+    ],
+)
+def test_hosts_count_each_and_jobs_are_named(hosts: list[str], jobs: list[str], expected: str) -> None:
+    mesh = SavedMesh("main", {"gpus": 4}, hosts, began=time.time() - 3 * 3600, jobs=jobs)
+    assert describe_age(mesh) == expected

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-
 import pytest
+from patience import interrupt_when
 
 
 def test_logs_have_what_ranks_wrote(notebook) -> None:
@@ -35,10 +33,9 @@ def test_logs_of_a_running_job_are_followed_for_a_while(notebook) -> None:
 
 def test_following_ends_quietly_at_an_interrupt(notebook) -> None:
     notebook.run("%%mesh\nprint('said before by', rank)")
-    timer = threading.Timer(0.7, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
-    timer.start()
+    thread = interrupt_when(lambda: True, 0.7)
     ran = notebook.run("%mesh logs -f rank=1,2 -n 1 --grep before")
-    timer.join()
+    thread.join()
     assert ran.stdout == "following ranks 1,2: interrupt to end\n[1] said before by 1\n[2] said before by 2\n"
 
 

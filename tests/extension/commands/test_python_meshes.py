@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
+from patience import wait_until
 
 from meshbook.errors import WorkerLost
 from meshbook_extension.widget.mesh_source import MeshSource
@@ -50,11 +50,8 @@ actors.load.broadcast()
 
 def test_faults_of_actors_that_nobody_waits_for_are_among_the_errors_and_in_the_widget(empty_notebook: Any) -> None:
     empty_notebook.run(FAULTS)
-    deadline = time.monotonic() + 60
-    while "actors.load" not in (listed := empty_notebook.run("%mesh errors").stdout):
-        assert time.monotonic() < deadline, listed
-        time.sleep(0.05)
-    assert re.search(r"\[0,1\]  actors\.load  ValueError: bad shard", listed)
+    wait_until(lambda: "actors.load" in empty_notebook.run("%mesh errors").stdout)
+    assert re.search(r"\[0,1\]  actors\.load  ValueError: bad shard", empty_notebook.run("%mesh errors").stdout)
     empty_notebook.run("%mesh use loaders")
     session = empty_notebook.shell._meshbook_session
     (shown,) = MeshSource(session, session.meshes["loaders"]).snapshot().errors

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import wait_until
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); int(t)"
 
@@ -26,10 +26,7 @@ def kill(notebook: Any, *ranks: int) -> None:
     pids = {status.rank: status.pid for status in procs.status()}
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not set(ranks) <= set(procs.lost):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: set(ranks) <= set(procs.lost))
 
 
 def test_heal_runs_the_setup_cells_again_on_the_new_ranks(mesh: Any) -> None:

@@ -42,12 +42,6 @@ def test_cells_run_there_in_their_folder_and_environment(cluster, there: SshHost
     assert cluster["_mesh"].values() == [(str(there.folder), "1", "x=y")] * 2
 
 
-def test_a_slice_is_one_host(cluster) -> None:
-    cluster.run("%%mesh hosts=1\nmine = True")
-    cluster.run("%%mesh\nglobals().get('mine', False)")
-    assert cluster["_mesh"].values() == [False, True]
-
-
 def test_modules_beside_the_notebook_are_found_by_the_ranks(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "far_helpers.py").write_text("from far_package import width\n\ndef area():\n    return width() ** 2\n")
@@ -101,11 +95,6 @@ def test_more_hosts_come_from_where_they_are_named_and_others_take_lost_places(c
     cluster.run("%mesh shrink hosts=1")
     cluster.run("%mesh use far --out far")
     assert cluster["far"].hosts == ("nodeA", "nodeB")
-
-
-def test_the_same_spawn_again_is_refused_by_its_name(cluster, there: SshHosts) -> None:
-    said = cluster.fail(f"%mesh spawn gpus=1 --on ssh:nodeA --name far -- -F {there.config}")
-    assert '"far"' in said
 
 
 def test_a_host_that_is_not_there_is_told_in_the_words_of_ssh(empty_notebook, there: SshHosts) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from patience import wait_until
 
 from meshbook_extension.output.publisher import StreamSink
 
@@ -49,9 +50,7 @@ def test_mesh_stacks_names_the_odd_rank_and_shows_the_lines_of_the_notebook(note
 def test_a_job_that_hangs_says_so_and_how_to_end_it(notebook, job, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(StreamSink, "stream", lambda sink, name, text: written.append(text))
-    deadline = time.monotonic() + 20
-    while not any("look: %mesh stacks" in text for text in written) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: any("look: %mesh stacks" in text for text in written))
     text = "".join(written)
     assert re.search(rf"for [\d.]+ s now    look: %mesh stacks    stop: %mesh cancel {job}\n", text), text
 
@@ -101,9 +100,7 @@ def test_a_number_that_is_not_kept_is_answered_with_those_that_are(notebook) -> 
 def test_the_end_of_an_idle_rank_is_listed_with_its_cause(notebook) -> None:
     procs = notebook.shell._meshbook_session.mesh()
     os.kill(procs.status()[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not procs.lost and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: procs.lost)
     text = notebook.run("%mesh errors").stdout
     assert re.match(r" *\d+ +\S+ +\[1\] +idle +ended: killed by SIGKILL", text), text
     assert text == notebook.run("%mesh errors").stdout
@@ -124,9 +121,8 @@ if rank == 1:
 def test_free_lets_go_of_what_the_frames_of_a_failure_hold(notebook) -> None:
     notebook.run("%mesh free")
     notebook.fail(HOLDS)
-    deadline = time.monotonic() + 10
-    while "100 MB" not in (table := notebook.run("%mesh status").stdout) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: "100 MB" in notebook.run("%mesh status").stdout)
+    table = notebook.run("%mesh status").stdout
     assert "held by its last error" in table and table.count("100 MB") == 1
     text = notebook.run("%mesh free").stdout
     assert re.search(

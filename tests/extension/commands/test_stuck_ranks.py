@@ -8,25 +8,17 @@ import signal
 import threading
 import time
 
+from patience import interrupt_when, wait_until
+
 from meshbook import errors
 
 HOLDS_GIL = "%%mesh\nimport ctypes, time\nx = rank\nif rank == 3: ctypes.PyDLL(None).usleep(60_000_000)\ntime.sleep(60)"
 
 
 def press_when_busy(notebook) -> threading.Thread:
-    """SIGINT once all ranks of the current mesh are at it."""
+    """Press interrupt once all ranks of the current mesh are at it."""
     procs = notebook.shell._meshbook_session.mesh()
-
-    def press() -> None:
-        deadline = time.monotonic() + 20
-        while any(status.state == "idle" for status in procs.status()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
+    return interrupt_when(lambda: not any(status.state == "idle" for status in procs.status()), 0.3)
 
 
 def test_a_rank_that_never_moves_is_respawned_and_the_others_keep_their_variables(notebook) -> None:
@@ -57,8 +49,7 @@ def test_a_stopped_rank_is_continued_by_mesh_interrupt(notebook) -> None:
     procs = notebook.shell._meshbook_session.mesh()
     pid = procs.status()[2].pid
     notebook.run("%%mesh --async\nimport time\ntime.sleep(60)")
-    while any(status.state == "idle" for status in procs.status()):
-        time.sleep(0.05)
+    wait_until(lambda: not any(status.state == "idle" for status in procs.status()))
     os.kill(pid, signal.SIGSTOP)
     table = notebook.run("%mesh status").stdout
     assert re.search(r"^2 .* stopped .* stopped by SIGSTOP$", table, re.MULTILINE), table

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import wait_until
 
 from meshbook.mesh import states
 from meshbook_extension.notebook import time_limits
@@ -30,16 +31,9 @@ def notebook(empty_notebook: Any) -> Iterator[Any]:
     empty_notebook.run("%mesh stop --all")
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_an_idle_mesh_ends(notebook: Any) -> None:
     notebook.run("%mesh spawn gpus=1 --no-torch --idle-stop 1s --out procs")
-    wait_for(lambda: not notebook["procs"].alive)
+    wait_until(lambda: not notebook["procs"].alive)
     assert 'mesh "main" was stopped' in notebook.fail("%%mesh\n1")
     assert "main: gpus=1, cpu, stopped" in notebook.run("%mesh list").stdout
     notebook.run("%mesh spawn gpus=1 --no-torch")
@@ -61,13 +55,13 @@ def test_calls_and_actors_at_work_keep_it(notebook: Any, tmp_path: Path) -> None
         f"        while not os.path.exists({str(done)!r}):\n            time.sleep(0.02)\n"
         "busy = procs.spawn('busy', Busy)\nbusy.work.broadcast()"
     )
-    wait_for(lambda: any(actor.doing for actor in procs.actors()))
+    wait_until(lambda: any(actor.doing for actor in procs.actors()))
     time.sleep(0.5)
     assert limit.pump(time.monotonic()) is not None
     assert procs.alive and not told.texts
     done.touch()
-    wait_for(lambda: not any(actor.doing for actor in procs.actors()))
-    wait_for(lambda: limit.pump(time.monotonic()) is None)
+    wait_until(lambda: not any(actor.doing for actor in procs.actors()))
+    wait_until(lambda: limit.pump(time.monotonic()) is None)
 
 
 def test_it_is_told_once_before_it_ends_and_again_after_it_was_used(notebook: Any) -> None:
@@ -85,7 +79,7 @@ def test_it_is_told_once_before_it_ends_and_again_after_it_was_used(notebook: An
     assert len(told.texts) == 2
     limit.pump(states.called_at(procs) + 3700)
     assert told.texts[-1] == 'mesh "main" stops now: idle for 1 h (--idle-stop)\n'
-    wait_for(lambda: not procs.alive)
+    wait_until(lambda: not procs.alive)
     assert limit.pump(now) is None
 
 
@@ -98,7 +92,7 @@ def test_a_mesh_that_is_too_old_ends_though_it_is_used(notebook: Any) -> None:
     limit = TimeLimit(procs, Limit(idle_s=3600.0, total_s=7200.0, began=time.time() - 7201), told)
     limit.pump(time.monotonic())
     assert told.texts[-1] == 'mesh "main" stops now: 2 h are over (--max-hours)\n'
-    wait_for(lambda: not procs.alive)
+    wait_until(lambda: not procs.alive)
 
 
 def test_another_limit_takes_the_place_of_the_first(notebook: Any) -> None:

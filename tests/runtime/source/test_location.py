@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import queue
 import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from meshbook import ProcMesh
 from meshbook.source.location import Activity, add_cell, describe_frame, frame_activity, name_call, name_place
+from meshbook.source.thread_frames import frame_of, frames
 
 names_c_calls = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of instructions, Python 3.11")
 
@@ -113,3 +117,68 @@ def test_names_that_no_file_can_have_are_only_shown(monkeypatch: pytest.MonkeyPa
     for entry in ((lambda: "x = 1\n",), (6, 0.0, ["x = 1\n"], "a.py")):
         monkeypatch.setitem(linecache.cache, "\udce9\ud83d", entry)
         assert name_place("\udce9\ud83d", 1) == "\udce9\ud83d:1"
+
+
+class Thing:
+    """Something that a weak reference can watch."""
+
+
+def test_looking_at_frames_keeps_no_variable_alive() -> None:
+    """Else every look at a rank's progress would keep its tensors until the collector came by."""
+    began, go_on = threading.Event(), threading.Event()
+    watched: list[weakref.ref[Thing]] = []
+
+    def hold() -> None:
+        thing = Thing()
+        watched.append(weakref.ref(thing))
+        began.set()
+        go_on.wait(20)
+
+    def look() -> set[int]:
+        found = frames()
+        return set(found)
+
+    holder = threading.Thread(target=hold)
+    gc.collect()
+    gc.disable()
+    try:
+        holder.start()
+        assert began.wait(20)
+        assert holder.ident in look()
+        go_on.set()
+        holder.join()
+        assert watched[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_thread_finds_its_own_frame_and_that_of_another() -> None:
+    frame = frame_of(threading.get_ident())
+    assert frame is sys._getframe()
+    del frame
+    assert frame_of(None) is None
+    assert threading.get_ident() not in frames()
+
+
+def _function(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], str], str]:
+    """One of a file that is not there, which returns what is known of its text; and that text."""
+    text = f"def read():\n    import linecache\n    return ''.join(linecache.getlines({name!r}))\n"
+    monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
+    names: dict[str, Callable[[], str]] = {"__name__": "__main__"}  # type: ignore[dict-item]
+    exec(compile(text, name, "exec"), names)
+    return names["read"], text
+
+
+def test_the_first_call_of_a_function_finds_its_text(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(50):  # a call goes past the agent, by which a text would come, and may be the quicker
+        read, text = _function(f"<cell of nobody {number}>", monkeypatch)
+        assert mesh4.execute(read).get(60).values() == [text] * 4
+
+
+def test_others_know_it_too_and_an_argument_that_cannot_be_sent_is_named(
+    mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, text = _function("<cell of one>", monkeypatch)
+    with pytest.raises(Exception, match="argument 1"):
+        mesh4.slice(gpus=0).execute(read, (each for each in "ab")).get(60)  # type: ignore[call-arg]
+    assert mesh4.execute(read).get(60).values() == [text] * 4
