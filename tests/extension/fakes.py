@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshbook.calls.output import DisplayData, OutputDropped, RankDone, StreamText
-from meshbook.errors import Failure
+from meshbook.errors import Failure, FailureKind
 
 
 class RecordingSink:
@@ -49,7 +49,9 @@ def done(rank: int, failure: Failure | None = None) -> RankDone:
 
 
 def failure(rank: int, evalue: str = "bad shard", ename: str = "ValueError") -> Failure:
-    return Failure(rank, "here", ename, evalue, ("Traceback", f"{ename}: {evalue}"), "cell 7, line 3")
+    kinds = {"KeyboardInterrupt": FailureKind.INTERRUPTED, "WorkerLost": FailureKind.LOST}
+    kind = kinds.get(ename, FailureKind.RAISED)
+    return Failure(rank, "here", ename, evalue, ("Traceback", f"{ename}: {evalue}"), "cell 7, line 3", kind)
 
 
 def shown(

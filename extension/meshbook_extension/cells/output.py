@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
+from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
 from meshbook_extension.output.labels import (
-    INTERRUPT,
     MANY_RUNS,
     RUNS,
     FailureView,
@@ -298,7 +298,7 @@ class CellOutput(Scheduled):
             else:
                 self._grouping.end(event.rank, at)
             failure = event.failure
-            if failure is not None and not (self.hide_interrupts and failure.ename == INTERRUPT):
+            if failure is not None and not (self.hide_interrupts and failure.kind is FailureKind.INTERRUPTED):
                 self._failures.add(failure, at)
         elif isinstance(event, Stop):
             self._stopped_ranks.append((at + STOP_NOTE_S, event))

@@ -17,6 +17,7 @@ from meshbook.errors import (
     CallFailed,
     CallInterrupted,
     CallTimeout,
+    FailureKind,
     MeshDetachedError,
     MeshStoppedError,
     UsageError,
@@ -28,7 +29,7 @@ from meshbook.errors import (
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.labels import DISAGREE, INTERRUPT, format_seconds, headline
+from meshbook_extension.output.labels import format_seconds, headline
 
 if TYPE_CHECKING:
     from meshbook.calls.call_future import CellRun
@@ -185,7 +186,7 @@ class RunningCell:
     def _presentable(self, error: BaseException) -> BaseException:
         """Return the error as the notebook raises it, without parts that were shown already."""
         if isinstance(error, CallFailed):
-            if all(failure.ename == INTERRUPT for failure in error.failures):
+            if all(failure.kind is FailureKind.INTERRUPTED for failure in error.failures):
                 dropped = self.run.dropped
                 stopped = {*error.ranks, *error.freed} - dropped
                 interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
@@ -204,7 +205,7 @@ class RunningCell:
 def _invalid(error: BaseException | None) -> list[int]:
     """Return the ranks whose values mean nothing."""
     failures = error.failures if isinstance(error, CallFailed) else ()
-    return [failure.rank for failure in failures if failure.ename == DISAGREE]
+    return [failure.rank for failure in failures if failure.kind is FailureKind.DISAGREES]
 
 
 def brief(error: CallFailed) -> list[str]:
@@ -294,7 +295,7 @@ class Job:
         if isinstance(self.cell.run.future.exception(0), MeshDetachedError):
             return "left running"
         failures = [done.failure for done in self.cell.output.done.values() if done.failure is not None]
-        stopped = bool(failures) and all(failure.ename == INTERRUPT for failure in failures)
+        stopped = bool(failures) and all(failure.kind is FailureKind.INTERRUPTED for failure in failures)
         return "cancelled" if stopped else "failed"
 
     @property

@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshbook.errors import CallFailed, Failure, RankDeath, UsageError, WorkerLost, group_failures
+from meshbook.errors import CallFailed, Failure, FailureKind, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.source.location import number_of_input
-from meshbook_extension.output.labels import INTERRUPT, LOST
 
 if TYPE_CHECKING:
     from meshbook.actor import MeshFailure
@@ -37,7 +36,7 @@ class LoggedError(NamedTuple):
     """The place ``cell 7``; empty for a rank that ended while it was idle."""
     ranks: tuple[int, ...]
     ename: str
-    """The exception's class; ``KeyboardInterrupt`` for interrupted ranks, `LOST` for ended ones."""
+    """The exception's class."""
     evalue: str
     """The exception's text; of ranks that ended, the cause."""
     where: str
@@ -45,14 +44,15 @@ class LoggedError(NamedTuple):
     """The traceback with ANSI colours; of ranks that ended, the last lines of their log."""
     at: float
     """The time in seconds since the epoch."""
+    kind: FailureKind = FailureKind.RAISED
 
     @property
     def headline(self) -> str:
         """The text ``ValueError: bad shard``, on one line."""
         first_line = self.evalue.splitlines()[0] if self.evalue else ""
-        if self.ename == LOST:
+        if self.kind is FailureKind.LOST:
             return f"ended: {first_line}"
-        if self.ename == INTERRUPT:
+        if self.kind is FailureKind.INTERRUPTED:
             return f"interrupted {first_line}".rstrip()
         return f"{self.ename}: {first_line}" if first_line else self.ename
 
@@ -77,12 +77,21 @@ class ErrorLog:
                 self._noted.append(fresh)
             for group in group_failures(_merge_interrupts(fresh)):
                 first, ranks = group[0], tuple(failure.rank for failure in group)
-                if first.ename == LOST:
+                if first.kind is FailureKind.LOST:
                     self._dead.update((mesh, rank) for rank in ranks)
                 traceback = _cut("\n".join(first.traceback))
                 self._errors.append(
                     LoggedError(
-                        self._next, mesh, what, ranks, first.ename, first.evalue, first.where, traceback, time.time()
+                        self._next,
+                        mesh,
+                        what,
+                        ranks,
+                        first.ename,
+                        first.evalue,
+                        first.where,
+                        traceback,
+                        time.time(),
+                        first.kind,
                     )
                 )
                 self._next += 1
@@ -96,7 +105,7 @@ class ErrorLog:
 
     def note_unhandled(self, failure: MeshFailure) -> None:
         """Keep errors of actors for which no call waited and which no owner has handled."""
-        raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]  # `note_lost` knows of the ends
+        raised = [one for one in failure.failures if one.kind is not FailureKind.LOST]  # `note_lost` knows of the ends
         self.note(failure.procs_name, failure.what, raised)
 
     def note_lost(self, meshes: Iterable[ProcMesh]) -> None:
@@ -107,8 +116,8 @@ class ErrorLog:
             self._note_deaths(mesh, "", [death for death in each if (mesh, death.rank) not in self._dead])
 
     def _note_deaths(self, mesh: str, what: str, deaths: Sequence[RankDeath]) -> None:
-        lines = [(death, tuple(name_notebook_cells(death.log_tail).splitlines())) for death in deaths]
-        self.note(mesh, what, [Failure(d.rank, d.host, LOST, d.cause, tail, "") for d, tail in lines])
+        named = [death._replace(log_tail=name_notebook_cells(death.log_tail)) for death in deaths]
+        self.note(mesh, what, [death.as_failure() for death in named])
 
     def all(self) -> list[LoggedError]:
         """Return the errors that are kept."""
@@ -148,12 +157,12 @@ class ErrorLog:
 
 def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
     """Merge the failures of interrupted ranks into one text, which says where each was."""
-    interrupted = [failure for failure in failures if failure.ename == INTERRUPT]
+    interrupted = [failure for failure in failures if failure.kind is FailureKind.INTERRUPTED]
     places = group_ranks(sorted((one.rank, one.where or "before its first line") for one in interrupted))
     told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
     text = f"at {told[0]}" if len(told) == 1 else f"({'; '.join(told)})"
     merged = [failure._replace(evalue=text, where="", traceback=()) for failure in interrupted]
-    return [*(failure for failure in failures if failure.ename != INTERRUPT), *merged]
+    return [*(failure for failure in failures if failure.kind is not FailureKind.INTERRUPTED), *merged]
 
 
 def _cut(text: str, chars: int = TRACEBACK_CHARS) -> str:

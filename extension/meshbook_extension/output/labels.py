@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from meshbook.errors import Failure, RankDeath, UsageError, describe_deaths, group_failures
+from meshbook.errors import Failure, FailureKind, RankDeath, UsageError, describe_deaths, group_failures
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook_extension.output.line_merging import LinePiece
 from meshbook_extension.output.publisher import CellSink
@@ -131,10 +131,6 @@ FULL = 4
 """The most different failures of one cell that are shown with their tracebacks."""
 BRIEF = 20
 """The most further failures that get a line."""
-INTERRUPT = "KeyboardInterrupt"
-DISAGREE = "RanksDisagree"
-LOST = "WorkerLost"
-"""The name of a failure for a rank that has ended; its traceback is the last lines of the rank's log."""
 
 
 class FailureView:
@@ -162,8 +158,8 @@ class FailureView:
             known = any(first.same_cause(failure) for failure in self._shown)
             if not known:
                 self._shown.append(first)
-            if not known and len(self._shown) <= FULL and first.ename != INTERRUPT:
-                if first.ename == LOST:
+            if not known and len(self._shown) <= FULL and first.kind is not FailureKind.INTERRUPTED:
+                if first.kind is FailureKind.LOST:
                     deaths = [RankDeath(f.rank, f.host, f.evalue, "\n".join(f.traceback)) for f in group]
                     sink.error(first.ename, first.evalue, describe_deaths(deaths))
                 else:
@@ -179,11 +175,11 @@ class FailureView:
 def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> str:
     """Write ``ranks 0-3 raised ValueError: bad shard``; in brief with its place and on one line."""
     where = f" ({failure.where})" if failure.where and brief else ""
-    if failure.ename == INTERRUPT:
+    if failure.kind is FailureKind.INTERRUPTED:
         return f"{name_ranks(ranks)} stopped at an interrupt{where}"
-    if failure.ename == LOST:
+    if failure.kind is FailureKind.LOST:
         return f"{name_ranks(ranks)} ended: {failure.evalue}"
-    if failure.ename == DISAGREE:
+    if failure.kind is FailureKind.DISAGREES:
         return failure.evalue.replace("\n", ";") if brief else failure.evalue
     value = failure.evalue.splitlines()[0] if brief and failure.evalue else failure.evalue
     return f"{name_ranks(ranks)} raised {failure.ename}{': ' if value else ''}{value}{where}"

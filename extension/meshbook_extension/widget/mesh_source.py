@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from meshbook.errors import Failure, UsageError, group_failures
+from meshbook.errors import Failure, FailureKind, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
-from meshbook_extension.output.labels import INTERRUPT, LOST
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.health import ButtonAnswer
 from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput
@@ -163,7 +162,11 @@ def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
 
 def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[LoggedError]:
     causes = group_ranks((one.rank, one.where) for one in statuses if one.state == "dead")
-    return [LoggedError(0, mesh, "", tuple(ranks), LOST, cause, "", "", 0.0) for cause, ranks in causes.items()]
+    lost = FailureKind.LOST
+    return [
+        LoggedError(0, mesh, "", tuple(ranks), "WorkerLost", cause, "", "", 0.0, lost)
+        for cause, ranks in causes.items()
+    ]
 
 
 def _logs(procs: ProcMesh) -> ButtonAnswer:
@@ -175,14 +178,16 @@ def _logs(procs: ProcMesh) -> ButtonAnswer:
 
 def shown(errors: Iterable[LoggedError]) -> list[LoggedError]:
     """Return the errors without those of ranks that were interrupted or ended, whose state says so."""
-    return [error for error in errors if error.ename not in (INTERRUPT, LOST)]
+    return [error for error in errors if error.kind not in (FailureKind.INTERRUPTED, FailureKind.LOST)]
 
 
 def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[LoggedError]:
     """Return the errors of a cell that runs on, equal ones once."""
     now = time.time()
     return shown(
-        LoggedError(0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now)
+        LoggedError(
+            0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now, first.kind
+        )
         for group in group_failures(failures)
         for first in group[:1]
     )

@@ -40,7 +40,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.errors import (
     Failure,
-    MailboxClosed,
+    FailureKind,
     MeshError,
     MeshStoppedError,
     SerializationError,
@@ -235,14 +235,14 @@ def _on_made(
     waited_s: float,
 ) -> None:
     """Tell the owner at once of an actor that could not be made. Runs on the thread that serves the sockets."""
-    if ok or failure is None or failure.ename in _NO_FAULTS:
+    if ok or failure is None or failure.kind in _NO_FAULTS:
         return
     named = actors._group.names_of([rank])
     told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)], named)
     run_in_background(functools.partial(_tell, owner, told))
 
 
-_NO_FAULTS = frozenset(error.__name__ for error in (WorkerLost, KeyboardInterrupt, MailboxClosed))
+_NO_FAULTS = frozenset({FailureKind.LOST, FailureKind.INTERRUPTED, FailureKind.CLOSED})
 """Failures that are no fault of a constructor: the owner hears of ended processes anyway, and a stop is no fault."""
 
 

@@ -27,7 +27,7 @@ import msgspec
 
 from meshbook.actor.errors import ActorError, ArgumentsError, ReloadError
 from meshbook.concurrency.future import Future
-from meshbook.errors import UsageError, group_failures
+from meshbook.errors import FailureKind, UsageError, group_failures
 from meshbook.formatting import name_ranks
 from meshbook.shape.value_mesh import ValueMesh
 
@@ -349,7 +349,7 @@ def has_async_endpoints(cls: type) -> bool:
 
 def refusal(error: ActorError, actors: str) -> Exception:
     """Return the error for a caller whose class the actors refused; ``error`` itself if they raised anything else."""
-    if any(failure.ename != ReloadError.__name__ for failure in error.failures):
+    if any(failure.kind is not FailureKind.REFUSED for failure in error.failures):
         return error
     causes = [f"{name_ranks(f.rank for f in same)}: {same[0].evalue}" for same in group_failures(error.failures)]
     keep = f"They keep the class that they have. To have the new one: {actors}.stop(), and spawn them again."

@@ -35,6 +35,7 @@ from meshbook.concurrency.future import Future, MappedFuture
 from meshbook.errors import (
     CallFailed,
     Failure,
+    FailureKind,
     LayoutError,
     MailboxClosed,
     MeshDetachedError,
@@ -65,7 +66,7 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, MeshStoppedError) and not isinstance(error, MeshDetachedError):
         return ProcsStoppedError(error.mesh)
     if isinstance(error, CallFailed) and not isinstance(error, ActorError):
-        closed = [failure for failure in error.failures if failure.ename == MailboxClosed.__name__]
+        closed = [failure for failure in error.failures if failure.kind is FailureKind.CLOSED]
         if closed and len(closed) == len(error.failures):
             return ActorStoppedError(actor, _reason(closed, actor), ended_with=_restarted(closed))
         kind = ActorNotMadeError if any(failure.unmade for failure in error.failures) else ActorError

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping
 from meshbook.errors import (
     CallFailed,
     Failure,
+    FailureKind,
     MeshError,
     MeshStoppedError,
     RemoteTraceback,
@@ -204,6 +205,8 @@ class ArgumentsError(UsageError, TypeError):
 
 class ReloadError(UsageError):
     """A class that cannot take the place of another in living actors."""
+
+    failure_kind = FailureKind.REFUSED
 
 
 class ActorStoppedError(SupervisionError):

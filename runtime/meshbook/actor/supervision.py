@@ -16,18 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from meshbook.concurrency.background import SerialQueue
-from meshbook.errors import CallFailed, Failure, WorkerLost, group_failures
+from meshbook.errors import CallFailed, Failure, FailureKind, WorkerLost, group_failures
 from meshbook.errors.advice import name_cells
 from meshbook.formatting import name_ranks
 
 SUPERVISE = "__supervise__"
 """The endpoint to which failures of meshes that an actor has spawned are sent."""
-
-ABORTED = "ActorAborted"
-"""The name of the failure of an actor that ended itself as failed (`meshbook.actor.context`)."""
-
-NOT_STARTED = "ProcsNotStartedError"
-"""The name of the failure of processes that did not start."""
 
 INIT = "__init__"
 """The endpoint that has failed if actors could not be made."""
@@ -99,7 +93,7 @@ class MeshFailure:
         lines = []
         for group in group_failures(self.failures):
             waited = ", which nobody waited for"
-            if self.is_of_init or group[0].ename in (WorkerLost.__name__, ABORTED, NOT_STARTED):
+            if self.is_of_init or group[0].kind in (FailureKind.LOST, FailureKind.ABORTED, FailureKind.NOT_STARTED):
                 waited = ""
             lines.append(f"{self.what}{waited}: {_cause(group)}")
             lines += [f"  {line}" for part in group[0].traceback for line in name_cells(part).splitlines()]
@@ -125,9 +119,9 @@ class MeshFailure:
 def _cause(group: list[Failure]) -> str:
     first = group[0]
     ranks = name_ranks(failure.rank for failure in group)
-    if first.ename in (WorkerLost.__name__, ABORTED):
+    if first.kind in (FailureKind.LOST, FailureKind.ABORTED):
         return f"{ranks} ended: {first.evalue}"
-    if first.ename == NOT_STARTED:
+    if first.kind is FailureKind.NOT_STARTED:
         return f"{ranks} did not start: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
 
@@ -139,8 +133,9 @@ def sentence_of(actor: str, failure: Failure) -> str:
 
 def _monarchs_cause(failure: Failure) -> str:
     """Return the cause of a failure in the words that programs for Monarch look for."""
-    if failure.ename != WorkerLost.__name__:
-        return failure.evalue if failure.ename in (ABORTED, NOT_STARTED) else f"{failure.ename}: {failure.evalue}"
+    if failure.kind is not FailureKind.LOST:
+        is_plain = failure.kind in (FailureKind.ABORTED, FailureKind.NOT_STARTED)
+        return failure.evalue if is_plain else f"{failure.ename}: {failure.evalue}"
     killed = next((each for each in signal.Signals if failure.evalue.startswith(f"killed by {each.name}")), None)
     how = failure.evalue if killed is None else f"Killed(sig={killed.value})"
     return f"the process this actor was running on failed: {how}"
@@ -151,9 +146,9 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
 
     Another function can stand in its place: ``meshbook.actor.unhandled_fault_hook = ...`` (or ``meshbook.monarch...``).
     """
-    raised = [one for one in failure.failures if one.ename != WorkerLost.__name__]
-    gone = raised and raised[0].ename in (ABORTED, NOT_STARTED)  # whose calls say so themselves
-    unmade = failure.is_of_init or (gone and raised[0].ename == NOT_STARTED)
+    raised = [one for one in failure.failures if one.kind is not FailureKind.LOST]
+    gone = raised and raised[0].kind in (FailureKind.ABORTED, FailureKind.NOT_STARTED)  # whose calls say so themselves
+    unmade = failure.is_of_init or (gone and raised[0].kind is FailureKind.NOT_STARTED)
     if not raised or (unmade and failure.mesh.was_called):  # then the caller is told
         return
     for group in group_failures(raised):
@@ -240,11 +235,4 @@ class FaultJoiner:
 
 def failures_of(error: BaseException) -> list[Failure]:
     """Return the failures of ranks in a call's error; none if the ranks have done no wrong."""
-    if isinstance(error, CallFailed):
-        return list(error.failures)
-    if isinstance(error, WorkerLost):
-        return [
-            Failure(death.rank, death.host, "WorkerLost", death.cause, tuple(death.log_tail.splitlines()), "")
-            for death in error.deaths
-        ]
-    return []
+    return list(error.failures) if isinstance(error, CallFailed | WorkerLost) else []

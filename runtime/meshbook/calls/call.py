@@ -16,7 +16,7 @@ from meshbook.errors import (
     CallError,
     CallFailed,
     Failure,
-    GroupAborted,
+    FailureKind,
     WorkerLost,
     disagreeing,
 )
@@ -25,6 +25,7 @@ from meshbook.shape.members import AS_NOW, Members
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.values.pickling import Pickled, loads
 from meshbook.wire import messages as wire
+from meshbook.wire.replies import decode_failure
 
 OnReply: TypeAlias = Callable[[int, bool, float, Failure | None, float], None]
 """A callback for each rank that ends: rank, whether all is well, seconds in all, failure, seconds in collectives."""
@@ -52,7 +53,6 @@ class CallRequest(msgspec.Struct, frozen=True):
     on_reply: OnReply | None = None
 
 
-_decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str, bool]).decode
 _NOTHING = object()
 
 
@@ -154,7 +154,7 @@ class OpenCall:
         else:
             failure = _failure_of(reply, frames)
             self._failed_at = self._failed_at or time.monotonic()
-            if self.aborted and failure.ename == GroupAborted.__name__ and self._has_cause:
+            if self.aborted and failure.kind is FailureKind.FREED and self._has_cause:
                 self.freed += (failure,)
                 self._freed_s = time.monotonic() - self._failed_at
                 failure = None  # it did nothing wrong
@@ -208,8 +208,8 @@ class OpenCall:
         self._disagree |= news
         for rank in news:
             self.results.raw.pop(rank, None)
-        self.freed += tuple(failure for failure in failures if failure.ename == GroupAborted.__name__)
-        self.failures = tuple(failure for failure in failures if failure.ename != GroupAborted.__name__)
+        self.freed += tuple(failure for failure in failures if failure.kind is FailureKind.FREED)
+        self.failures = tuple(failure for failure in failures if failure.kind is not FailureKind.FREED)
         self._failed_at = self._failed_at or time.monotonic()
         return bool(news)
 
@@ -221,9 +221,7 @@ class OpenCall:
             self._failed_at = self._failed_at or time.monotonic()
             self._end_on(error.rank)
             if self._on_reply is not None:
-                last_lines = tuple(error.log_tail.splitlines())
-                lost = Failure(error.rank, error.host, "WorkerLost", error.cause, last_lines, "")
-                self._on_reply(error.rank, False, 0.0, lost, 0.0)
+                self._on_reply(error.rank, False, 0.0, error.failures[0], 0.0)
 
     @property
     def disagrees(self) -> bool:
@@ -233,7 +231,7 @@ class OpenCall:
     @property
     def _has_cause(self) -> bool:
         """Whether it is known why groups were aborted under it."""
-        return bool(self.lost) or self.cancelled or any(f.ename != GroupAborted.__name__ for f in self.failures)
+        return bool(self.lost) or self.cancelled or any(f.kind is not FailureKind.FREED for f in self.failures)
 
     @property
     def failed(self) -> bool:
@@ -253,7 +251,10 @@ class OpenCall:
         elif self.failures:
             self._fail(CallFailed(self.failures, partial=self.results), groups)
         elif self.freed:  # by an interrupt
-            stopped = [freed._replace(ename="KeyboardInterrupt", evalue="", exception=None) for freed in self.freed]
+            stopped = [
+                freed._replace(ename="KeyboardInterrupt", evalue="", kind=FailureKind.INTERRUPTED, exception=None)
+                for freed in self.freed
+            ]
             self._fail(CallFailed(stopped, partial=self.results), groups)
         else:
             self._future.set_result(ValueMesh.lazy(self.members, self.results.__getitem__))
@@ -309,10 +310,9 @@ def _failure_of(reply: wire.RankReply, frames: Sequence[bytes]) -> Failure:
     if reply.status == wire.GONE:
         return Failure(reply.rank, "", "ResultLost", reply.inline.decode(errors="replace"), (), "")
     if reply.status == wire.DROPPED:
-        return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "")
+        kind = FailureKind.INTERRUPTED
+        return Failure(reply.rank, "", "KeyboardInterrupt", "cancelled before it started", (), "", kind)
     try:
-        rank, host, ename, evalue, lines, where, unmade = _decode_failure(frames[0])
-        exception = frames[1] if len(frames) > 1 else None
-        return Failure(rank, host, ename, evalue, lines, where, exception, unmade)
+        return decode_failure(frames)
     except (*wire.MALFORMED, IndexError) as error:  # the rank's own doing, which is no lie of its host
         return Failure(reply.rank, "", "PeerProtocolError", f"what it raised cannot be read here: {error}", (), "")

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from meshbook.concurrency.future import in_background
-from meshbook.errors import Failure, MailboxClosed, MeshError
+from meshbook.errors import Failure, MailboxClosed, MeshError, failure_of
 from meshbook.shape.members import Region
 from meshbook.values.main_names import ATOMS
 from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.replies import encode_failure
 
 
 class Outcome(NamedTuple):
@@ -53,10 +54,10 @@ EXCEPTION_S = 1.0
 def pack_failure(failure: Failure) -> list[Buffer]:
     """The payload of a reply that failed: its text, and the exception if that can travel."""
     try:
-        fields = wire.encode((*failure[:6], failure.unmade))
+        fields = encode_failure(failure)
     except Exception as problem:  # whoever waits needs some answer
         why = f"what was raised cannot travel: {type(problem).__name__}"
-        return [wire.encode((failure.rank, failure.host, "SerializationError", why, (why,), "", failure.unmade))]
+        return [encode_failure(Failure(failure.rank, failure.host, "SerializationError", why, (why,), ""))]
     pickled = _pickled_exception(failure.exception)
     return [fields] if pickled is None or pickled.buffers else [fields, pickled.head]
 
@@ -262,6 +263,4 @@ def refusal(error: Exception, rank: int, host: str) -> Outcome:
 
 def describe(error: BaseException, rank: int, host: str) -> Failure:
     """Make a failure of an error in our own code, with a traceback unless it is a MeshError, which explains itself."""
-    text, name = str(error), type(error).__name__
-    lines = (f"{name}: {text}",) if isinstance(error, MeshError) else tuple(traceback.format_exception(error))
-    return Failure(rank, host, name, text, lines, "", error if isinstance(error, Exception) else None)
+    return failure_of(error, rank, host, None if isinstance(error, MeshError) else traceback.format_exception(error))

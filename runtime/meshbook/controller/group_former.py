@@ -23,7 +23,7 @@ from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import CallQueue
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.progress_poll import FIRST_LOOK_S, ProgressPoll, ProgressSnapshot
-from meshbook.errors import MeshStoppedError, RanksDisagree, SpawnError, WorkerLost
+from meshbook.errors import FailureKind, MeshStoppedError, WorkerLost
 from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 from meshbook.groups.deadlock import differing_groups
@@ -55,7 +55,7 @@ class _Forming:
 
     def describe_failure(self) -> str:
         """Return the reason that a rank gives why it could not form them; empty where none does."""
-        told = next((each for each in self.call.failures if each.ename == SpawnError.__name__), None)
+        told = next((each for each in self.call.failures if each.kind is FailureKind.NOT_FORMED), None)
         return told.evalue.splitlines()[0] if told is not None else ""
 
 
@@ -308,8 +308,8 @@ def cause_of(call: OpenCall) -> str:
     if not call.failures:
         return f"{call.what} was interrupted"
     first = call.failures[0]
-    if first.ename == RanksDisagree.__name__:
+    if first.kind is FailureKind.DISAGREES:
         return first.evalue.splitlines()[0]
-    if first.ename == "KeyboardInterrupt":
+    if first.kind is FailureKind.INTERRUPTED:
         return f"rank {first.rank} was interrupted"
     return f"rank {first.rank} raised {first.ename}"

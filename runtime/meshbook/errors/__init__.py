@@ -64,6 +64,8 @@ from meshbook.errors.base import (
     SpawnError,
     UnknownAxisError,
     UsageError,
+    failure_of,
+    kind_of,
 )
 from meshbook.errors.calls import (
     GRADIENTS,
@@ -81,6 +83,7 @@ from meshbook.errors.calls import (
 )
 from meshbook.errors.failures import (
     Failure,
+    FailureKind,
     RankDeath,
     RemoteTraceback,
     describe_deaths,

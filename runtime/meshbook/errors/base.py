@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from meshbook.errors.advice import advice
-from meshbook.errors.failures import RankDeath, describe_deaths
+from meshbook.errors.failures import Failure, FailureKind, RankDeath, describe_deaths
 from meshbook.formatting import did_you_mean, format_bytes, format_sizes, name_ranks
 
 
 class MeshError(Exception):
     """Base of all errors that meshbook raises."""
 
+    failure_kind: ClassVar[FailureKind] = FailureKind.RAISED
+    """The kind of the failure of a rank that raises it."""
+
     def _render_traceback_(self) -> list[str]:
         """Return the message alone for IPython: the frames in between are ours, not the user's."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """Return the kind of the failure of a rank that raises ``error``."""
+    if isinstance(error, MeshError):
+        return error.failure_kind
+    return FailureKind.INTERRUPTED if isinstance(error, KeyboardInterrupt) else FailureKind.RAISED
+
+
+def failure_of(
+    error: BaseException, rank: int, host: str, traceback: Iterable[str] | None = None, where: str = ""
+) -> Failure:
+    """Return the failure of a rank that raised ``error``; without a ``traceback`` the error's text stands for it."""
+    name, text = type(error).__name__, str(error)
+    lines = (f"{name}: {text}",) if traceback is None else tuple(traceback)
+    return Failure(rank, host, name, text, lines, where, kind_of(error), exception=error)
 
 
 DeviceMeshError = MeshError
@@ -162,6 +182,8 @@ class LoadError(MeshError):
 
 class SpawnError(MeshError):
     """Hosts or workers did not come up."""
+
+    failure_kind = FailureKind.NOT_FORMED
 
 
 class HostsEndedError(SpawnError, RuntimeError):

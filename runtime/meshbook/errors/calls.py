@@ -6,8 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from meshbook.errors.advice import advice
-from meshbook.errors.base import MeshError
-from meshbook.errors.failures import Failure, RankDeath, RemoteTraceback, describe_deaths, group_failures, next_steps
+from meshbook.errors.base import MeshError, failure_of
+from meshbook.errors.failures import (
+    Failure,
+    FailureKind,
+    RankDeath,
+    RemoteTraceback,
+    describe_deaths,
+    group_failures,
+    next_steps,
+)
 from meshbook.formatting import format_ranks, name_ranks
 
 GRADIENTS = "gradients of backward()"
@@ -19,6 +27,8 @@ class GroupAborted(MeshError):
 
     reason: the cause, on its first line; the remedy on the others, where running it again is not enough.
     """
+
+    failure_kind = FailureKind.FREED
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -39,6 +49,8 @@ class RanksDisagree(MeshError):
     It is the failure of each of these ranks, in the `CallFailed` of their call. ranks: the ranks that disagree.
     """
 
+    failure_kind = FailureKind.DISAGREES
+
     def __init__(self, ranks: Iterable[int], text: str) -> None:
         super().__init__(tuple(ranks), text)
         self.ranks, self.text = tuple(ranks), text
@@ -48,10 +60,9 @@ class RanksDisagree(MeshError):
 
 
 def disagreeing(ranks: Iterable[int], text: str) -> list[Failure]:
-    """The failures of ranks that disagree."""
+    """Return the failures of ranks that disagree."""
     error = RanksDisagree(ranks, text)
-    name = type(error).__name__
-    return [Failure(rank, "", name, text, (f"{name}: {text}",), "", error) for rank in error.ranks]
+    return [failure_of(error, rank, "") for rank in error.ranks]
 
 
 Partial: TypeAlias = Mapping[int, Any]
@@ -129,7 +140,7 @@ class CallFailed(CallError):
 def _headline(group: Sequence[Failure], place: str = "") -> str:
     """``ranks 0-3 raised ValueError: bad shard``, for failures of one cause."""
     first = group[0]
-    if first.ename == RanksDisagree.__name__:
+    if first.kind is FailureKind.DISAGREES:
         return first.evalue
     return f"{name_ranks(failure.rank for failure in group)} raised {first.ename}{place}: {first.evalue}"
 
@@ -239,6 +250,11 @@ class WorkerLost(CallError):
         """The ranks that ended, in order."""
         return tuple(death.rank for death in self.deaths)
 
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The ends as failures of their ranks, with the last lines of their logs."""
+        return tuple(death.as_failure() for death in self.deaths)
+
     def __str__(self) -> str:
         verdict = (f"  {line}" for line in self.verdict())
         steps = next_steps(self.ranks, () if self.is_last else None)
@@ -266,6 +282,8 @@ class LeftStopped(MeshError):
 
 class MailboxClosed(MeshError):
     """A message to an actor or a port that is not there, or not any more."""
+
+    failure_kind = FailureKind.CLOSED
 
     def __init__(self, rank: int, mailbox: int, why: str = "") -> None:
         super().__init__(rank, mailbox, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -9,6 +10,31 @@ from typing import NamedTuple
 
 from meshbook.errors.advice import advice, name_cells
 from meshbook.formatting import format_ranks, name_ranks
+
+
+class FailureKind(enum.Enum):
+    """The kind of a failure, for code that has to tell failures apart; texts and names of classes are for people."""
+
+    RAISED = "raised"
+    """The rank's code raised it, or ours for it."""
+    INTERRUPTED = "interrupted"
+    """The person stopped the rank, or it never began the call."""
+    LOST = "lost"
+    """The rank's process ended."""
+    FREED = "freed"
+    """The rank's collective was given up."""
+    DISAGREES = "disagrees"
+    """The rank entered another operation than others."""
+    NOT_FORMED = "not formed"
+    """The rank could not form the process groups with the others."""
+    CLOSED = "closed"
+    """The mailbox of the call is not there any more."""
+    REFUSED = "refused"
+    """The actor keeps the class that it has."""
+    ABORTED = "aborted"
+    """The actor ended itself as failed."""
+    NOT_STARTED = "not started"
+    """The rank's process did not start."""
 
 
 class Failure(NamedTuple):
@@ -22,10 +48,11 @@ class Failure(NamedTuple):
     """The lines that IPython made of it on the rank, with ANSI colours."""
     where: str
     """The innermost line of the user's own code: ``cell 7, line 3``."""
+    kind: FailureKind = FailureKind.RAISED
+    unmade: bool = False
+    """Whether the constructor of an actor raised it."""
     exception: BaseException | bytes | None = None
     """The exception, or its pickle, where it could travel; `load` returns it."""
-    unmade: bool = False
-    """Whether the constructor of an actor has raised the error."""
 
     def __repr__(self) -> str:
         where = f" ({self.where})" if self.where else ""
@@ -85,6 +112,11 @@ class RankDeath(NamedTuple):
     host: str
     cause: str
     log_tail: str = ""
+
+    def as_failure(self) -> Failure:
+        """Return the end as a failure of the rank; the last lines of its log stand for the traceback."""
+        lines = tuple(self.log_tail.splitlines())
+        return Failure(self.rank, self.host, "WorkerLost", self.cause, lines, "", FailureKind.LOST)
 
 
 def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:

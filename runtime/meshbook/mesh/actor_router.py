@@ -19,14 +19,14 @@ from meshbook.actor.errors import ProcsNotStartedError
 from meshbook.actor.identity import groups_on
 from meshbook.actor.ports import Port
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
-from meshbook.actor.supervision import NOT_STARTED, SUPERVISE, FaultJoiner, MeshFailure, failures_of
+from meshbook.actor.supervision import SUPERVISE, FaultJoiner, MeshFailure, failures_of
 from meshbook.calls.call import CallRequest
 from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, Outcome, ReplyTo, refusal
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import MeshState, stale_view
-from meshbook.errors import Failure, MeshError, MeshStoppedError, RanksLeft, WorkerLost
+from meshbook.errors import Failure, FailureKind, MeshError, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import output_target
 from meshbook.mesh.settings import get_runtime_config
@@ -181,10 +181,11 @@ class ControllerRouter:
         self._not_started[procs.id] = error
         mesh = procs._mesh
         failures = (failures_of(cause) if cause is not None else []) or [
-            Failure(rank, mesh.host_of(rank).name, NOT_STARTED, error.why, (), "") for rank in procs.ranks
+            Failure(rank, mesh.host_of(rank).name, "", error.why, (), "") for rank in procs.ranks
         ]
+        told = [each._replace(ename=type(error).__name__, kind=FailureKind.NOT_STARTED) for each in failures]
         unborn = _UnbornProcs(procs.name, mesh.arrival is not None and mesh.arrival.is_asked)
-        self._faults.take(MeshFailure(unborn, procs.name, [each._replace(ename=NOT_STARTED) for each in failures]))
+        self._faults.take(MeshFailure(unborn, procs.name, told))
 
     def find(self, mesh: int, members: Members, generation: int, *, partly: bool = False) -> Address:
         moves = () if mesh == CONTROLLER_MESH else self._find(mesh).moves

@@ -24,7 +24,7 @@ from meshbook.actor.router import Answers
 from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import SENT, RequestFuture
 from meshbook.calls.mailboxes import CallArguments, IncomingCall, Mailboxes, Outcome, pack, refusal
-from meshbook.errors import Failure, MeshError
+from meshbook.errors import Failure, MeshError, failure_of
 from meshbook.lifecycle import CallEvent
 from meshbook.source.location import drop_own_frames, name_place, traceback_entries
 from meshbook.values.pickling import Pickled, dumps_here, loads
@@ -47,13 +47,13 @@ class ClientProcess:
 
     def describe(self, error: BaseException) -> Failure:
         drop_own_frames(error)
-        lines = tuple(line.rstrip("\n") for line in traceback.format_exception(error))
+        lines = [line.rstrip("\n") for line in traceback.format_exception(error)]
         where = [
             name_place(entry.tb_frame.f_code.co_filename, entry.tb_lineno)
             for entry in traceback_entries(error.__traceback__)
         ]
         place = where[-1] if where else ""
-        return Failure(0, self.identity.host, type(error).__name__, str(error), lines, place, error)
+        return failure_of(error, 0, self.identity.host, lines, place)
 
     def dumps(self, value: object, *, what: str) -> Pickled:
         return dumps_here(value, what=what)

@@ -18,7 +18,7 @@ from meshbook.actor.router import router_for
 from meshbook.concurrency.background import run_in_background
 from meshbook.controller.controller import Controller
 from meshbook.controller.startup import MeshArrival
-from meshbook.errors import CallFailed, SpawnError, WorkerLost
+from meshbook.errors import CallFailed, FailureKind, SpawnError, WorkerLost
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import join_ranks
@@ -101,7 +101,7 @@ def _said_by(error: BaseException) -> str:
     """Return why the ranks did not start; the bare text of a SpawnError where all ranks give the same."""
     if isinstance(error, CallFailed):
         said = {failure.evalue for failure in error.failures}
-        if len(said) == 1 and error.failures[0].ename == SpawnError.__name__:
+        if len(said) == 1 and error.failures[0].kind is FailureKind.NOT_FORMED:
             return said.pop()
     return str(error)
 

@@ -31,7 +31,7 @@ from pygments.formatters.terminal256 import Terminal256Formatter
 from pygments.lexers.python import PythonLexer
 
 from meshbook.concurrency.patches import patch
-from meshbook.errors import Failure
+from meshbook.errors import Failure, kind_of
 from meshbook.errors.advice import advice
 from meshbook.source.location import drop_own_frames, name_line, traceback_entries
 
@@ -80,6 +80,7 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
         traceback=_limit(format_error(shell, shown)),
         where=_where(error),
         exception=error,
+        kind=kind_of(error),
     )
 
 

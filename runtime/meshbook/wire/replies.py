@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from meshbook.errors import Failure, MeshError
+import msgspec
+
+from meshbook.errors import Failure, FailureKind, MeshError, failure_of
 from meshbook.wire import messages as wire
 
 TFrame = TypeVar("TFrame")
@@ -26,10 +28,25 @@ def place_head(head: bytes) -> tuple[bytes, list[bytes]]:
     return (head, []) if len(head) <= wire.INLINE_MAX_BYTES else (b"", [head])
 
 
+_decode_failure = msgspec.msgpack.Decoder(tuple[int, str, str, str, tuple[str, ...], str, FailureKind, bool]).decode
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """Return a failure as it travels, without its exception. Raises: what the text of a user's class makes it raise."""
+    return wire.encode(failure[:8])
+
+
+def decode_failure(frames: Sequence[bytes]) -> Failure:
+    """Return the failure in the frames of a reply: its text, and the pickled exception where that could travel.
+
+    Raises: the errors of `wire.MALFORMED`; IndexError.
+    """
+    return Failure(*_decode_failure(frames[0]), frames[1] if len(frames) > 1 else None)
+
+
 def explain_failure(rank: int, host: str, error: MeshError) -> bytes:
     """Return the payload of a reply that says why there is no other."""
-    name, text = type(error).__name__, str(error)
-    return wire.encode(Failure(rank, host, name, text, (f"{name}: {text}",), "")[:6])
+    return encode_failure(failure_of(error, rank, host))
 
 
 def failed_reply(reply: wire.RankReply, host: str, error: MeshError) -> tuple[wire.RankReply, list[bytes]]:

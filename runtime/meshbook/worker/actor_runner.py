@@ -27,11 +27,11 @@ from meshbook.actor.errors import CircularCallError, NoEndpointError, Supervisio
 from meshbook.actor.identity import ActorState
 from meshbook.actor.ports import Port, ResponsePort
 from meshbook.actor.router import Place
-from meshbook.actor.supervision import ABORTED, SUPERVISE, MeshFailure
+from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import ThreadGate, interruptible
-from meshbook.errors import Failure, MailboxClosed, UsageError
+from meshbook.errors import Failure, FailureKind, MailboxClosed, UsageError
 from meshbook.shape.members import Members, Point, Region
 from meshbook.source.location import CellSource, add_cell, users_place
 from meshbook.source.thread_frames import frame_of
@@ -461,7 +461,8 @@ class ActorRunner:
         self._registry.refuse(self, why)
         if self.mesh is not None:
             identity = self._process.identity
-            failure = Failure(identity.rank, identity.host, ABORTED, reason, (), "")
+            kind = FailureKind.ABORTED
+            failure = Failure(identity.rank, identity.host, "ActorAborted", reason, (), "", kind)
             self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure], self._named))
         if now:
             self.end_now(why)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from meshbook.errors import FailureKind
 from meshbook.tensors.messages.issued_lines import LinesOfUses
 from meshbook.torch_internals import Operator, OpOverload
 
@@ -248,13 +249,16 @@ class PartTransfer(NamedTuple):
 class OperationFailed(RuntimeError):
     """Raised on a rank at an operation that failed; the rank halts until it is told which others fail with it."""
 
-    def __init__(self, index: int, operator: str, place: str, why: str, within: int = 0) -> None:
+    def __init__(
+        self, index: int, operator: str, place: str, why: str, within: int = 0, kind: FailureKind = FailureKind.RAISED
+    ) -> None:
         """index: the number of the operation, or of the recorded step that it is a part of. place: its line.
 
         within: its place in that step.
         """
-        super().__init__(index, operator, place, why, within)
+        super().__init__(index, operator, place, why, within, kind)
         self.index, self.operator, self.place, self.why, self.within = index, operator, place, why, within
+        self.kind = kind
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.place}) failed: {self.why}" if self.place else f"{self.operator}: {self.why}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshbook.errors import kind_of
 from meshbook.tensors.messages.anomalies import Search
 from meshbook.tensors.messages.issued_lines import CodeLine, each_line, frame_at, name_code_line
 from meshbook.tensors.messages.operations import (
@@ -292,7 +293,9 @@ class RankBatches:
                         if run is not None:  # its tensors so far are there, whether this rank goes on or not
                             run.keep(self._tensors, done)
                             self._cut_off = run
-                    raise OperationFailed(number, self._name(use), name_code_line(line), why, done) from error
+                    raise OperationFailed(
+                        number, self._name(use), name_code_line(line), why, done, kind_of(error)
+                    ) from error
                 for name in ended if run is None else ():
                     self._tensors.pop(name, None)
             if left.search is not None and not all(at in refused for at in range(left.first, left.end)):
@@ -337,7 +340,7 @@ class RankBatches:
             left.search.tell(failed, left.first, left.replay is not None)
         except BaseException as error:
             why, count = f"{type(error).__name__}: {error}", len(left.uses)
-            raise OperationFailed(left.end - 1, "detect_anomaly", "", why, count) from error
+            raise OperationFailed(left.end - 1, "detect_anomaly", "", why, count, kind_of(error)) from error
 
     def _name_inputs(self, replay: Replay) -> None:
         self._turn, self._waits = replay.turn, 0

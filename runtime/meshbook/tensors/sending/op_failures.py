@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from meshbook.errors import CallFailed, MeshError
+from meshbook.errors import CallFailed, FailureKind, MeshError
 from meshbook.mesh.rank_calls import RepeatedCall
 from meshbook.tensors.messages.issued_lines import CodeLine, NamedLine, name_code_line
 from meshbook.tensors.messages.operations import (
@@ -319,9 +319,9 @@ class Window(NamedTuple):
         """
         found: dict[int, Cause] = {}
         for failure in itertools.chain.from_iterable(map(_failures, errors)):
-            if failure is None or failure.why.startswith("KeyboardInterrupt"):
+            if failure is None or failure.kind is FailureKind.INTERRUPTED:
                 return None
-            if not failure.why.startswith("GroupAborted"):
+            if failure.kind is not FailureKind.FREED:
                 error = self.at(failure.index, failure.within).failed(failure.why)
                 found.setdefault(failure.index, Cause(error, failure.within))
         return found if found.keys() - self.refused.keys() else None
@@ -337,10 +337,10 @@ class Window(NamedTuple):
             cause = error
             if isinstance(error, CallFailed):
                 unsaid = [each for each, known in zip(error.failures, failures, strict=True) if known is None]
-                if any(each.ename == "KeyboardInterrupt" for each in unsaid):
+                if any(each.kind is FailureKind.INTERRUPTED for each in unsaid):
                     cause = self.at(self.first).failed(str(CallFailed(unsaid)))
             return self.first, Cause(cause), False
-        told = next((each for each in said if "GroupAborted" not in each.why), said[0])
+        told = next((each for each in said if each.kind is not FailureKind.FREED), said[0])
         begin = min(said, key=lambda each: (each.index, each.within))
         return begin.index, Cause(self.at(told.index, told.within).failed(told.why), begin.within), True
 
