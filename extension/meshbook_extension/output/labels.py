@@ -138,7 +138,7 @@ class FailureView:
 
     def __init__(self) -> None:
         self._waiting: list[Failure] = []
-        self._shown: list[Failure] = []
+        self._shown: list[tuple[str, str, str]] = []
         self.due_at: float | None = None
         """The time at which `show` should be called; None when no failure waits."""
 
@@ -155,9 +155,9 @@ class FailureView:
         for group in groups:
             first = group[0]
             ranks = [failure.rank for failure in group]
-            known = any(first.same_cause(failure) for failure in self._shown)
+            known = first.cause in self._shown
             if not known:
-                self._shown.append(first)
+                self._shown.append(first.cause)
             if not known and len(self._shown) <= FULL and first.kind is not FailureKind.INTERRUPTED:
                 if first.kind is FailureKind.LOST:
                     deaths = [RankDeath(f.rank, f.host, f.evalue, "\n".join(f.traceback)) for f in group]

@@ -40,8 +40,7 @@ _NO_OUTCOME = None, TimeoutError(), None
 class RequestFuture(Future[T], Generic[T]):
     """The future of a call in any process: an interrupt while waiting cancels the call, a timeout names silent ranks.
 
-    cancel: asks for the end of the call of that id; None where nobody need be asked, and for a subclass with a
-    `_cancel` of its own. open_call: makes the call of which this is the future.
+    cancel: asks for the end of the call of that id. open_call: makes the call of which this is the future.
     """
 
     name_in_chain = 0
@@ -126,11 +125,8 @@ class CallFuture(RequestFuture[T], Generic[T]):
     """
 
     def __init__(self, control: CallControl, open_call: Callable[[Future[T]], OpenCall]) -> None:
-        super().__init__(None, open_call)
+        super().__init__(control.cancel, open_call)
         self._control = control
-
-    def _cancel(self) -> None:
-        self._control.cancel(self.call.id)
 
     def __await__(self) -> Generator[object, None, T]:
         """Wait without blocking the running asyncio loop; an interrupt reaches the ranks, as with `get`.

@@ -20,7 +20,7 @@ from meshbook.calls.rank_state import Reaction, Reactions, place_of
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import SigintScope
 from meshbook.errors import CallInterrupted
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.lifecycle import CallPhase
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _report(
         left = _waiting(call, ranks)
         dropped = before[call.id] & call.dropped
         obeyed |= before[call.id] - left - dropped - {lost.rank for lost in call.lost}
-        running = {rank for rank in left if _runs(control, call, rank)}
+        running = left - _ahead_of(control, [call], left).keys()
         stuck |= running
         skipping |= dropped | (left - running)
     busy = _ahead_of(control, calls, skipping) if skipping else {}
@@ -149,11 +149,6 @@ def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
     return bool(_waiting(call, ranks)) or (not call.waiting and call.phase is not CallPhase.CLOSED)
 
 
-def _runs(control: Interrupter, call: OpenCall, rank: int) -> bool:
-    """Whether ``call`` is the oldest that the rank has not answered, so that it runs there and does not wait."""
-    return next((other for other in _queue(control, [call]) if rank in other.waiting), call) is call
-
-
 def _queue(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
     """The open calls that wait for each other with ``calls``, oldest first: each mailbox has a queue of its own."""
     mailboxes = {call.mailbox for call in calls}
@@ -162,27 +157,17 @@ def _queue(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
 
 def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
     """The calls, and those ahead of them that were interrupted before."""
-    mine = {call.id for call in calls}
     waiting = set().union(*(call.waiting for call in calls))
-    last = max(mine)
-    ahead = [
-        other
-        for other in _queue(control, calls)
-        if other.id not in mine and other.id < last and other.interrupts and waiting & other.waiting
-    ]
-    return [*ahead, *calls]
+    last = max(call.id for call in calls)
+    queue = [other for other in _queue(control, calls) if other not in calls and other.id < last]
+    return [*(other for other in queue if other.interrupts and waiting & other.waiting), *calls]
 
 
 def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[int]) -> dict[int, OpenCall]:
-    """Rank to the call that runs there, where that is none of ``calls``."""
-    mine = {call.id for call in calls}
-    found: dict[int, OpenCall] = {}
-    opened = _queue(control, calls)
-    for rank in ranks:
-        runs = next((other for other in opened if rank in other.waiting), None)
-        if runs is not None and runs.id not in mine:
-            found[rank] = runs
-    return found
+    """Return the call that runs on each rank, where that is none of ``calls``: the oldest that it has not answered."""
+    queue = _queue(control, calls)
+    running = {rank: next((other for other in queue if rank in other.waiting), None) for rank in ranks}
+    return {rank: call for rank, call in running.items() if call is not None and call not in calls}
 
 
 def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = False) -> str:
@@ -190,16 +175,12 @@ def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = Fa
 
     only_stuck: report calls that were interrupted and did not stop, not slow ones.
     """
-    ahead = _ahead_of(control, [call], set(call.waiting))
-    ahead = {
-        rank: other for rank, other in ahead.items() if other.id < call.id and (other.interrupts or not only_stuck)
-    }
+    found = _ahead_of(control, [call], set(call.waiting)).items()
+    ahead = {rank: other for rank, other in found if other.id < call.id and (other.interrupts or not only_stuck)}
     if not ahead:
         return ""
     places = control.reactions(call.mesh, ahead, LOOK_S)
-    texts: dict[str, list[int]] = {}
-    for rank, other in ahead.items():
-        texts.setdefault(_in_call(other, place_of(places[rank])), []).append(rank)
+    texts = group_ranks((rank, _in_call(other, place_of(places[rank]))) for rank, other in ahead.items())
     return "\n".join(
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {text}" for text, ranks in texts.items()
     )
@@ -223,10 +204,8 @@ class InterruptCounter:
 
     def take(self) -> bool:
         """Return whether interrupt was pressed since the last look, and forget it."""
-        if not self._count:
-            return False
-        self._count = 0
-        return True
+        count, self._count = self._count, 0
+        return count > 0
 
     def wait(self, until: float) -> None:
         """Wait for `wake`, a press, or the moment ``until`` on the monotonic clock."""

@@ -19,7 +19,7 @@ from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.queries import ask_rank, put
 from meshbook.errors.advice import advice
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.groups.deadlock import Odd, Stuck, find_deadlocked, where_stuck
 from meshbook.groups.progress import Collectives
 from meshbook.shape.members import Members
@@ -228,7 +228,6 @@ def _who_waits(ranks: Collection[int], place: str, absent: Collection[int]) -> s
 
 
 def _by_place(stuck: Mapping[int, Stuck]) -> list[tuple[tuple[str, tuple[int, ...]], list[int]]]:
-    by_place: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, place in where_stuck(stuck.items()).items():
-        by_place.setdefault((place, stuck[rank].absent), []).append(rank)
+    places = where_stuck(stuck.items()).items()
+    by_place = group_ranks((rank, (place, stuck[rank].absent)) for rank, place in places)
     return sorted(by_place.items(), key=lambda item: item[1])

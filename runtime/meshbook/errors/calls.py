@@ -16,7 +16,7 @@ from meshbook.errors.failures import (
     group_failures,
     next_steps,
 )
-from meshbook.formatting import format_ranks, name_ranks
+from meshbook.formatting import format_ranks, group_ranks, name_ranks
 
 GRADIENTS = "gradients of backward()"
 """The begin of a text on torn tensors where they are a bucket of DDP, or something else that backward() reduces."""
@@ -86,12 +86,9 @@ class CallError(MeshError):
 
     def verdict(self) -> list[str]:
         """Lines on who was freed, and on the process groups where they are not back."""
-        places: dict[str, list[int]] = {}
-        for rank, place in self.freed.items():
-            places.setdefault(place, []).append(rank)
         lines = [
             f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} waiting in {place}"
-            for place, ranks in sorted(places.items(), key=lambda item: min(item[1]))
+            for place, ranks in group_ranks(sorted(self.freed.items())).items()
         ]
         if lines:
             lines[-1] += f"; freed after {self.freed_s:.2g} s, all {'other ' if self.torn else ''}variables kept"
@@ -187,9 +184,9 @@ class CallInterrupted(CallError, KeyboardInterrupt):
         lines = [f"interrupted: {'; '.join(parts)}" if parts else "interrupted"]
         still = "still does not" if self.stage > 1 else "did not"
         stills = "still do not" if self.stage > 1 else "did not"
-        for place, ranks in _by_text(self.stuck):
+        for place, ranks in group_ranks(sorted(self.stuck.items())).items():
             lines.append(f"  {name_ranks(ranks)} {still if len(ranks) == 1 else stills} stop: {place}")
-        for place, ranks in _by_text(self.skipping):
+        for place, ranks in group_ranks(sorted(self.skipping.items())).items():
             if place and not self.stuck.keys() & set(ranks):
                 lines.append(f"  {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} still in {place}")
         if self.stuck and self.stage == 1:
@@ -199,14 +196,6 @@ class CallInterrupted(CallError, KeyboardInterrupt):
             lines.append(f"  replace: {respawn}    end the mesh: {advice().stop}    or wait: usable again once back")
         lines += [f"  {line}" for line in self.verdict()]
         return "\n".join(lines)
-
-
-def _by_text(places: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Texts with the ranks that share them, by the first rank."""
-    grouped: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        grouped.setdefault(places[rank], []).append(rank)
-    return list(grouped.items())
 
 
 class WorkerLost(CallError):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from meshbook.errors.advice import advice, name_cells
-from meshbook.formatting import format_ranks, name_ranks
+from meshbook.formatting import format_ranks, group_ranks, name_ranks
 
 
 class FailureKind(enum.Enum):
@@ -65,22 +65,18 @@ class Failure(NamedTuple):
             return loaded if isinstance(loaded, BaseException) else None
         return self.exception
 
-    def same_cause(self, other: Failure) -> bool:
-        """Whether both would read the same to a person: class, message and place."""
-        return (self.ename, self.evalue, self.where) == (other.ename, other.evalue, other.where)
+    @property
+    def cause(self) -> tuple[str, str, str]:
+        """Class, message and place, which are equal for failures that would read the same to a person."""
+        return self.ename, self.evalue, self.where
 
 
 def group_failures(failures: Iterable[Failure]) -> list[list[Failure]]:
     """Put failures with an equal cause together, each group and the groups ordered by rank."""
-    groups: list[list[Failure]] = []
+    groups: dict[tuple[str, str, str], list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
-        for group in groups:
-            if group[0].same_cause(failure):
-                group.append(failure)
-                break
-        else:
-            groups.append([failure])
-    return groups
+        groups.setdefault(failure.cause, []).append(failure)
+    return list(groups.values())
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -121,12 +117,10 @@ class RankDeath(NamedTuple):
 
 def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
     """``ranks 0-3 on a ended: killed by SIGKILL``, and the last lines of the first rank that wrote any."""
-    by_cause: dict[str, list[RankDeath]] = {}
-    for death in sorted(deaths):
-        by_cause.setdefault(death.cause, []).append(death)
+    by_rank = {death.rank: death for death in sorted(deaths)}
     lines: list[str] = []
-    for cause, group in by_cause.items():
-        ranks = [death.rank for death in group]
+    for cause, ranks in group_ranks((rank, death.cause) for rank, death in by_rank.items()).items():
+        group = [by_rank[rank] for rank in ranks]
         lines.append(f"{name_ranks(ranks)} on {_name_hosts(group)} ended: {cause}")
         spoke = [death for death in group if death.log_tail]
         if spoke:

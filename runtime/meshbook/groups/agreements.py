@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.groups.progress import Collectives, Entered, GroupProgress, Messages
 
 KEPT_NUMBERS = 64
@@ -207,21 +207,16 @@ def _compare_messages(sent: Messages, received: Messages) -> str:
 
 def _find_long_ago(name: str, members: Mapping[int, GroupProgress]) -> Disagreement | None:
     """Compare the digests alone, for operations that no rank remembers."""
-    digests: dict[int, dict[int, list[int]]] = {}
-    for rank, group in sorted(members.items()):
-        digests.setdefault(group.number, {}).setdefault(group.digest, []).append(rank)
-    for number, by_digest in digests.items():
-        if len(by_digest) > 1:
-            text = f'{_and(by_digest.values())} disagree in one of the first {number} operations of group "{name}"'
-            return Disagreement(name, number, tuple(r for ranks in by_digest.values() for r in ranks), text)
+    for number, ranks in group_ranks((rank, group.number) for rank, group in sorted(members.items())).items():
+        parties = list(group_ranks((rank, members[rank].digest) for rank in ranks).values())
+        if len(parties) > 1:
+            text = f'{_and(parties)} disagree in one of the first {number} operations of group "{name}"'
+            return Disagreement(name, number, tuple(itertools.chain.from_iterable(parties)), text)
     return None
 
 
 def _describe(number: int, entered: Mapping[int, Entered]) -> str:
-    by_code: dict[int, list[int]] = {}
-    for rank, each in entered.items():
-        by_code.setdefault(each.code, []).append(rank)
-    parties = list(by_code.values())
+    parties = list(group_ranks((rank, each.code) for rank, each in entered.items()).values())
     first = [entered[ranks[0]] for ranks in parties]
     operations = [each.operation for each in first]
     if len(set(operations)) == 1:

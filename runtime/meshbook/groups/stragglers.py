@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
 from meshbook.groups.agreements import find_disagreements
 from meshbook.groups.deadlock import WaitGraph, place_of
 from meshbook.groups.progress import Collectives, Waiting
@@ -93,15 +93,13 @@ class _Moment:
 
     def _find_mismatch(self) -> Verdict | None:
         """Different operations under the same number of a group."""
-        entered: dict[tuple[str, int], dict[str, list[int]]] = {}
-        for rank, waiting in self._waits.items():
-            if waiting.peer is None:
-                operations = entered.setdefault((waiting.group, waiting.number), {})
-                operations.setdefault(waiting.operation, []).append(rank)
-        differing = [(key, operations) for key, operations in entered.items() if len(operations) > 1]
+        waits = [(rank, waiting) for rank, waiting in self._waits.items() if waiting.peer is None]
+        entered = group_ranks((rank, (waiting.group, waiting.number)) for rank, waiting in waits)
+        differing = [key for key, ranks in entered.items() if len({self._waits[rank].operation for rank in ranks}) > 1]
         if not differing:
             return None
-        (group, number), operations = max(differing, key=lambda item: sum(map(len, item[1].values())))
+        group, number = max(differing, key=lambda key: len(entered[key]))
+        operations = group_ranks((rank, self._waits[rank].operation) for rank in entered[group, number])
         *few, most = sorted(operations.values(), key=lambda ranks: (len(ranks), -min(ranks)))
         odd = {rank for ranks in few for rank in ranks}
         of_group = f' of group "{group}"' if self._many_groups else ""
@@ -128,9 +126,7 @@ class _Moment:
         )
 
     def _by_place(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        places: dict[str, list[int]] = {}
-        for rank in sorted(ranks):
-            places.setdefault(place_of(self._waits[rank]), []).append(rank)
+        places = group_ranks((rank, place_of(self._waits[rank])) for rank in sorted(ranks))
         return dict(sorted(places.items(), key=lambda item: -len(item[1])))
 
     def _describe_waits(self, ranks: Iterable[int], comma: str = ", ") -> str:
@@ -147,9 +143,7 @@ class _Moment:
 
     def _describe_odd(self, odd: set[int], held: set[int]) -> str:
         """``rank 3 has issued 40 and is in time.sleep (train.py:41)``"""
-        texts: dict[str, list[int]] = {}
-        for rank in sorted(odd):
-            texts.setdefault(f"{self._told_of(rank, held)}{self._poll[rank].doing}", []).append(rank)
+        texts = group_ranks((rank, f"{self._told_of(rank, held)}{self._poll[rank].doing}") for rank in sorted(odd))
         shown = [f"{name_ranks(ranks)} {text}" for text, ranks in list(texts.items())[:SHOWN]]
         rest = [rank for ranks in list(texts.values())[SHOWN:] for rank in ranks]
         return WRAP.join(shown + ([f"{name_ranks(rest)} do something else"] if rest else []))
