@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.formatting import format_ranks, name_ranks
-from meshbook.groups.stragglers import RankProgress, find_stragglers
+from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import RankTold, predicate

@@ -28,10 +28,9 @@ from meshbook.controller.call_queue import OutgoingCall
 from meshbook.controller.dispatcher import Dispatcher
 from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
-from meshbook.controller.inspection import StackQuestion, collect_stacks
 from meshbook.controller.io_turns import IoThread, TurnQueue
 from meshbook.controller.mesh_state import MeshState, Renumbering
-from meshbook.controller.queries import Questions, look
+from meshbook.controller.queries import Questions, StackQuestion, collect_stacks, look
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.startup import MeshArrival, PendingWorkers
 from meshbook.errors import SpawnError, WorkerLost

@@ -9,7 +9,7 @@ No port is involved; MASTER_ADDR and MASTER_PORT are for code that uses them its
 Every rank that comes says which groups it has (`Greeting`); rank 0 decides for all (`Agreement`):
 
     nobody has groups, or they differ        all make new ones, and old handles are of no use
-    some have the same ones                  they *rebuild*, and fresh processes *join* (`meshbook.groups.forming`)
+    some have the same ones                  they *rebuild*, and fresh processes *join* (`meshbook.groups.factory`)
 """
 
 from __future__ import annotations

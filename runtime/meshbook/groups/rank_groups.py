@@ -25,8 +25,16 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.errors import SpawnError, UsageError
 from meshbook.groups.agreements import Progress, Splits, Told, encode_told
 from meshbook.groups.backend_group import BegunOperation
-from meshbook.groups.factory import DESTROYED, DefaultGroup, DeviceMeshes, GroupFactory
-from meshbook.groups.forming import join, rebuild, repair_modules, watch_modules
+from meshbook.groups.factory import (
+    DESTROYED,
+    DefaultGroup,
+    DeviceMeshes,
+    GroupFactory,
+    join,
+    rebuild,
+    repair_modules,
+    watch_modules,
+)
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState, Handled
 from meshbook.groups.meeting import Agreement, RankMeeting, set_environment
@@ -119,7 +127,7 @@ class RankGroups:
     ) -> None:
         """Form the default group with all other ranks and prove it with a collective.
 
-        Present groups of as many ranks are formed again in place (`meshbook.groups.forming`): handles
+        Present groups of as many ranks are formed again in place (`meshbook.groups.factory`): handles
         stay. Others are closed, and their handles say what to make again.
 
         rpc: how to reach the runtime's store.

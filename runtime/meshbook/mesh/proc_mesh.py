@@ -16,8 +16,8 @@ from meshbook.actor.router import TActor, Values, router_for
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.interrupt import interrupt
 from meshbook.concurrency.future import Future, MappedFuture, join_futures
-from meshbook.controller.inspection import LogFollower, StackQuestion, read_logs
 from meshbook.controller.mesh_state import Repaired, stale_view
+from meshbook.controller.queries import LogFollower, StackQuestion, read_logs
 from meshbook.errors import CallInterrupted, LayoutError, MeshError, SerializationError, UsageError
 from meshbook.formatting import format_bytes, format_sizes
 from meshbook.groups.collectives_off import WITHOUT_TORCH

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from meshbook.calls.rank_state import State
 from meshbook.errors.advice import advice
 from meshbook.formatting import format_some_ranks
+from meshbook.groups.deadlock import RankProgress, Verdict, find_stragglers
 from meshbook.groups.progress import Collectives
-from meshbook.groups.stragglers import RankProgress, Verdict, find_stragglers
 from meshbook.source.location import NATIVE, RUNTIME, USER, Frame, ThreadStack
 
 PATIENCE_S = 0.5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshbook.agent.rank_log import RankLog, read_on, settle_logs
-from meshbook.controller.inspection import LogFollower
+from meshbook.controller.queries import LogFollower
 from meshbook.errors import SpawnError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions import folder as session_folder

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.groups.progress import ANY_PEER, Collectives, GroupProgress, Waiting
-from meshbook.groups.stragglers import RankProgress, find_stragglers
 
 AT = "cell 7, line 5"
 
