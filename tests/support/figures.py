@@ -31,6 +31,7 @@ LIMITS: Mapping[str, int] = {
     "public names of ProcMesh": 93,
     "lines on private names of torch": 94,
     "places that name an engine outside of launchers": 1,
+    "places that replace others' names": 26,
 }
 """The most that each figure may be."""
 
@@ -105,6 +106,15 @@ def engines_outside(modules: Modules) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
 
 
+def replaced_names(modules: Modules) -> Iterator[str]:
+    """Yield the places at which code puts something of ours in the place of a name of other people's code."""
+    for path, tree in modules.values():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(ast.Name("patch"), [owner, name, _]):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(owner)}, {ast.unparse(name)}"
+
+
 def lists() -> dict[str, list[str]]:
     """Return what is counted in lists, by figure."""
     modules = parse_all(SOURCES)
@@ -117,6 +127,7 @@ def lists() -> dict[str, list[str]]:
         "public names of ProcMesh": public_names_of_proc_mesh(),
         "lines on private names of torch": list(lines_that_match((path for path, _ in modules.values()), PRIVATE)),
         "places that name an engine outside of launchers": list(engines_outside(modules)),
+        "places that replace others' names": list(replaced_names(modules)),
     }
 
 

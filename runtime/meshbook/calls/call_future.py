@@ -88,12 +88,9 @@ class RequestFuture(Future[T], Generic[T]):
     def cancel(self) -> bool:
         if self._final:
             return False
-        self._cancel()
-        return True
-
-    def _cancel(self) -> None:
         if self._cancel_call is not None:
             self._cancel_call(self.call.id)
+        return True
 
     def _timeout_error(self, timeout_s: float) -> BaseException:
         asked_s = timeout_s if self._timeout_s is None else self._timeout_s

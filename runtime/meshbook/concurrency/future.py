@@ -28,6 +28,7 @@ from meshbook.errors import UsageError
 
 if TYPE_CHECKING:
     import asyncio
+    import concurrent.futures
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -167,6 +168,22 @@ class Future(Generic[T]):
             return await self
 
         return asyncio.ensure_future(wait())
+
+    def as_concurrent(self) -> concurrent.futures.Future[T]:
+        """Return a future with the same outcome for `concurrent.futures.wait` and the like. It cannot be cancelled."""
+        from concurrent import futures
+
+        made: futures.Future[T] = futures.Future()
+        made.set_running_or_notify_cancel()
+
+        def complete() -> None:
+            try:
+                made.set_result(self.get(0))
+            except BaseException as error:
+                made.set_exception(error)
+
+        self.add_done_callback(lambda _: run_in_background(complete))  # what unpickles is not for the completing thread
+        return made
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Call ``callback(self)`` once there is an outcome: on the completing thread, or now if there is one.

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import CallFuture
-from meshbook.calls.mailboxes import Mailboxes, Outcome
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions
 from meshbook.concurrency import forks
@@ -93,6 +92,10 @@ class Controller:
         )  # fmt: skip
         # returns the mesh with this number, unless it has ended; any thread may call it
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
+        # the mailboxes of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)
+        self.mailboxes = self._dispatcher.mail.boxes
+        # answers calls of ranks to these mailboxes that will get no other answer
+        self.give_up_mail = self._dispatcher.mail.give_up
         self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
         # serves the sockets while the main thread waits (`meshbook.controller.io_turns.SocketTurn.drive`)
@@ -284,15 +287,6 @@ class Controller:
         if not request.reply:
             future.set_result(None)
         return future
-
-    @property
-    def mailboxes(self) -> Mailboxes:
-        """Return the mailboxes of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)."""
-        return self._dispatcher.mail.boxes
-
-    def give_up_mail(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer calls of ranks to mailboxes of this process that will get no other answer."""
-        self._dispatcher.mail.give_up(is_meant, answer)
 
     def write_payload(self, buffers: Sequence[Buffer]) -> wire.SegmentRef | None:
         """Copy the large buffers of a message, as they are now, into shared memory; return None when there are none."""

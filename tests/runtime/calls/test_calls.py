@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 import warnings
@@ -193,6 +194,14 @@ def test_a_future_can_be_awaited_in_a_running_loop(mesh4: ProcMesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asyncio.run(body()) == [0, 1, 2, 3] * 2
+
+
+def test_a_future_can_be_waited_for_beside_those_of_the_standard_library(mesh4: ProcMesh) -> None:
+    asked = [mesh4.run("rank"), mesh4.execute(abs, -1), mesh4.run("1 / 0")]
+    done, left = concurrent.futures.wait([future.as_concurrent() for future in asked], timeout=30)
+    assert len(done) == 3 and not left
+    failed = [each.exception() for each in done if each.exception() is not None]
+    assert [type(error) for error in failed] == [errors.CallFailed]
 
 
 def test_ranks_have_random_states_of_their_own(mesh4: ProcMesh) -> None:

@@ -24,17 +24,6 @@ def _busy(mesh: ProcMesh) -> None:
         time.sleep(0.02)
 
 
-def test_an_interrupt_stops_sleeping_ranks_and_keeps_their_variables(mesh4: ProcMesh) -> None:
-    future = mesh4.run(SLEEP)
-    _busy(mesh4)
-    started = time.monotonic()
-    interrupted = future.interrupt()  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 2
-    assert interrupted.obeyed == (0, 1, 2, 3)
-    assert interrupted.stuck == {}
-    assert mesh4.pull("mark").get(30).values() == ["before"] * 4
-
-
 def test_ctrl_c_while_waiting_reaches_the_ranks(mesh4: ProcMesh) -> None:
     future = mesh4.execute(time.sleep, 60)
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -83,15 +72,6 @@ def test_a_late_interrupt_hits_nobody(mesh4: ProcMesh) -> None:
         future.get(30)
         future.cancel()
     assert mesh4.run("sum(range(100000))").get(30).values() == [4999950000] * 4
-
-
-def test_await_and_subprocesses_are_interrupted_too(mesh4: ProcMesh) -> None:
-    for code, place in (("import asyncio\nawait asyncio.sleep(60)", ""), ("!sleep 60", "")):
-        future = mesh4.run(code)
-        time.sleep(0.5)
-        interrupted = future.interrupt()  # type: ignore[attr-defined]
-        assert interrupted.obeyed == (0, 1, 2, 3), (code, place)
-    assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
 def test_user_code_may_swallow_the_interrupt_and_go_on(mesh4: ProcMesh) -> None:

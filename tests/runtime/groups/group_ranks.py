@@ -33,8 +33,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshbook.errors import MeshError
 from meshbook.groups import factory, rank_groups
@@ -150,32 +149,6 @@ def eager_gloo(me: Rank) -> Any:
     return count(), len(me.asking_threads)
 
 
-def every_kind_of_collective(me: Rank) -> Any:
-    """Each makes gloo connect other pairs of ranks, lazily."""
-    me.form()
-    got = {}
-    received = []
-    for _ in range(me.size - 1 if me.rank == 0 else 0):
-        number = torch.zeros(1)
-        dist.recv(number)  # from anybody
-        received.append(number.item())
-    if me.rank:
-        dist.send(torch.tensor([float(me.rank)]), 0)
-    got["recv from anybody"] = sorted(received)
-    dist.barrier()
-    inputs, outputs = torch.arange(me.size, dtype=torch.float) + me.rank, torch.empty(me.size)
-    dist.all_to_all_single(outputs, inputs)
-    got["all_to_all"] = outputs.tolist()
-    mine, left = torch.tensor([float(me.rank)]), torch.zeros(1)
-    ring = [dist.P2POp(dist.isend, mine, (me.rank + 1) % me.size)]
-    ring += [dist.P2POp(dist.irecv, left, (me.rank - 1) % me.size)]
-    for work in dist.batch_isend_irecv(ring):
-        work.wait()
-    got["ring"] = left.item()
-    got["gather"] = me.everyone(me.rank)
-    return got
-
-
 def missing_rank(me: Rank) -> Any:
     if me.rank == 2:
         return ""
@@ -244,19 +217,6 @@ def two_axes(me: Rank) -> Any:
     }
 
 
-def dtensors(me: Rank) -> Any:
-    me.form({"dp": 2, "tp": 2})
-    mesh = me.groups.device_mesh(["dp", "tp"], [2, 2])
-    torch.manual_seed(0)
-    left, right = torch.randn(4, 6), torch.randn(6, 8)
-    product = distribute_tensor(left, mesh, [Shard(0), Replicate()]) @ distribute_tensor(
-        right, mesh, [Replicate(), Shard(1)]
-    )
-    assert isinstance(product, DTensor)
-    torch.testing.assert_close(product.full_tensor(), left @ right)
-    return tuple(product.to_local().shape)
-
-
 def _data_and_model() -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
     torch.manual_seed(1)
     inputs, targets = torch.randn(8, 5), torch.randn(8, 2)
@@ -273,21 +233,6 @@ def _train(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def data_parallel(me: Rank) -> Any:
-    """Ranks with a share of the batch each take the steps of one process with all of it."""
-    me.form()
-    inputs, targets, model = _data_and_model()
-    alone = _data_and_model()[2]
-    reference = _train(alone, inputs, targets)
-    share = slice(2 * me.rank, 2 * me.rank + 2)
-    losses = _train(DistributedDataParallel(model), inputs[share], targets[share])
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected)
-    means = torch.tensor(me.everyone(losses)).mean(0)
-    torch.testing.assert_close(means, torch.tensor(reference))
-    return "same"
 
 
 def fully_sharded(me: Rank, axes: dict[str, int]) -> Any:

@@ -39,6 +39,12 @@ def every_collective(me: Rank) -> Any:
     me.form({"dp": 2, "tp": 2})
     r, ranks = float(me.rank), range(4)
     got: dict[str, bool] = {}
+    from_anybody = [torch.zeros(1) for _ in range(3 if me.rank == 0 else 0)]
+    for t in from_anybody:
+        dist.recv(t)
+    if me.rank:
+        dist.send(numbers(r), 0)
+    got["recv from anybody"] = sorted(t.item() for t in from_anybody) == [1.0, 2.0, 3.0][: len(from_anybody)]
 
     def same(name: str, tensor: torch.Tensor, *expected: float) -> None:
         got[name] = tensor.flatten().tolist() == list(expected)
@@ -82,6 +88,10 @@ def every_collective(me: Rank) -> Any:
     source = dist.recv(left, (me.rank - 1) % 4)
     sending.wait()
     same("recv", left, *[float((me.rank - 1) % 4)] * 2)
+    ring = [dist.P2POp(dist.isend, numbers(r, -r), (me.rank + 1) % 4), dist.P2POp(dist.irecv, left, (me.rank - 1) % 4)]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    same("batch", left, (me.rank - 1) % 4, -((me.rank - 1) % 4))
     got["source"] = source == (me.rank - 1) % 4
     box: list[Any] = [{"from": me.rank}]
     dist.broadcast_object_list(box, 2)
