@@ -24,7 +24,7 @@ import msgspec
 
 from meshbook.calls.call import OpenCall
 from meshbook.calls.output import ConsoleOutput, OutputEvent, OutputListener, OutputTarget
-from meshbook.errors import MeshError, MeshStoppedError, WorkerLost
+from meshbook.errors import MeshError, WorkerLost
 from meshbook.lifecycle import CallEvent
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import split_replies
@@ -317,18 +317,11 @@ class CallTable:
         self._calls.pop(call.id, None)
         self._failing.pop(call.id, None)
 
-    def leave(self, mesh: int, error: MeshError) -> None:
-        """Fail the calls of a mesh that goes on without this controller."""
+    def give_up(self, mesh: int, error: MeshError) -> None:
+        """Fail the calls of a mesh that is being stopped, or goes on without this controller."""
         for call in [call for call in self._calls.values() if call.mesh == mesh]:
             self.disown(call)
             call.give_up(error)
-
-    def give_up(self, mesh: int, name: str) -> None:
-        """Fail the calls of a mesh that is being stopped."""
-        for call in [call for call in self._calls.values() if call.mesh == mesh]:
-            del self._calls[call.id]
-            self._failing.pop(call.id, None)
-            call.give_up(MeshStoppedError(name))
 
     def tell(self, output: int, event: OutputEvent) -> None:
         """Hand an output event to its listener."""

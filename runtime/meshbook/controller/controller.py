@@ -32,7 +32,7 @@ from meshbook.controller.mesh_state import MeshState, Renumbering
 from meshbook.controller.queries import Questions, StackQuestion, collect_stacks, look
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.startup import MeshArrival, PendingWorkers
-from meshbook.errors import SpawnError, WorkerLost
+from meshbook.errors import MeshStoppedError, SpawnError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.lifecycle import MeshPhase
 from meshbook.sessions.folder import SavedHost, SessionFolder
@@ -421,7 +421,7 @@ class Controller:
                 return
             mesh.stop()
             self._dispatcher.groups_of(mesh).stop()
-            self._dispatcher.calls.give_up(mesh.id, mesh.name)
+            self._dispatcher.calls.give_up(mesh.id, MeshStoppedError(mesh.name))
             for host in mesh.hosts:
                 if host.lost or not mesh.is_asked_for:
                     mesh.on_stopped(host, lambda: self._dispatcher.forget(mesh))

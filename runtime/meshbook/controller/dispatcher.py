@@ -511,13 +511,13 @@ class Dispatcher:
         for mesh in self.meshes.values():
             self.groups_of(mesh).stop()
             mesh.detach(session)
-            self.calls.leave(mesh.id, MeshDetachedError(mesh.name, session))
+            self.calls.give_up(mesh.id, MeshDetachedError(mesh.name, session))
         self.meshes.clear()
 
     def say_goodbye(self) -> None:
         for mesh in list(self.meshes.values()):
             mesh.stop()
             self.groups_of(mesh).stop()
-            self.calls.give_up(mesh.id, mesh.name)
+            self.calls.give_up(mesh.id, MeshStoppedError(mesh.name))
         for host in self.hosts.values():
             host.send_urgent(wire.Goodbye())

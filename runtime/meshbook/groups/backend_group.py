@@ -324,8 +324,7 @@ def dispose(groups: Iterable[BackendGroup]) -> None:
         guard = left[0].guard
         run_in_background(lambda: _dispose(left, aborted))
         if torn:
-            restored, _ = settle(torn)
-            guard.restored += restored
+            guard.restored += settle(torn)
 
 
 def _dispose(left: list[BackendGroup], aborted: list[BackendGroup]) -> None:

@@ -215,17 +215,13 @@ def _in_backward() -> bool:
     return False
 
 
-def settle(torn: Sequence[tuple[Torn, bool]]) -> tuple[list[str], list[str]]:
-    """Put back the tensors that have a copy. Returns: the names of the restored tensors, and of those torn for good.
+def settle(torn: Sequence[tuple[Torn, bool]]) -> list[str]:
+    """Put back the tensors that have a copy; return the texts on those that were restored.
 
     torn: each with whether its group is lost.
     """
     until = time.monotonic() + SETTLE_S
-    restored: list[str] = []
-    left: list[str] = []
-    for each, is_lost in torn:
-        (restored if each.restore(until, is_lost) else left).append(each.text)
-    return restored, left
+    return [each.text for each, is_lost in torn if each.restore(until, is_lost)]
 
 
 def name_of(tensor: torch.Tensor, frame: FrameType | None) -> str:
