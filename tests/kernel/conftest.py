@@ -85,6 +85,11 @@ class Kernel(RunningKernel):
                 seen += message["content"]["text"]
 
 
+def left_of(processes: list[psutil.Process], timeout_s: float = 15.0) -> list[psutil.Process]:
+    """Return the processes that still run after ``timeout_s``."""
+    return [process for process in psutil.wait_procs(processes, timeout=timeout_s)[1] if process.is_running()]
+
+
 class Cell:
     """What one cell showed and how it ended."""
 

@@ -8,22 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from ipykernel._version import version_info
 
 from meshbook._version import __version__
+from tests.kernel.conftest import left_of
 from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
 StartKernel = Callable[..., Any]
 SLEEP = "import time; print('started', flush=True); time.sleep(600)"
-
-
-def all_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those of ``processes`` that still run after ``timeout_s``."""
-    return psutil.wait_procs(processes, timeout=timeout_s)[1]
 
 
 @pytest.fixture
@@ -104,7 +99,7 @@ def test_shutdown_is_prompt_and_leaves_nothing(start_kernel: StartKernel, state:
     kernel.manager.shutdown_kernel()
     assert time.monotonic() - asked_at < 20
     assert process.returncode == 0, "the kernel did not end by itself"
-    assert not all_gone(family, timeout_s=5)
+    assert not left_of(family, timeout_s=5)
 
 
 @pytest.mark.slow
@@ -128,7 +123,7 @@ def test_restart_while_a_cell_runs_is_prompt(start_kernel: StartKernel) -> None:
     kernel.wait_for_text("started")
     asked_at = time.monotonic()
     kernel.manager.restart_kernel()
-    assert not all_gone(old, timeout_s=5)
+    assert not left_of(old, timeout_s=5)
     kernel.client.wait_for_ready(timeout=60)
     assert time.monotonic() - asked_at < 10
     assert kernel.value("6 * 7") == "42"

@@ -9,7 +9,10 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import wait_until
 from rank_lines import by_rank, each_of
+
+from tests.kernel.conftest import left_of
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
 
@@ -24,11 +27,6 @@ GONE_S = 30
 """Within this time after a ``kill -9`` of the kernel, agents and workers have ended by themselves."""
 
 
-def all_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those of ``processes`` that still run after ``timeout_s``."""
-    return [process for process in psutil.wait_procs(processes, timeout=timeout_s)[1] if process.is_running()]
-
-
 def with_mesh(kernel: Any) -> list[psutil.Process]:
     """Spawn two ranks from ``kernel``; returns the kernel with agent, template and workers."""
     spawned = kernel.run(SPAWN)
@@ -38,18 +36,9 @@ def with_mesh(kernel: Any) -> list[psutil.Process]:
     return family
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def test_kernel_warms_its_host_up_in_the_background(start_kernel: StartKernel) -> None:
     kernel = start_kernel()
-    assert eventually(lambda: any(_has_torch(process) for process in kernel.family()[1:]))
+    wait_until(lambda: any(_has_torch(process) for process in kernel.family()[1:]))
 
 
 def _has_torch(process: psutil.Process) -> bool:
@@ -80,7 +69,7 @@ def test_shutdown_stops_the_mesh_in_time(start_kernel: StartKernel, watch: Watch
     kernel.manager.shutdown_kernel()
     assert process.returncode == 0, "the kernel did not end by itself"
     assert time.monotonic() - asked_at < 20  # of the 600 that the cell has
-    assert not all_gone(family, timeout_s=5)
+    assert not left_of(family, timeout_s=5)
 
 
 def test_restart_in_a_busy_cell_leaves_the_mesh_to_the_new_kernel(
@@ -94,11 +83,11 @@ def test_restart_in_a_busy_cell_leaves_the_mesh_to_the_new_kernel(
     kernel.wait_for_text("started")
     former = kernel.process
     kernel.manager.restart_kernel()
-    assert not all_gone([former], timeout_s=5)
+    assert not left_of([former], timeout_s=5)
     kernel.client.wait_for_ready(timeout=60)
     assert 'attached to mesh "procs" again: gpus=2, cpu' in kernel.run("1").text()
     kernel.manager.shutdown_kernel()
-    assert not all_gone(family, timeout_s=5)
+    assert not left_of(family, timeout_s=5)
 
 
 def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKernel, watch: Watch) -> None:
@@ -108,7 +97,7 @@ def test_kernel_killed_with_a_busy_mesh_leaves_no_process(start_kernel: StartKer
     kernel.start(SLEEP_ON_RANKS)
     kernel.wait_for_text("started")
     kernel.process.kill()
-    assert not all_gone(family, timeout_s=GONE_S)
+    assert not left_of(family, timeout_s=GONE_S)
 
 
 def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKernel, watch: Watch) -> None:
@@ -119,7 +108,7 @@ def test_shutdown_answers_while_a_rank_ignores_interrupts(start_kernel: StartKer
     kernel.start(SLEEP_ON_RANKS)
     kernel.wait_for_text("started")
     kernel.manager.shutdown_kernel()
-    assert not all_gone(family, timeout_s=5)
+    assert not left_of(family, timeout_s=5)
 
 
 def test_magics_are_there_without_loading_anything_and_loading_changes_nothing(start_kernel: StartKernel) -> None:

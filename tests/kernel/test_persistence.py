@@ -12,7 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from patience import wait_until
 
+from tests.kernel.conftest import left_of
 from tests.kernel.typed_cells import run_typing
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
@@ -33,10 +35,6 @@ def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def ended(processes: list[psutil.Process], timeout_s: float = 15.0) -> bool:
-    return not [p for p in psutil.wait_procs(processes, timeout=timeout_s)[1] if p.is_running()]
-
-
 def with_mesh(kernel: Any, watch: Watch, *cells: str) -> list[psutil.Process]:
     """Spawn two ranks and run ``cells``; returns all processes below the kernel."""
     for cell in ("%mesh spawn gpus=2 --device cpu", *cells):
@@ -55,16 +53,23 @@ def shown(cell: Any) -> list[str]:
 def end(kernel: Any, family: list[psutil.Process]) -> None:
     """Shut the kernel down as a person does; nothing is left."""
     kernel.manager.shutdown_kernel()
-    assert ended(family)
+    assert not left_of(family)
 
 
-def die_and_come_back(kernel: Any, how: str, after_s: float = 0.0) -> None:
-    if how == "kill":
-        kernel.process.kill()
-        kernel.process.wait(10)
-    time.sleep(after_s)
-    kernel.manager.restart_kernel(now=how == "kill")
+def die(kernel: Any) -> None:
+    kernel.process.kill()
+    kernel.process.wait(10)
+
+
+def come_back(kernel: Any, *, now: bool = True) -> None:
+    kernel.manager.restart_kernel(now=now)
     kernel.client.wait_for_ready(timeout=60)
+
+
+def die_and_come_back(kernel: Any, how: str) -> None:
+    if how == "kill":
+        die(kernel)
+    come_back(kernel, now=how == "kill")
 
 
 def test_the_next_kernel_stops_an_idle_mesh_as_asked(start_kernel: StartKernel, watch: Watch) -> None:
@@ -107,14 +112,9 @@ def test_a_rank_that_is_stopped_at_a_prompt_waits_for_the_next_kernel(start_kern
     kernel = start_kernel()
     family = with_mesh(kernel, watch)
 
-    def die(kernel: Any) -> None:
-        kernel.process.kill()
-        kernel.process.wait(10)
-
     with pytest.raises(AssertionError, match="never asked for"):
         run_typing(kernel, "%%mesh\nx = rank\nif rank == 1: breakpoint()\ndist.barrier()", [die, "never"], limit_s=3)
-    kernel.manager.restart_kernel(now=True)
-    kernel.client.wait_for_ready(timeout=60)
+    come_back(kernel)
     said = kernel.run("1").text("stdout")
     assert (
         "cell 2 still runs on ranks 0,1 (job 1)" in said and "rank 1 stopped at cell 2, line 3; look: %mesh pdb" in said
@@ -132,15 +132,10 @@ def test_what_ended_meanwhile_is_shown_and_kept(start_kernel: StartKernel, watch
         "(folder / f'ended-{rank}').touch()\nrank + 7"
     )
     kernel.wait_for_text("before")
-    kernel.process.kill()
-    kernel.process.wait(10)
-    deadline = time.monotonic() + 60
-    while len(list(own_folders.glob("ended-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    die(kernel)
+    wait_until(lambda: len(list(own_folders.glob("ended-*"))) == 2, 60)
     time.sleep(1)  # from there to the reply
-    kernel.manager.restart_kernel(now=True)
-    kernel.client.wait_for_ready(timeout=60)
+    come_back(kernel)
     first = kernel.run("print(_mesh.values())")
     assert "[0,1] while away" in first.text()
     assert "ended meanwhile: done; its result is in _mesh" in first.text()
@@ -155,7 +150,9 @@ def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) ->
         "%%mesh\nimport time\nprint('before', flush=True)\ntime.sleep(1)\nif rank: raise ValueError('oh')\nrank"
     )
     kernel.wait_for_text("before")
-    die_and_come_back(kernel, "kill", after_s=2)
+    die(kernel)
+    time.sleep(2)
+    come_back(kernel)
     first = kernel.run("1")
     told = first.text() + str(first.messages)
     if "ended meanwhile: failed: " not in told:  # its groups were still being compared: it came back as a job
@@ -229,11 +226,9 @@ def test_a_mesh_that_ended_meanwhile_is_told_with_the_reason(
     monkeypatch.setenv("MESHBOOK_LEASE_S", "1")
     kernel = start_kernel()
     family = with_mesh(kernel, watch)
-    kernel.process.kill()
-    kernel.process.wait(10)
-    assert ended(family, 30)
-    kernel.manager.restart_kernel(now=True)
-    kernel.client.wait_for_ready(timeout=60)
+    die(kernel)
+    assert not left_of(family, 30)
+    come_back(kernel)
     first = kernel.run("1").text()
     assert 'mesh "main" of the last kernel has ended: no controller came within the lease of 1 s' in first
     assert "%mesh spawn gpus=4" in first
