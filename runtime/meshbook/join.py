@@ -142,7 +142,7 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> int:
 
 
 def _last_words(ticket: Ticket) -> str:
-    """The last that an agent has said in its log."""
+    """Return the last lines of an agent's log, as one."""
     with contextlib.suppress(OSError, MeshError):
         return " ".join(log_tail(Path(log_base()) / ticket.log_dir / "agent.log", 3).split())
     return ""

@@ -26,7 +26,11 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 README = "README.md"
-PAGES = (README, *(f"docs/{name}.md" for name in ("actors", "index", "install", "settings", "tensors")))
+PAGES = (
+    README,
+    *(f"docs/{name}.md" for name in ("actors", "index", "install", "magics", "settings", "tensors")),
+    *(f"docs/api/{name}.md" for name in ("actor", "meshbook", "meshes", "tensors")),
+)
 """Pages whose blocks are run."""
 PARSED = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
 BLOCK = re.compile(r"^```([\w ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -184,7 +184,7 @@ class Owned(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped from this process."""
+        """Whether the actor was stopped from this process."""
 
     def stop(self, reason: str = ...) -> Future[None]:
         """Begin its end; done when it has ended."""

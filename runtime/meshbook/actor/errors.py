@@ -210,7 +210,7 @@ class ReloadError(UsageError):
 
 
 class ActorStoppedError(SupervisionError):
-    """A call to actors that were stopped, or that ended with processes in whose places others are now.
+    """A call to actors that were stopped, or that ended with processes which were replaced.
 
     ended_with: the ranks of these processes, in order.
     """

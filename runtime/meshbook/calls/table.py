@@ -61,7 +61,7 @@ class FailingCall:
     """A call that has failed on some ranks, and completes when no more failures can be expected."""
 
     def __init__(self, call: OpenCall, source: StateSource | None) -> None:
-        """source: None where nobody can be asked."""
+        """source: the agents to ask for the states of ranks; None where there are none to ask."""
         self._call = call
         self._source = None if call.lost else source  # ranks that die together leave no sign of that
         now = time.monotonic()

@@ -157,7 +157,7 @@ def connections(poll: int) -> Iterator[tuple[socket.socket, bool]]:
 
 @contextlib.contextmanager
 def internet_socket(fd: int) -> Iterator[socket.socket | None]:
-    """A second descriptor for ``fd``, if that is an internet socket."""
+    """Return a second descriptor for ``fd``, if that is an internet socket."""
     try:
         copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST) if stat.S_ISSOCK(os.fstat(fd).st_mode) else -1
     except OSError:  # closed by now

@@ -78,7 +78,7 @@ class ManualLauncher(Launcher):
         return SavedLauncher(self.name, python=self.python, options=(self._asked, str(self.within_s)))
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        """Print the command, and let in who runs it. Raises: OSError."""
+        """Print the command, and let in the machines that run it. Raises: OSError."""
         party = _door.expect(tickets, self.within_s)
         print(_instructions(party, self.python), flush=True)
         return list(party.hosts)

@@ -161,7 +161,7 @@ _ATTRIBUTES_TRUSTED = re.compile(r"(torch|numpy|pandas|builtins)(\.|$)")
 """Modules whose properties and ``__getattr__`` do no more than they seem to."""
 
 _ITEMS_TRUSTED = re.compile(r"(torch\.nn|numpy|pandas|collections|builtins)(\.|$)")
-"""Modules whose ``__getitem__`` does no more than it seems to; one of torch.utils.data loads something."""
+"""The modules whose ``__getitem__`` only looks a value up; that of torch.utils.data loads something."""
 
 _OPERATIONS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes of tensors that compute; of a DTensor, together with other ranks."""

@@ -114,7 +114,7 @@ class OutOfBand(msgspec.Struct, eq=False):
         return NotImplemented
 
     def _span_of(self, values: torch.Tensor) -> tuple[_Span | None, int, tuple[int, ...]]:
-        """The memory that ``values`` needs, its offset there in elements, and its strides."""
+        """Return the memory that ``values`` needs, its offset there in elements, and its strides."""
         item = values.element_size()
         if values.numel() == 0:
             return None, 0, values.stride()

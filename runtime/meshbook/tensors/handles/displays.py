@@ -22,7 +22,7 @@ WIDTH, HEIGHT, LEAST = 240, 140, 24
 
 DRAWN_BLOCKS = 256
 _CHAR = 8
-"""Pixels of a character in a label."""
+"""The width of a character of a label, in pixels."""
 
 
 def to_html(tensor: MeshTensor) -> str:

@@ -66,7 +66,7 @@ def do_calls(calls: Sequence[PlannedCall], values: list[Any]) -> None:
 
 
 class Held(NamedTuple):
-    """A tensor at some time in the step, by its name there."""
+    """A tensor at one moment of the step, by its name in the step."""
 
     name: TensorId
     slot: int

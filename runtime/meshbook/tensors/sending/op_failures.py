@@ -96,7 +96,7 @@ class FailedOperations:
         self.writes: dict[TensorId, list[Write]] = {}
         """The operations that wrote to those; none after a repair, when it cannot be told any more."""
         self.unwritten: dict[TensorId, MeshError] = {}
-        """Tensors that are as they were, on all ranks, though they were to be written."""
+        """The tensors that keep their former values on all ranks, although they were to be written."""
 
     @property
     def exist(self) -> bool:
