@@ -469,7 +469,7 @@ def test_equal_errors_on_two_ranks_are_equal(new_rank: Callable[[int], RankProce
         rank = new_rank(number)
         rank.cell("def f(x):\n    raise ValueError('bad shard')")
         failures.append(rank.cell("f(1)").failure)
-    assert failures[0].same_cause(failures[1]) and failures[0].traceback == failures[1].traceback
+    assert failures[0].cause == failures[1].cause and failures[0].traceback == failures[1].traceback
     assert [failure.rank for failure in failures] == [0, 1]
 
 
