@@ -21,6 +21,7 @@ from meshbook.tensors.messages.operations import (
     TensorPlace,
     fill_places,
     gives_alias,
+    is_place,
     is_random,
     written_arguments,
 )
@@ -188,17 +189,13 @@ def _written(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Raises: UsageError for a tensor of this process, of which the ranks have but its number.
     """
-    targets = tree_leaves([argument.of(args, kwargs) for argument in written_arguments(operator)], is_leaf=_is_place)
+    targets = tree_leaves([argument.of(args, kwargs) for argument in written_arguments(operator)], is_leaf=is_place)
     # fused steps write to the counters of steps by their schemas, and torch has counted before
     if any(type(each) is NumberPlace for each in targets) and not operator._schema.name.startswith("aten::_fused_"):
         raise UsageError(
             f"{operator} would write values of a mesh to a tensor of this process: take tensor.full_tensor() first"
         )
     return tuple(each.at for each in targets if type(each) is TensorPlace)
-
-
-def _is_place(value: object) -> bool:
-    return isinstance(value, (TensorPlace, NumberPlace))
 
 
 _OF_OTHER_DIMS = ("unsqueeze", "diag_embed", "input_sizes")

@@ -33,7 +33,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import distribute
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
-from meshbook.tensors.messages.layouts import ShardingSpec
+from meshbook.tensors.messages.layouts import MeshEnd, ShardingSpec
 from meshbook.tensors.messages.operations import LAY_OUT
 from meshbook.torch_internals import Operator, TorchDispatchMode
 
@@ -65,7 +65,10 @@ def module_to_mesh(
     unused = set(plan)
     placed: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, part in module.named_modules():
-        unused.discard(_put_style(part, path, plan, list(mesh.axes).index(axis)))
+        style = plan.get(pattern := _pattern_of(plan, path))
+        if isinstance(style, ParallelStyle):
+            read_style(style, part, path, list(mesh.axes).index(axis)).put_on(part)
+            unused.discard(pattern)
         for name, parameter in part.named_parameters(recurse=False):
             pattern = _pattern_of(plan, f"{path}.{name}".removeprefix("."), path)
             unused.discard(pattern)
@@ -85,22 +88,22 @@ def _pattern_of(plan: Mapping[str, Style], *names: str) -> str:
     return next((each for each in plan if any(fnmatch.fnmatch(name, each) for name in names)), "")
 
 
-def _put_style(module: torch.nn.Module, path: str, plan: Mapping[str, Style], axis: int) -> str:
-    """Have a module lay out its inputs and outputs by one of torch's styles; return the pattern of that style."""
-    pattern = _pattern_of(plan, path)
-    style = plan[pattern] if pattern else None
-    if not isinstance(style, ParallelStyle):
-        return ""
-    read_style(style, module, path, axis).put_on(module)
-    return pattern
-
-
 def _spec(style: Style, module: torch.nn.Module, path: str, name: str, axis: str) -> ShardingSpec | None:
     parameter = getattr(module, name)
     if isinstance(style, ParallelStyle):
         if not layouts_of(module):
             raise UsageError(f"{type(style).__name__} is for modules: its pattern fits {name} of {path}, not {path}")
-        return parameter_spec(style, module, path, name, axis)
+        if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+            return None
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            raise UsageError(
+                f"{type(style).__name__} cuts nn.Linear and nn.Embedding, and {path or 'the module'} is "
+                f"{type(module).__name__}: give it another pattern"
+            )
+        by_column = isinstance(style, ColwiseParallel)
+        if name == "bias":
+            return (axis,) if by_column else None
+        return (axis,) if by_column is isinstance(module, torch.nn.Linear) else (None, axis)  # (out, in); (number, dim)
     if not isinstance(style, str):
         return style
     if style not in _STYLES:
@@ -122,8 +125,10 @@ def show_plan(module: torch.nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, MeshTensor):
             raise UsageError(f"{name} is on no mesh: use module_to_mesh(module, mesh) first")
-        placements = parameter.placements
-        size_bytes = math.prod(_local_shape(parameter, placements)) * parameter.element_size()
+        on, placements = parameter.mesh, parameter.placements
+        boxes = MeshEnd(on.stream.name, on.shape, on.procs.ranks).boxes(parameter.shape, placements)
+        largest = math.prod(end - begin for begin, end in boxes[on.procs.ranks[0]])
+        size_bytes = largest * parameter.element_size()
         total += size_bytes
         rows.append((name, str(tuple(parameter.shape)), ", ".join(map(repr, placements)), format_bytes(size_bytes)))
     rows.append(("all", "", "", format_bytes(total)))
@@ -135,15 +140,6 @@ def _in_columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _local_shape(tensor: MeshTensor, placements: Sequence[Placement]) -> list[int]:
-    """Return the shape of the first rank's part, which is the largest."""
-    shape = list(tensor.shape)
-    for placement, size in zip(placements, tensor.mesh.axes.values(), strict=True):
-        if isinstance(placement, Shard):
-            shape[placement.dim] = -(-shape[placement.dim] // size)
-    return shape
 
 
 WantedLayouts = Sequence[Placement | None]
@@ -232,23 +228,6 @@ def lay_along(tensor: MeshTensor, axis: int, dim: int | None) -> MeshTensor:
     """
     with _LayOutAliases(axis, dim):
         return cast("MeshTensor", torch.ops.aten.alias.default(tensor))
-
-
-def parameter_spec(
-    style: ParallelStyle, module: torch.nn.Module, path: str, name: str, axis: str
-) -> tuple[str | None, ...] | None:
-    """Return the spec by which a style cuts a parameter, as torch does. Raises: UsageError for other modules."""
-    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return None
-    if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-        raise UsageError(
-            f"{type(style).__name__} cuts nn.Linear and nn.Embedding, and {path or 'the module'} is "
-            f"{type(module).__name__}: give it another pattern"
-        )
-    if name == "bias":
-        return (axis,) if isinstance(style, ColwiseParallel) else None
-    cuts_first = isinstance(style, ColwiseParallel) is isinstance(module, torch.nn.Linear)  # (out, in); (number, dim)
-    return (axis,) if cuts_first else (None, axis)
 
 
 def read_style(style: ParallelStyle, module: torch.nn.Module, path: str, axis: int) -> ModuleLayouts:

@@ -154,18 +154,14 @@ def _layout(part: LocalPart) -> str:
 
 def _shape(parts: Mapping[int, LocalPart], mesh: Mesh, layout: Sequence[Placement]) -> tuple[int, ...]:
     """Add up the sizes along each dim, of the ranks at the beginning of all axes that do not cut it."""
-    sizes, ranks = mesh.shape, mesh.procs.ranks
+    local = torch.tensor([parts[rank].local_shape for rank in mesh.procs.ranks], dtype=torch.int64, device="cpu")
     found = []
-    for dim in range(len_of(next(iter(parts.values())))):
-        total = 0
-        for position, rank in enumerate(ranks):
-            inner, counts = len(ranks), True
-            for placement, size in zip(layout, sizes, strict=True):
-                inner //= size
-                cuts = isinstance(placement, Shard) and placement.dim == dim
-                counts &= cuts or position // inner % size == 0
-            total += parts[rank].local_shape[dim] if counts else 0
-        found.append(total)
+    for dim, sizes in enumerate(local.unbind(1)):
+        sizes = sizes.view(mesh.shape)
+        for axis, placement in enumerate(layout):
+            cuts = isinstance(placement, Shard) and placement.dim == dim
+            sizes = sizes.sum(axis, keepdim=True) if cuts else sizes.narrow(axis, 0, 1)
+        found.append(int(sizes))
     return tuple(found)
 
 

@@ -58,6 +58,10 @@ class NumberPlace(NamedTuple):
     dtype: torch.dtype | None
 
 
+def is_place(value: object) -> bool:
+    return isinstance(value, (TensorPlace, NumberPlace))
+
+
 def fill_places(value: Any, tensors: Sequence[Any], numbers: Sequence[float], device: str = "cpu") -> Any:
     """Return an argument of a template with the tensors and numbers of a use. device: of tensors without dims."""
     kind = type(value)

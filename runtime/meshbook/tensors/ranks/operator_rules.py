@@ -63,11 +63,14 @@ WHOLE = frozenset(
 )  # fmt: skip
 """Operators for which DTensor 2.13 gives wrong values, or fails, where a dim is sharded; in place as well."""
 
-LINEAR = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE})
-"""Operators that turn sums whose parts are on the ranks into such sums, as views do; others are given done sums."""
-
-LIKE = frozenset({aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default})
-"""Operators that read no values, so that they may be given sums that are not done."""
+LINEAR = frozenset(
+    {
+        aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default, REDISTRIBUTE,
+        aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default,
+    }
+)  # fmt: skip
+"""Operators that turn sums whose parts are on the ranks into such sums, as views do, or that read no values; others
+are given done sums."""
 
 EASY_VIEWS = frozenset(
     {
@@ -149,7 +152,7 @@ class CompiledTemplate:
             or (bool(self.written) and not is_written_apart and not self.is_fused)
         )  # fmt: skip
         """Whether DTensor has no way to do it on shards."""
-        self.is_linear = self.is_view or self.operator in LINEAR or self.operator in LIKE
+        self.is_linear = self.is_view or self.operator in LINEAR
         """Whether it may be given sums whose parts are on the ranks."""
         self.bears_nothing = self.is_view or is_written_apart or self.operator in BEARS_NOTHING
         """Whether it may be done where a rank's part is empty: a maximum of nothing fails, on that rank alone."""

@@ -7,9 +7,8 @@ collective, since a collective for each took a fifth of a step.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -89,71 +88,14 @@ BUCKET_BYTES = 25 << 20
 def end_sums(tensors: Sequence[DTensor]) -> None:
     """Reduce the parts of sums, so that each rank holds values of the tensors themselves."""
     if sums := [tensor for tensor in tensors if any(each.is_partial() for each in tensor.placements)]:
-        lay_all_out([(tensor, _ended(tensor)) for tensor in sums])
+        lay_all_out([(tensor, ended(tensor)) for tensor in sums])
 
 
-class SumHolder(Protocol):
-    """An object that has a tensor."""
-
-    tensor: DTensor
-    sum: SharedSum | None
-
-
-class SharedSum(NamedTuple):
-    """A sum of which ranks hold parts, and of which there are views."""
-
-    whole: DTensor
-    """The tensor that covers all of the memory."""
-    holders: list[weakref.ref[SumHolder]]
-    """The holders of the tensor and of its views."""
-
-
-def share_sum(view: SumHolder, base: SumHolder) -> None:
-    """Note a view that shares the memory of its base, if that is a sum."""
-    if not any(each.is_partial() for each in view.tensor.placements):
-        return
-    if base.sum is None:
-        base.sum = SharedSum(_said_to_lie(base.tensor, base.tensor.placements), [weakref.ref(base)])
-    base.sum.holders.append(weakref.ref(view))
-    view.sum = base.sum
-
-
-def is_shared(holder: SumHolder) -> bool:
-    """Whether another holder has a view of the sum."""
-    return holder.sum is not None and sum(each() is not None for each in holder.sum.holders) > 1
-
-
-def end_shared_sums(operands: Sequence[SumHolder]) -> bool:
-    """Reduce sums as `end_sums` does; where views share memory the values are put there, so that they still share it.
-
-    Returns: whether there was a sum.
-    """
-    alone: list[DTensor] = []
-    found = False
-    for operand in operands:
-        if not any(each.is_partial() for each in operand.tensor.placements):
-            continue
-        found = True
-        shared, operand.sum = operand.sum, None
-        alive = [holder for each in shared.holders if (holder := each()) is not None] if shared else []
-        if shared is None or len(alive) == 1:
-            alone.append(operand.tensor)
-            continue
-        memory, laid = shared.whole.to_local(), shared.whole.redistribute(placements=_ended(shared.whole))
-        memory.copy_(laid.to_local())
-        for holder in alive:
-            if holder.tensor.to_local().untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
-                holder.tensor._spec = _said_to_lie(holder.tensor, _ended(holder.tensor))._spec
-                holder.sum = None
-    end_sums(alone)
-    return found
-
-
-def _ended(tensor: DTensor) -> list[Placement]:
+def ended(tensor: DTensor) -> list[Placement]:
     return [Replicate() if each.is_partial() else each for each in tensor.placements]
 
 
-def _said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def said_to_lie(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Return a tensor with the same parts and other placements."""
     return from_part(tensor.to_local(), tensor.device_mesh, placements, tensor.shape, tensor.stride())
 

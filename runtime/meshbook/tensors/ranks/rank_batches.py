@@ -35,8 +35,8 @@ from meshbook.tensors.messages.operations import (
     Write,
 )
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
-from meshbook.tensors.ranks.partial_sums import end_shared_sums, lay_all_out
-from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor
+from meshbook.tensors.ranks.partial_sums import lay_all_out
+from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor, end_shared_sums
 from meshbook.tensors.ranks.step_plans import StepPlan, StepRun, StepTrace, Untraceable
 
 TRACED_FROM = 3

@@ -7,6 +7,7 @@ do not depend on the shape of the mesh, nor on the placements.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -36,14 +37,13 @@ from meshbook.tensors.ranks.operator_rules import (
     with_nan,
 )
 from meshbook.tensors.ranks.partial_sums import (
-    SharedSum,
     block_placements,
-    end_shared_sums,
     end_sums,
+    ended,
     full,
     listed,
     parts_like,
-    share_sum,
+    said_to_lie,
     shares_memory,
     whole_of,
 )
@@ -51,6 +51,15 @@ from meshbook.tensors.ranks.peer_reads import PeerReads
 from meshbook.torch_internals import tree_map_only
 
 aten = torch.ops.aten
+
+
+class SharedSum(NamedTuple):
+    """A sum of which ranks hold parts, and of which there are views."""
+
+    whole: DTensor
+    """The tensor that covers all of the memory."""
+    holders: list[weakref.ref[RankTensor]]
+    """The holders of the tensor and of its views."""
 
 
 class RankTensor:
@@ -85,6 +94,47 @@ class RankTensor:
     @property
     def root(self) -> RankTensor:
         return self if self.made is None else self.made.base.root
+
+
+def share_sum(view: RankTensor, base: RankTensor) -> None:
+    """Note a view that shares the memory of its base, if that is a sum."""
+    if not any(each.is_partial() for each in view.tensor.placements):
+        return
+    if base.sum is None:
+        base.sum = SharedSum(said_to_lie(base.tensor, base.tensor.placements), [weakref.ref(base)])
+    base.sum.holders.append(weakref.ref(view))
+    view.sum = base.sum
+
+
+def is_shared(holder: RankTensor) -> bool:
+    """Whether another holder has a view of the sum."""
+    return holder.sum is not None and sum(each() is not None for each in holder.sum.holders) > 1
+
+
+def end_shared_sums(operands: Sequence[RankTensor]) -> bool:
+    """Reduce sums as `end_sums` does; where views share memory the values are put there, so that they still share it.
+
+    Returns: whether there was a sum.
+    """
+    alone: list[DTensor] = []
+    found = False
+    for operand in operands:
+        if not any(each.is_partial() for each in operand.tensor.placements):
+            continue
+        found = True
+        shared, operand.sum = operand.sum, None
+        alive = [holder for each in shared.holders if (holder := each()) is not None] if shared else []
+        if shared is None or len(alive) == 1:
+            alone.append(operand.tensor)
+            continue
+        memory, laid = shared.whole.to_local(), shared.whole.redistribute(placements=ended(shared.whole))
+        memory.copy_(laid.to_local())
+        for holder in alive:
+            if holder.tensor.to_local().untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+                holder.tensor._spec = said_to_lie(holder.tensor, ended(holder.tensor))._spec
+                holder.sum = None
+    end_sums(alone)
+    return found
 
 
 class Making(NamedTuple):

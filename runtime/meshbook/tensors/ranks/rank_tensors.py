@@ -113,18 +113,15 @@ class RankTensors(RankBatches):
     def describe(self, number: TensorId) -> TensorDescription | None:
         """Return a tensor as it is shown, on the first rank of the mesh; a collective."""
         tensor = self._of(number)
-        if tensor.numel() <= SHOWN_ELEMENTS:
-            shown = full(tensor)
-            return TensorDescription(_name(tensor.placements), shown.cpu(), "") if self._is_first else None
-        statistics = ""
-        if tensor.is_floating_point():
-            numbers = [float(full(each)) for each in (tensor.mean(), tensor.std(), tensor.min(), tensor.max())]
-            statistics = "mean {:.4g}, std {:.4g}, min {:.4g}, max {:.4g}".format(*numbers)
-        corner: Any = tensor
-        for dim, size in enumerate(tensor.shape):
-            corner = corner.narrow(dim, 0, min(size, CORNER))
-        shown = full(corner)
-        return TensorDescription(_name(tensor.placements), shown.cpu(), statistics) if self._is_first else None
+        corner, statistics = cast("torch.Tensor", tensor), ""
+        if tensor.numel() > SHOWN_ELEMENTS:
+            if tensor.is_floating_point():
+                numbers = [float(full(each)) for each in (tensor.mean(), tensor.std(), tensor.min(), tensor.max())]
+                statistics = "mean {:.4g}, std {:.4g}, min {:.4g}, max {:.4g}".format(*numbers)
+            for dim, size in enumerate(tensor.shape):
+                corner = corner.narrow(dim, 0, min(size, CORNER))
+        shown, lies = full(corner), ", ".join(map(repr, tensor.placements))
+        return TensorDescription(lies, shown.cpu(), statistics) if self._is_first else None
 
     # ---- tensors of code on the ranks -------------------------------------------------------------------------------
 
@@ -233,10 +230,6 @@ class RankTensors(RankBatches):
         return dist.get_rank() == int(self.mesh.mesh.flatten()[0])
 
 
-def _name(placements: Sequence[Placement]) -> str:
-    return ", ".join(map(repr, placements))
-
-
 def _part_of(tensor: DTensor) -> LocalPart:
     return LocalPart.of(tensor.to_local(), tensor.placements, tensor.shape, tensor.stride())
 
@@ -288,27 +281,16 @@ def _draw(factory: Factory, sizes: Sequence[int], begin: Sequence[int]) -> torch
     ends = [*range(rows, shape[0], rows), shape[0]]
     if (ends[-1] - ends[-2]) * each < DRAWN_TOGETHER:
         del ends[-2]
-    draw = _source(factory, at)
+    function, generator = getattr(torch, factory.function), torch.Generator().manual_seed(factory.seed)
     made = torch.empty(tuple(sizes), dtype=factory.dtype, device="cpu")
     inner = tuple(slice(first, first + size) for first, size in zip(begin[1:], sizes[1:], strict=True))
     first, last = begin[0], begin[0] + sizes[0]
     for start, end in itertools.pairwise([0, *ends]):
         if start >= last:
             break
-        piece = draw((end - start, *shape[1:]))
+        args = (*factory.args[:at], (end - start, *shape[1:]), *factory.args[at + 1 :])
+        piece = function(*args, dtype=factory.dtype, generator=generator, device="cpu")
         low, high = max(start, first), min(end, last)
         if low < high:
             made[low - first : high - first] = piece[(slice(low - start, high - start), *inner)]
     return made
-
-
-def _source(factory: Factory, at: int) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """Return a function that draws one shape after the other."""
-    function, generator = getattr(torch, factory.function), torch.Generator().manual_seed(factory.seed)
-
-    def draw(shape: tuple[int, ...]) -> torch.Tensor:
-        args = (*factory.args[:at], shape, *factory.args[at + 1 :])
-        made: torch.Tensor = function(*args, dtype=factory.dtype, generator=generator, device="cpu")
-        return made
-
-    return draw

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshbook.tensors.messages.operations import WAIT, Recording, TensorId, Use
 from meshbook.tensors.ranks.lowered_operations import Lowered, Slot, fill, tensors_in
-from meshbook.tensors.ranks.partial_sums import is_shared
-from meshbook.tensors.ranks.rank_operations import RankTensor
+from meshbook.tensors.ranks.rank_operations import RankTensor, is_shared
 from meshbook.torch_internals import tree_leaves
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
-
 from meshbook.errors import MeshError
-from meshbook.formatting import name_ranks
+from meshbook.formatting import group_ranks, name_ranks
+from meshbook.shape.extent import Extent
 from meshbook.tensors.messages.operations import LocalPart, PartTransfer, TensorId, Undone, Write
 from meshbook.tensors.ranks.local_ranks import EachItsOwn
 from meshbook.tensors.sending.op_failures import Families
@@ -148,11 +147,7 @@ class _Writes:
 
 
 def _equal_parts(part: LocalPart, ranks: Sequence[int], axes: Mapping[str, int]) -> list[list[int]]:
-    """The ranks, put together where they hold the same of a tensor."""
-    places = torch.arange(len(ranks), device="cpu").view(tuple(axes.values()))
-    found: dict[tuple[int, ...], list[int]] = {}
-    for position, rank in enumerate(ranks):
-        at = (places == position).nonzero()[0].tolist()
-        held = tuple(at[axis] for axis, placement in enumerate(part.placements) if not placement.is_replicate())
-        found.setdefault(held, []).append(rank)
-    return list(found.values())
+    """Return the ranks, put together where they hold the same of a tensor."""
+    cutting = [axis for axis, placement in zip(axes, part.placements, strict=True) if not placement.is_replicate()]
+    points = zip(ranks, Extent.of(axes).points(), strict=True)
+    return list(group_ranks((rank, tuple(at[axis] for axis in cutting)) for rank, at in points).values())

@@ -96,11 +96,12 @@ class StepNumbers:
         self._others = [tensor for name, tensor in written.items() if self._counters is None or name not in counted]
         self._here = [self._prepared(each) for each in here]
 
-    def _prepared(self, each: Here) -> _Count | DoHere | _Reading:
+    def _prepared(self, each: Here) -> float | DoHere | _Reading:
+        """Return the work as it is done each time: a number is added to all counters."""
         if isinstance(each, ReadNumbers):
             return _Reading(each, self._counters)
         if self._counters is not None and _counts(each) and self._counters.are(each.written):
-            return _Count(each.args[1])
+            return float(each.args[1])
         return each
 
     def do(self, scalars: Sequence[torch.Tensor]) -> tuple[dict[int, Sequence[float]], Counted]:
@@ -111,12 +112,11 @@ class StepNumbers:
         for each in self._here:
             if isinstance(each, _Reading):
                 numbers[each.use] = each.read(scalars)
-            elif isinstance(each, _Count):
-                assert self._counters is not None
-                self._counters.array += each.by
-            else:
+            elif isinstance(each, DoHere):
                 with torch.no_grad():
                     each.operator(*each.args, **each.kwargs)
+            elif self._counters is not None:
+                self._counters.array += each
         return numbers, before
 
     def undo(self, before: Counted) -> None:
@@ -126,13 +126,6 @@ class StepNumbers:
             self._counters.set(counted)
         for tensor, value in zip(self._others, others, strict=True):
             tensor.fill_(value)
-
-
-class _Count:
-    """A number to add to all counters."""
-
-    def __init__(self, by: float) -> None:
-        self.by = by
 
 
 class _Counters:

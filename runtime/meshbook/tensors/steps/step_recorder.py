@@ -33,6 +33,7 @@ from meshbook.tensors.messages.operations import (
     Template,
     TensorId,
     find_operator,
+    is_place,
     is_random,
     written_arguments,
 )
@@ -184,8 +185,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources: list[NumberSource] = list(numbers)
         places = [
             each.at
-            for each in tree_leaves((template.args, list(template.kwargs.values())), is_leaf=_is_place)
-            if _is_place(each) and each.dtype is not None
+            for each in tree_leaves((template.args, list(template.kwargs.values())), is_leaf=is_place)
+            if type(each) is NumberPlace and each.dtype is not None
         ]
         for at, tensor in zip(places, self._sources or (), strict=False):
             given = next((index for index, scalar in enumerate(self._scalars) if scalar is tensor), None)
@@ -296,7 +297,3 @@ def _is_in_optimizer() -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
         frame = frame.f_back
     return frame is not None
-
-
-def _is_place(value: object) -> bool:
-    return isinstance(value, NumberPlace)
