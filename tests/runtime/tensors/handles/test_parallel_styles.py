@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,41 +17,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from transformers_on_meshes import train
 
 import meshbook
 from meshbook.distributed import Mesh, show_plan
 from meshbook.errors import UsageError
-
-
-class Block(nn.Module):
-    """With attention of two heads, and a part that is given its input by name and gives two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.o = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.gates = Gates()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
-        gate, value = self.gates(x=x)
-        return x + gate.sigmoid() * value
-
-
-class Gates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.quiet = nn.Linear(16, 32), nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, value = self.up(x).unflatten(-1, (2, 16)).movedim(-2, 0)
-        return gate, self.quiet(value * 2)
-
-
-def transformer() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(11, 16), Block(), nn.LayerNorm(16), nn.Linear(16, 11))
-
 
 TENSOR_PARALLEL: dict[str, Any] = {"*.qkv": ColwiseParallel(), "*.o": RowwiseParallel(), "3": ColwiseParallel()}
 SEQUENCE_PARALLEL: dict[str, Any] = {
@@ -71,26 +40,6 @@ SEQUENCE_PARALLEL: dict[str, Any] = {
 }
 BY_COLUMN: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "3": RowwiseParallel()}
 PLANS = {"tensor": TENSOR_PARALLEL, "sequence": SEQUENCE_PARALLEL, "embedding by column": BY_COLUMN}
-
-
-def train(mesh: Mesh | None, plan: Mapping[str, Any] | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and what the module is then. Sequences of 9, and batches of 5, are unequal in parts."""
-    torch.manual_seed(1)
-    model, text = transformer(), torch.randint(0, 11, (5, 10))
-    if mesh is not None:
-        meshbook.module_to_mesh(model, mesh, plan)
-        text = meshbook.distribute(text, mesh, ["dp"] if "dp" in mesh.axes else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        guessed = model(text[:, :-1])
-        loss = nn.functional.cross_entropy(guessed.flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    state = model.state_dict()
-    return losses, {name: t.full_tensor() if mesh is not None else t for name, t in state.items()}
 
 
 @pytest.mark.some("embedding by column-1")
@@ -139,20 +88,7 @@ def test_a_module_that_writes_to_its_input_does_so_whatever_the_layout(grid: Mes
 
 @pytest.mark.slow
 def test_a_step_with_styles_can_be_recorded(grid: Mesh) -> None:
-    torch.manual_seed(1)
-    model = meshbook.module_to_mesh(transformer(), grid, SEQUENCE_PARALLEL)
-    text = meshbook.distribute(torch.randint(0, 11, (5, 10)), grid, ["dp"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-
-    @meshbook.compile
-    def step(text: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    assert [step(text).item() for _ in range(4)] == pytest.approx(train(None)[0], abs=1e-5)
+    assert train(grid, SEQUENCE_PARALLEL, meshbook.compile)[0] == pytest.approx(train(None)[0], abs=1e-5)
 
 
 class Own(ColwiseParallel):

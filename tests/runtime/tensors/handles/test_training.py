@@ -5,57 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
+from transformers_on_meshes import train
 
 import meshbook
 from meshbook import DeviceMeshError, errors, heal_mesh, this_host
 from meshbook.distributed import Mesh, TensorError, TensorLost, TensorTorn, ViewLost, show_plan
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.o = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        return x + self.o(mixed.transpose(1, 2).flatten(-2))
-
-
-def transformer() -> nn.Module:
-    return nn.Sequential(nn.Embedding(11, 16), Attention(), nn.Linear(16, 11))
-
-
-def train(
-    mesh: Mesh | None, optimizer: str, plan: Mapping[str, Any] | None = None, steps: int = 4, **options: Any
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and what the module is then."""
-    torch.manual_seed(1)
-    model, text = transformer(), torch.randint(0, 11, (4, 9))
-    if mesh is not None:
-        meshbook.module_to_mesh(model, mesh, plan)
-        text = meshbook.distribute(text, mesh, ["dp"])
-    chosen = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
-    schedule = torch.optim.lr_scheduler.StepLR(chosen, 2)
-    losses = []
-    for _ in range(steps):
-        chosen.zero_grad()
-        guessed = model(text[:, :-1])
-        loss = nn.functional.cross_entropy(guessed.flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        chosen.step()
-        schedule.step()
-        losses.append(loss.item())
-    state = model.state_dict()
-    return losses, {name: t.full_tensor() if mesh is not None else t for name, t in state.items()}
 
 
 def same(got: Any, wanted: Any) -> bool:
@@ -77,7 +38,7 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
-    assert same(train(grid, "SGD", PLANS[plan]), train(None, "SGD"))
+    assert same(train(grid, PLANS[plan], lr=0.05), train(None, lr=0.05))
 
 
 @pytest.mark.some("AdamW-{'fused': True}")
@@ -85,7 +46,7 @@ def test_a_transformer_trains_as_in_one_process(grid: Mesh, plan: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_step_as_in_one_process(grid: Mesh, optimizer: str, options: dict[str, bool]) -> None:
-    got, wanted = (train(mesh, optimizer, steps=3, **options) for mesh in (grid, None))
+    got, wanted = (train(mesh, optimizer=optimizer, lr=0.05, **options) for mesh in (grid, None))
     if optimizer == "SGD":  # the others make steps of gradients that are nothing but rounding
         assert same(got, wanted)
     assert got[0] == pytest.approx(wanted[0], abs=1e-5)
