@@ -19,17 +19,17 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 75_500,
-    "product: statements": 51_400,
-    "product: kB": 3_192,
-    "product: modules": 499,
-    "tests and benchmarks: lines": 64_000,
-    "docs by hand: kB": 294,
-    "modules of one importer and under 60 lines": 12,
-    "docstrings without subject and verb": 2_041,
-    "noun clauses in 1,000 words of docstrings": 19,
-    "public names of ProcMesh": 93,
-    "lines on private names of torch": 94,
+    "product: lines": 72_000,
+    "product: statements": 48_800,
+    "product: kB": 3_115,
+    "product: modules": 342,
+    "tests and benchmarks: lines": 61_200,
+    "docs by hand: kB": 220,
+    "modules of one importer and under 60 lines": 1,
+    "docstrings without subject and verb": 0,
+    "noun clauses in 1,000 words of docstrings": 1,
+    "public names of ProcMesh": 49,
+    "lines on private names of torch": 21,
     "places that name an engine outside of launchers": 1,
     "places that replace others' names": 26,
 }
