@@ -188,7 +188,7 @@ def test_what_nobody_has_asked_for_is_printed_once(spawn: Spawn, capsys: pytest.
         return "late: rank 1 did not start: no set-up" in said
 
     wait_until(is_told, 60)
-    assert said.count("did not start") == 1 and "its calls fail from now on" in said
+    assert said.count("rank 1 did not start") == 1 and "its calls fail from now on" in said
     with pytest.raises(ProcsNotStartedError):
         procs.run("1")
 
