@@ -97,6 +97,7 @@ def test_a_stopped_rank_is_read_by_py_spy(mesh4: ProcMesh) -> None:
     pid = mesh4.status()[2].pid
     os.kill(pid, signal.SIGSTOP)
     try:
+        settle(mesh4, lambda: process_state(pid) == "T")  # on a busy machine its threads run on for a moment
         stacks = mesh4.stacks(timeout_s=20)
     finally:
         os.kill(pid, signal.SIGCONT)
