@@ -14,7 +14,7 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")])
 FENCE = re.compile(r"^ *(`{3,}|~{3,})(.*)$")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 SEAMS = re.compile(r"\W*\.\.\.\W*|: |, | ranks?\b| may be |(?<=process)| \(")
-"""Where code puts the text of an error together."""
+"""The lines at which code puts the text of an error together."""
 HEADING = re.compile(r"^#+ (.+)$")
 
 

@@ -56,7 +56,7 @@ PARTS: dict[str, str] = {
     "HostMesh.sync_workspace": "use `procs.sync_workspace()`, or rsync",
     "ProcMesh.logging_option(aggregate_window_sec=...)": "equal lines of ranks are shown once in a notebook anyway",
 }
-"""By part of a name that is here: what to use instead."""
+"""The advice for each part that is cut of a name that stays."""
 
 BETTER: dict[str, str] = {
     "configure": "takes what means something here, and refuses other names; docs/actors.md",

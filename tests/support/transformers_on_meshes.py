@@ -15,7 +15,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
-    """With attention of two heads, and a part that is given its input by name and gives two outputs."""
+    """A layer with attention of two heads, and a part that takes its input by name and has two outputs."""
 
     def __init__(self) -> None:
         super().__init__()

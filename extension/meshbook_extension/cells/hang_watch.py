@@ -194,8 +194,9 @@ class WatchedCell(Scheduled):
             self._look_at_ranks()
         except Exception:  # the mesh was stopped, detached, changed: the cell says so, and this is a service only
             return
-        if not self.is_over:
-            self._publisher.schedule(self, due)
+        self._publisher.schedule(self, due)
+        if self.is_over:  # perhaps since the look began, so that nothing takes it off any more
+            self._publisher.forget(self)
 
     def _look_at_ranks(self) -> None:
         cell = self._cell
