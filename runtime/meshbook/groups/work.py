@@ -173,6 +173,8 @@ class CollectiveWork(AbortableWork):
         return self._raw.is_success()
 
     def _has_failed(self) -> bool:
+        if self.on_stream:
+            return False
         try:
             self._take_result()  # `is_success` would warn of its age on the rank's stderr
         except Exception:
@@ -182,12 +184,12 @@ class CollectiveWork(AbortableWork):
     def _take_result(self) -> None:
         """Raise the error of an operation that has ended; the same one each time.
 
-        An error that was Python's first, as the store's are, C++ can raise once: the second time ends the process.
+        For an operation of CUDA this makes the current stream wait. An error that was Python's first, as the store's are,
+        C++ can raise once: the second time ends the process.
         """
         if self._error is not None:
             raise self._error
-        if not self.on_stream:
-            self._keep_error(self._raw.wait)
+        self._keep_error(self._raw.wait)
 
     def _keep_error(self, ask: Callable[..., Any], *args: object) -> Any:
         """Return the answer of C++. Raises: its error, which is kept."""

@@ -47,6 +47,13 @@ def test_nobody_need_wait_for_what_goes_on_by_itself(mesh2: ProcMesh) -> None:
     assert run(mesh2, code) == [[[3.0, 10.0], [6.0, 20.0]], [[3.0, 20.0], [6.0, 40.0]]]
 
 
+def test_a_wait_reaches_the_operation_where_the_device_waits_for_it(mesh2: ProcMesh) -> None:
+    """As with NCCL, whose streams wait for what C++ is told to wait for, and for nothing else."""
+    code = "import time\nb = torch.ones(2)\nif rank: time.sleep(0.5)\nwork = dist.all_reduce(b, async_op=True)\n"
+    code += "work.on_stream = True\nwork.wait()\nwork.is_completed(), b.tolist()"
+    assert run(mesh2, code) == [(True, [2.0, 2.0])] * 2
+
+
 def test_ranks_may_lay_out_equal_tensors_in_different_ways(mesh2: ProcMesh) -> None:
     code = "x = torch.arange(4.).view(2, 2)\nx = x if rank else x.t().contiguous().t()\ndist.all_reduce(x)\nx.tolist()"
     assert run(mesh2, code) == [[[0.0, 2.0], [4.0, 6.0]]] * 2
