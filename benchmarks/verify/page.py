@@ -22,8 +22,8 @@ What was run on which device, by one command that ends within ten minutes. No ot
     make verify-gpu ARGS="--only form,item --write some.md"    some steps, into a page of their own
 
 Each section is written by a run on such a device, and replaces the section before. Two ranks share the first card and
-talk over sockets. No step covers several cards, several machines with GPUs, NVLink, InfiniBand, MIG, or a notebook on
-a GPU: none of these was ever run.
+talk over sockets. No step covers several cards, several machines with GPUs, NVLink, InfiniBand, or MIG: none of these
+was ever run.
 """
 SECTIONS = {"cuda": "On a GPU", "cpu": "On the CPU, over gloo"}
 FIGURES = 7  # so many columns of `benchmarks.report.HEAD` are shown: those that need no floor
@@ -44,7 +44,7 @@ def section(device: str, facts: Mapping[str, str], outcomes: Mapping[str, Outcom
     lines += [f"- {what}: {fact}" for what, fact in facts.items()]
     lines += ["", f"{tally(known)}.", "", "| what | result | seconds | note |", "| --- | --- | --- | --- |"]
     lines += [_row((step.what, *cells(known[step.name]))) for step in STEPS]
-    figures = [figure[:FIGURES] for outcome in known.values() for figure in outcome.figures]
+    figures = dict.fromkeys(figure[:FIGURES] for outcome in known.values() for figure in outcome.figures)
     if figures:
         lines += ["", _row(report.HEAD[:FIGURES]), _row(["---"] * FIGURES), *map(_row, figures)]
     return "\n".join(lines) + "\n"

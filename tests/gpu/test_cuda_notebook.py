@@ -104,6 +104,7 @@ def test_out_of_memory_says_what_to_do_and_keeps_the_rank(run: Run) -> None:
 
 def test_an_interrupt_ends_a_loop_of_kernels(run: Run, kernel: RunningKernel, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
+    run("%%mesh\nkept = torch.arange(3, device=device)")
     request = kernel.execute(
         f"%%mesh\nfrom pathlib import Path\nPath({str(begun)!r}).touch()\n"
         "while True:\n    y = torch.randn(2048, 2048, device=device); y @ y; torch.cuda.synchronize()"

@@ -67,6 +67,17 @@ if TYPE_CHECKING:
     from meshbook.torch_internals import FSDPParamGroup, FSDPState
 
 _torch_helper: Any = c10d._new_process_group_helper
+_torch_batch = dist.batch_isend_irecv
+
+
+@functools.wraps(_torch_batch)
+def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    """Begin messages of NCCL together; torch's own function does so for groups of its own type alone."""
+    is_on_cuda = all(isinstance(each, dist.P2POp) and each.tensor.is_cuda for each in p2p_op_list)
+    groups = {each.group for each in p2p_op_list} if is_on_cuda else set()
+    if len(groups) == 1 and isinstance(group := groups.pop(), AbortableGroup):
+        return group.begin_together(p2p_op_list)
+    return _torch_batch(p2p_op_list)
 
 
 class GroupFactory:
@@ -83,6 +94,8 @@ class GroupFactory:
     def install(self) -> None:
         """Have torch make guarded groups from now on. Idempotent."""
         patch(c10d, "_new_process_group_helper", self._helper)
+        for module in (dist, c10d):
+            patch(module, "batch_isend_irecv", _batch_isend_irecv)
 
     def _helper(
         self,

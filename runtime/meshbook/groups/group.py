@@ -79,6 +79,8 @@ class AbortableGroup(dist.ProcessGroup):
         """The operations of the main thread among these."""
         self._counting = threading.Lock()
         """Numbers are in the order in which C++ gets the operations, whichever threads begin them."""
+        self._together: list[tuple[str, int, int]] = []
+        """The messages that NCCL begins together: operation, number and peer (base rank)."""
         self._users = Users()
         self._aborted = ""
         """The reason why the group cannot be used until it is formed again."""
@@ -210,7 +212,7 @@ class AbortableGroup(dist.ProcessGroup):
         counts: dict[int, int],
         peer: int,
         tag: int,
-        begin: Callable[[dist.ProcessGroup], dist.Work],
+        begin: Callable[[dist.ProcessGroup], dist.Work | None],
         tensors: list[torch.Tensor],
     ) -> dist.Work:
         refuse_if_off(operation)
@@ -232,16 +234,44 @@ class AbortableGroup(dist.ProcessGroup):
                 except BaseException as error:
                     inner.failures.note(operation, number, base, error)
                     raise
-                inner.add(raw, operation, number, base)
-                inner.note_on_device()
-                on_device = CollectiveWork(inner, operation, number, raw)
-                on_device.on_stream = True
-                return on_device
+                if raw is None:
+                    self._together.append((operation, number, base))
+                    return None  # type: ignore[return-value]
+                return self._on_stream(inner, raw, operation, number, base)
             work = PeerWork(inner, operation, number, base, lambda: begin(inner.group))
             inner.add_peer_work(work, operation, peer, tag)
         if inner.dead:  # aborted before it was known there
             work.wake()
         return work
+
+    def _on_stream(self, inner: BackendGroup, raw: dist.Work, operation: str, number: int, base: int) -> CollectiveWork:
+        """Return the work of a message that CUDA has begun."""
+        inner.add(raw, operation, number, base)
+        inner.note_on_device()
+        work = CollectiveWork(inner, operation, number, raw)
+        work.on_stream = True
+        return work
+
+    def begin_together(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """Begin messages of CUDA tensors as one operation of NCCL, as `dist.batch_isend_irecv` does.
+
+        Begun one after the other they fail where two ranks send to each other: each send waits for the other's receive.
+        """
+        refuse_if_off("batch_isend_irecv")
+        inner, device = self.live, messages[0].tensor.device
+        self._together = []
+        inner.group._start_coalescing(device)
+        try:
+            for each in messages:
+                end = "group_dst" if each.op is dist.isend else "group_src"
+                each.op(each.tensor, group=self, tag=each.tag, **{end: each.group_peer})
+        finally:  # else NCCL would take all that comes later for a part of this
+            raw = inner.group._end_coalescing(device)
+        if raw is None or torch.cuda.is_current_stream_capturing():
+            return [raw] if raw is not None else []
+        with self._counting:
+            works = [self._on_stream(inner, raw, *each) for each in self._together]
+        return list(works[-1:])
 
     def _note_message(self, what: Description, peer: int, lane: int) -> None:
         """A message from or to a peer (base rank) begins; under `_counting`."""

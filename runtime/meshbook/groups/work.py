@@ -184,8 +184,8 @@ class CollectiveWork(AbortableWork):
     def _take_result(self) -> None:
         """Raise the error of an operation that has ended; the same one each time.
 
-        For an operation of CUDA this makes the current stream wait. An error that was Python's first, as the store's are,
-        C++ can raise once: the second time ends the process.
+        For an operation of CUDA this makes the current stream wait. An error that was Python's first, as the store's
+        are, C++ can raise once: the second time ends the process.
         """
         if self._error is not None:
             raise self._error

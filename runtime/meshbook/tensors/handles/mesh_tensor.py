@@ -255,8 +255,8 @@ def _either(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
 
 patch(torch, "cond", _either)
 patch(torch.Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__))
-patch(torch, "to_dlpack", _to_capsule)
-patch(torch.utils.dlpack, "to_dlpack", _to_capsule)
+for _module in (torch, torch.utils.dlpack):
+    patch(_module, "to_dlpack", _to_capsule)
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
