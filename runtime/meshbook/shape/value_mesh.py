@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-import re
-import reprlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from meshbook.errors import LayoutError, RankError
-from meshbook.formatting import format_sizes, format_some_ranks
+from meshbook.errors import LayoutError, RankError, UsageError
+from meshbook.formatting import format_sizes, name_ranks
+from meshbook.shape import value_tables
 from meshbook.shape.members import Members, MeshView, Point
 from meshbook.shape.ndslice import Shape
+
+if TYPE_CHECKING:
+    import numpy
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 _making = threading.Lock()
 
-_ROWS = 20
-_ROW_CHARS = 100
-_LABEL_CHARS = 24
+
+def _operator(function: Callable[..., object], *, swapped: bool = False) -> Callable[[Any, object], ValueMesh[Any]]:
+    """Return the method that applies an operator to the value of each rank."""
+
+    def apply(self: ValueMesh[Any], other: object) -> ValueMesh[Any]:
+        others = self._matched(other)
+        pairs = zip(others, self.values(), strict=True) if swapped else zip(self.values(), others, strict=True)
+        return ValueMesh(self._members, [function(left, right) for left, right in pairs])
+
+    return apply
+
+
+def _unary(function: Callable[[Any], object]) -> Callable[[Any], ValueMesh[Any]]:
+    return lambda self: self.map(function)
 
 
 class ValueMesh(MeshView, Generic[T]):
-    """Values arranged as the members that gave them. Immutable; iterates as (point, value), in C order."""
+    """Values arranged as the members that gave them. Immutable; iterates as (point, value), in C order.
+
+    ``values[2]`` is the value of rank 2. Operators act on the value of each rank: ``loss + 1``, ``loss < 0.5``,
+    ``loss - baseline`` of two meshes with the same members. Two meshes compared by ``==`` give one bool.
+    """
 
     __slots__ = ("_load", "_made")
+    __array_priority__ = 1000  # so that NumPy leaves operators to this class
     _load: Callable[[int], T]
     """Makes the value of a rank; until `_made` is there."""
 
@@ -98,6 +116,19 @@ class ValueMesh(MeshView, Generic[T]):
         """
         return _load(self._values[self._members.point(rank).rank])
 
+    def __getitem__(self, rank: int) -> T:
+        """The value of base rank ``rank``, the number in front of a value that is shown.
+
+        Raises: RankError if it is no member, UsageError for anything but a number.
+        """
+        if not hasattr(rank, "__index__"):
+            axis = next(iter(self.sizes), "rank")
+            raise UsageError(
+                "a ValueMesh is indexed by the number of a rank.\n"
+                f"  by coordinates: .item({axis}=0)    a part: .slice({axis}=slice(0, 2))"
+            )
+        return self.get(operator.index(rank))
+
     def values(self) -> list[T]:
         """Return the values in C order."""
         return [_load(value) for value in self._values]
@@ -121,10 +152,50 @@ class ValueMesh(MeshView, Generic[T]):
         """
         return self._part(self._members.select(self._members.ranks()).rename(rank=name))
 
-    def __eq__(self, other: object) -> bool:
-        """Whether ranks, axes and values are equal; arrays and tensors are equal if all their elements are."""
+    __add__, __radd__ = _operator(operator.add), _operator(operator.add, swapped=True)
+    __sub__, __rsub__ = _operator(operator.sub), _operator(operator.sub, swapped=True)
+    __mul__, __rmul__ = _operator(operator.mul), _operator(operator.mul, swapped=True)
+    __matmul__, __rmatmul__ = _operator(operator.matmul), _operator(operator.matmul, swapped=True)
+    __truediv__, __rtruediv__ = _operator(operator.truediv), _operator(operator.truediv, swapped=True)
+    __floordiv__, __rfloordiv__ = _operator(operator.floordiv), _operator(operator.floordiv, swapped=True)
+    __mod__, __rmod__ = _operator(operator.mod), _operator(operator.mod, swapped=True)
+    __pow__, __rpow__ = _operator(operator.pow), _operator(operator.pow, swapped=True)
+    __and__, __rand__ = _operator(operator.and_), _operator(operator.and_, swapped=True)
+    __or__, __ror__ = _operator(operator.or_), _operator(operator.or_, swapped=True)
+    __xor__, __rxor__ = _operator(operator.xor), _operator(operator.xor, swapped=True)
+    __lt__, __le__ = _operator(operator.lt), _operator(operator.le)
+    __gt__, __ge__ = _operator(operator.gt), _operator(operator.ge)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+
+    def _matched(self, other: object) -> list[Any]:
+        """Return the other operand of each rank. Raises: LayoutError for a mesh of other members."""
         if not isinstance(other, ValueMesh):
-            return NotImplemented
+            return [other] * len(self)
+        if self.extent != other.extent or self.ranks != other.ranks:
+            one, another = (f"{format_sizes(each.sizes)} of {name_ranks(each.ranks)}" for each in (self, other))
+            raise LayoutError(f"values of different members have no operator between them: {one}, and {another}")
+        return other.values()
+
+    def __bool__(self) -> bool:
+        """The truth of the only value. Raises: UsageError where there are several."""
+        if len(self) != 1:
+            raise UsageError(
+                f"the values of {len(self)} ranks have no single truth.\n"
+                "  say which: all(values.values()), any(values.values()), or values[0]"
+            )
+        return bool(self.values()[0])
+
+    def __ne__(self, other: object) -> Any:
+        return not self == other if isinstance(other, ValueMesh) else _operator(operator.ne)(self, other)
+
+    def __eq__(self, other: object) -> Any:
+        """Whether ranks, axes and values are equal; arrays and tensors are equal if all their elements are.
+
+        Anything but a ValueMesh is compared with the value of each rank.
+        """
+        if not isinstance(other, ValueMesh):
+            return _operator(operator.eq)(self, other)
         return (
             self.extent == other.extent
             and self.ranks == other.ranks
@@ -135,21 +206,41 @@ class ValueMesh(MeshView, Generic[T]):
         """Pickle the values as runs: a thousand equal texts or numbers take the room of one."""
         return (_of_runs, (self._members, _runs(self.values())))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray[Any, Any]:
+        """Return one array: the axes of the mesh, then those of the values; of objects where shapes differ."""
+        import numpy
+
+        values = [numpy.asarray(value) for value in self.values()]
+        shape = self.extent.shape
+        if len({value.shape for value in values}) == 1:
+            return numpy.array(values, dtype).reshape(*shape, *values[0].shape)
+        objects = numpy.empty(len(values), object)
+        for index, value in enumerate(self.values()):
+            objects[index] = value
+        return objects.reshape(shape)
+
+    def frame(self) -> Any:
+        """Return a table with a row per rank: its number, its coordinates, its value (of a dict, a column per key).
+
+        It is a DataFrame of pandas or Polars: of the one that is imported, else of the one that is installed.
+        Raises: UsageError where neither is.
+        """
+        return value_tables.frame(self.ranks, list(self))
+
     def __repr__(self) -> str:
         """A table of at most a screen: ranks with an equal repr share a row, long ones are cut."""
-        groups: dict[str, list[int]] = {}
-        for rank, value in zip(self._members.ranks(), self._values, strict=True):
-            groups.setdefault(_text(value), []).append(rank)
-        rows = [(f"[{format_some_ranks(ranks, _LABEL_CHARS)}]", text) for text, ranks in groups.items()]
-        hidden = rows[_ROWS:]
-        rows = rows[: _ROWS - 1] if hidden else rows
-        width = max(len(label) for label, _ in rows)
-        lines = [f"ValueMesh: {format_sizes(self.sizes)}"]
-        lines += [f"  {label:<{width}}  {_cut(text, _ROW_CHARS - width)}" for label, text in rows]
-        if hidden:
-            others = sum(len(ranks) for ranks in islice(groups.values(), _ROWS - 1, None))
-            lines.append(f"  and {others} more ranks; .values() has all, .get(rank) one")
-        return "\n".join(lines)
+        return value_tables.to_text(self.sizes, self._texts())
+
+    def _repr_html_(self) -> str:
+        """The table of `__repr__` as HTML; the values of two axes lie in a grid."""
+        return value_tables.to_html(self.sizes, self._texts())
+
+    def _texts(self) -> list[tuple[int, str]]:
+        """Return each rank with the repr of its value."""
+        return [
+            (rank, value_tables.describe(_load, value))
+            for rank, value in zip(self._members.ranks(), self._values, strict=True)
+        ]
 
     def _part(self, members: Members) -> ValueMesh[T]:
         part: ValueMesh[T] = ValueMesh.__new__(ValueMesh)
@@ -204,40 +295,9 @@ def _load(value: T | _Lazy[T]) -> T:
 def _equal(left: object, right: object) -> bool:
     if left is right:
         return True
-    if isinstance(left, ValueMesh):
-        return bool(left == right)
+    if isinstance(left, ValueMesh) or isinstance(right, ValueMesh):
+        return isinstance(left, ValueMesh) and isinstance(right, ValueMesh) and bool(left == right)
     if getattr(left, "shape", None) != getattr(right, "shape", None):
         return False
     same = left == right
     return bool(same.all() if hasattr(same, "all") else same)
-
-
-class _Reprs(reprlib.Repr):
-    """Reprs long enough to tell values apart, short enough for a thousand of them; dicts keep their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxtuple = self.maxlist = self.maxarray = self.maxdict = 100
-        self.maxset = self.maxfrozenset = self.maxdeque = 100
-        self.maxstring = self.maxother = self.maxlong = 2000
-
-    def repr_dict(self, x: dict[object, object], level: int) -> str:
-        if level <= 0 and x:
-            return "{...}"
-        pairs = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
-        return "{" + ", ".join(pairs + ["..."] * (len(x) > self.maxdict)) + "}"
-
-
-_repr = _Reprs().repr
-
-
-def _text(value: object) -> str:
-    """The value's repr on one line, or why there is none."""
-    try:
-        return re.sub(r"\s*\n\s*", " ", _repr(_load(value)))
-    except Exception as error:
-        return f"<{type(error).__name__}: {error}>"
-
-
-def _cut(text: str, chars: int) -> str:
-    return text if len(text) <= chars else text[: chars - 3] + "..."

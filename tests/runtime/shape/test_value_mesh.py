@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib
 import pickle
+import re
+import sys
 import threading
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshbook.errors import LayoutError, RankError, UnknownAxisError
+from meshbook.errors import LayoutError, RankError, UnknownAxisError, UsageError
 from meshbook.shape.members import Members, Region
 from meshbook.shape.value_mesh import ValueMesh
 
@@ -108,7 +111,7 @@ def test_equality_compares_ranks_axes_and_all_elements() -> None:
     two = Region.of({"gpus": 2})
     assert ValueMesh(two, [np.arange(3), np.ones(2)]) == ValueMesh(two, [np.arange(3), np.ones(2)])
     assert ValueMesh(two, [np.arange(3), np.ones(2)]) != ValueMesh(two, [np.arange(3), np.ones((2, 1))])
-    assert squares() != 3
+    assert (squares() == 4).values() == [rank == 2 for rank in range(8)]
 
 
 def test_it_survives_pickling() -> None:
@@ -159,3 +162,85 @@ def test_equal_values_in_a_row_are_pickled_once() -> None:
     mixed: list[object] = [1, True, 1.0, 1, 1, "1", b"1", None, None, [2], [2], float("nan")]
     again = pickle.loads(pickle.dumps(ValueMesh(Region.of({"gpus": len(mixed)}), mixed))).values()
     assert list(map(repr, again)) == list(map(repr, mixed)) and again[9] is not again[10]
+
+
+def test_a_value_is_found_by_the_number_of_its_rank() -> None:
+    assert squares()[2] == 4
+    assert squares(MESH.slice(hosts=1))[6] == 36
+    with pytest.raises(RankError):
+        squares(MESH.slice(hosts=1))[0]
+    with pytest.raises(UsageError, match=r"\.item\(hosts=0\)    a part: \.slice\(hosts=slice\(0, 2\)\)"):
+        squares()[0:2]  # type: ignore[index]
+
+
+def test_operators_act_on_the_value_of_each_rank() -> None:
+    values = squares(MESH.slice(hosts=0))
+    assert (values + 1).values() == [1, 2, 5, 10]
+    assert (10 - values).values() == [10, 9, 6, 1]
+    assert (values - values * 2).values() == [0, -1, -4, -9]
+    assert (values == 4).values() == [False, False, True, False]
+    assert (values != 4).values() == [True, True, False, True]
+    assert (values > 1).values() == [False, False, True, True]
+    assert (-values).values() == [0, -1, -4, -9]
+    assert (values + 1).ranks == values.ranks
+    with pytest.raises(LayoutError, match="gpus=4 of ranks 0-3, and gpus=4 of ranks 4-7"):
+        values + squares(MESH.slice(hosts=1))
+
+
+def test_operators_of_numpy_and_torch_leave_the_ranks_apart() -> None:
+    values = squares(MESH.slice(hosts=0))
+    assert (np.float64(2) * values).values() == [0, 2, 8, 18]
+    assert [list(value) for value in (np.ones(2) + values).values()] == [[1, 1], [2, 2], [5, 5], [10, 10]]
+    torch = pytest.importorskip("torch")
+    assert [value.tolist() for value in (torch.ones(1) + values).values()] == [[1], [2], [5], [10]]
+
+
+def test_two_meshes_are_equal_or_not_and_several_values_have_no_truth() -> None:
+    assert (squares() == squares()) is True
+    assert (squares() != squares()) is False
+    assert squares(MESH.slice(hosts=0)) != squares(MESH.slice(hosts=1))
+    nested = ValueMesh(MESH, [squares()] * 8)
+    assert nested == ValueMesh(MESH, [squares()] * 8)
+    assert nested != squares()
+    with pytest.raises(UsageError, match="no single truth"):
+        bool(squares() == 4)
+    assert squares(MESH.slice(hosts=0, gpus=2)) == 4
+
+
+def test_numpy_gets_the_axes_of_the_mesh_and_those_of_the_values() -> None:
+    assert np.array(squares()).tolist() == [[0, 1, 4, 9], [16, 25, 36, 49]]
+    assert np.mean(squares()) == 17.5  # type: ignore[call-overload]
+    assert np.asarray(squares().map(lambda value: [value, 1.0]), "float32").shape == (2, 4, 2)
+    ragged = np.asarray(squares(MESH.slice(hosts=0)).map(lambda value: [0] * value))
+    assert (ragged.dtype, ragged.shape, ragged[2]) == (object, (4,), [0, 0, 0, 0])
+
+
+def test_a_frame_has_a_row_per_rank_and_a_column_per_key_of_dicts() -> None:
+    polars = pytest.importorskip("polars")
+    frame = squares().frame()
+    assert isinstance(frame, polars.DataFrame)
+    assert frame.columns == ["rank", "hosts", "gpus", "value"]
+    assert frame.row(5) == (5, 1, 1, 25)
+    assert squares().map(lambda value: {"loss": value, "lr": 0.1}).frame().columns[-2:] == ["loss", "lr"]
+
+
+def test_a_frame_needs_pandas_or_polars(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pandas", "polars"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    importlib.invalidate_caches()
+    with pytest.raises(UsageError, match="pip install pandas"):
+        squares().frame()
+
+
+def test_html_has_a_grid_for_two_axes_and_one_row_for_equal_values() -> None:
+    grid = squares().map(lambda value: "<odd>" if value == 36 else 1)._repr_html_()
+    assert "hosts \\ gpus" in grid
+    assert grid.count("<tr>") == 3
+    assert re.findall(r'bold" title="(rank \d)">([^<]*)<', grid) == [("rank 6", "&#x27;&lt;odd&gt;&#x27;")]
+    assert "equal on all 8" in squares().map(lambda _value: 1)._repr_html_()
+    one_axis = squares(MESH.slice(hosts=0))._repr_html_()
+    assert one_axis.count("<tr>") == 4
+    many = ValueMesh(Region.of({"gpus": 64}), range(64))._repr_html_()
+    assert many.count("<tr>") == 19
+    assert "and 45 more ranks" in many
