@@ -10,7 +10,7 @@ from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
-from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell
+from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import dispatch, help_text
 from meshbook_extension.commands.packages import SentModules
@@ -20,6 +20,7 @@ from meshbook_extension.notebook.error_log import name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.output.publisher import StartLine, served_cell
+from meshbook_extension.output.transcripts import Transcripts
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.reattach.restore import AutoAttach
 from meshbook_extension.visual_debugger.target import Debugged
@@ -107,11 +108,11 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentModules):
+        for kept in (Jobs, AutoAttach, SentModules, Transcripts):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     calls, state_writer = CallOutput(session), StateWriter(session)
-    for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session))):
+    for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session)), News(session)):
         session.add_part(part)
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
@@ -128,6 +129,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     for listener in (calls.finish, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
     served_cell.watch(shell)
+    shell.events.register("pre_run_cell", session.part(News).tell)
     session.on_change.append(state_writer.save)
     if earlier is None:
         auto_attach = AutoAttach(session)
@@ -148,5 +150,6 @@ def close_session(session: Session) -> None:
     session.part(Debugged).end()
     for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
         session.shell.events.unregister("post_run_cell", listener)
+    session.shell.events.unregister("pre_run_cell", session.part(News).tell)
     served_cell.unwatch()
     session.publisher.stop()

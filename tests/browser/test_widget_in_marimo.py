@@ -68,6 +68,7 @@ def url(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
             server.kill()
             server.wait(5)
         psutil.wait_procs(family, timeout=15)
+        print("marimo said:", (root / "log").read_text())
 
 
 def said_url(server: subprocess.Popen[bytes], log: Path) -> str:

@@ -19,11 +19,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 72_000,
-    "product: statements": 48_800,
-    "product: kB": 3_115,
-    "product: modules": 342,
-    "tests and benchmarks: lines": 61_200,
+    "product: lines": 76_000,
+    "product: statements": 51_500,
+    "product: kB": 3_290,
+    "product: modules": 352,
+    "tests and benchmarks: lines": 63_500,
     "docs by hand: kB": 220,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,

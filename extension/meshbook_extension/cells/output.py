@@ -34,7 +34,8 @@ from meshbook_extension.output.labels import (
 )
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
-from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
+from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, is_attended, parent_of, sink_for
+from meshbook_extension.output.transcripts import Transcripts
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -100,6 +101,8 @@ class CellOutput(Scheduled):
         """The progress bars as they stand, equal ones once, each with its ranks."""
         self.stops_where = "; look: %mesh pdb"
         """The advice behind the place at which a rank stopped."""
+        self.is_running: Callable[[], bool] = lambda: False
+        """Whether ranks still run the cell; set by its `RunningCell`."""
         self.awaits_outcome = False
         """Whether values of last expressions wait until `conclude` tells which of them are valid."""
         self._invalid: frozenset[int] = frozenset()
@@ -468,13 +471,24 @@ class CellOutput(Scheduled):
 
 
 def open_output(
-    session: Session, procs: ProcMesh, *, group: str = "equal", ranks: Collection[int] | None = None
+    session: Session, procs: ProcMesh, *, group: str = "equal", ranks: Collection[int] | None = None, what: str = ""
 ) -> CellOutput:
     """Return the output of ``procs`` in the notebook's running cell.
 
-    ranks: when these have ended the cell has; all of ``procs``, if they are not given.
+    ranks: when these have ended the cell has; all of ``procs``, if they are not given. what: the name under which
+    `Transcripts` keep it, as ``cell 7``; without one it is not kept.
     """
     sink, grouping = sink_for(session.shell), grouping_for(group, procs.ranks)
+    transcript = session.part(Transcripts).open(what, sink, page_of(session)) if what else None
     done_by = procs.ranks if ranks is None else ranks
     come = partial(states.await_printed, procs)
-    return CellOutput(done_by, sink, grouping, session.publisher, procs.log_paths, come, procs.name)
+    output = CellOutput(done_by, transcript or sink, grouping, session.publisher, procs.log_paths, come, procs.name)
+    if transcript is not None:
+        transcript.is_running = lambda: output.is_running()
+    return output
+
+
+def page_of(session: Session) -> str:
+    """Return the id of the page that runs the cell; empty where no person looks at one."""
+    parent = parent_of(session.shell)
+    return str(parent.get("header", {}).get("session", "")) if parent and is_attended(parent) else ""

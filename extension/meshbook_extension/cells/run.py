@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
 from meshbook_extension.cells.hang_watch import WatchedCell
-from meshbook_extension.cells.output import open_output
+from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, show_lost, verdict
@@ -23,8 +24,11 @@ from meshbook_extension.notebook.targets import FORMS, Setup
 from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.publisher import Scheduled, parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
+from meshbook_extension.output.transcripts import Transcripts
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo
+
     from meshbook.calls.call_future import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
@@ -163,7 +167,7 @@ def start(
 
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
-    output = open_output(session, procs, group=group)
+    output = open_output(session, procs, group=group, what=f"cell {cell_number}")
     try:
         run: CellRun = start_cell(
             procs,
@@ -268,6 +272,33 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
     job.cell.output.note(text)
     if show_time and (times := times_of(job.cell.run)):
         job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"))
+
+
+TELLS_ITSELF = ("%mesh wait", "%mesh jobs", "%mesh output")
+"""Commands that say of jobs and of output what there is to say."""
+
+
+class News:
+    """The news before a cell: jobs that have ended, and cells whose output this page has missed."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def tell(self, info: ExecutionInfo) -> None:
+        """Print the news to a person at a page."""
+        session = self._session
+        if not (page := page_of(session)):
+            return
+        ended, unseen = session.part(Jobs).news(), session.part(Transcripts).unseen_by(page)
+        if any(command in str(info.raw_cell) for command in TELLS_ITSELF):
+            return
+        for job in ended:
+            print(job.describe_end())
+        for each in unseen:
+            lines = f"{each.lines} line{'s' * (each.lines != 1)}" if each.lines else "output"
+            print(f"{each.what} wrote {lines} for a page that has gone: %mesh output {each.what.removeprefix('cell ')}")
+        if ended or unseen:
+            sys.stdout.flush()  # the output of ranks comes by another road
 
 
 class _Deadline(Scheduled):

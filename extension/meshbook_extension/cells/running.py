@@ -29,7 +29,7 @@ from meshbook.errors import (
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.labels import format_seconds, headline
+from meshbook_extension.output.labels import format_seconds, headline, label
 
 if TYPE_CHECKING:
     from meshbook.calls.call_future import CellRun
@@ -71,6 +71,7 @@ class RunningCell:
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
         output.awaits_outcome = True
+        output.is_running = lambda: not run.future.done()
         self._tell_failed_at: float | None = None
         """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf
@@ -276,6 +277,8 @@ class Job:
     """An event that is set once the result is kept and the note of the end is on its way to the output."""
     waited_for: bool = False
     """Whether a ``%mesh wait`` has reported its end."""
+    is_old_news: bool = False
+    """Whether a later cell has reported its end."""
 
     def finish(self) -> None:
         """Wait until the end of a job is reported, so that the running cell has the note and the result.
@@ -314,10 +317,18 @@ class Job:
         """Write a line for ``%mesh jobs``."""
         left = self.cell.waiting
         on = f", {name_ranks(left)} still at it" if left and len(left) < len(self.cell.ranks) else ""
+        bars = [f"\n  {label(ranks)} {bar}" for ranks, bar in self.cell.output.progress] if left else []
         return (
             f"job {self.number}: {self.state}, {format_seconds(self.duration_s)}, {self.cell.what} on "
-            f'{name_ranks(self.cell.ranks)} of "{self.mesh}"{on}'
+            f'{name_ranks(self.cell.ranks)} of "{self.mesh}"{on}{"".join(bars)}'
         )
+
+    def describe_end(self) -> str:
+        """Write a line for the next cell, once the job has ended."""
+        ago = format_seconds(time.monotonic() - (self.ended or 0.0))
+        error = self.cell.run.future.exception(0)
+        why = f": {str(error).splitlines()[0]}" if error is not None and str(error) else ""
+        return f"job {self.number} ({self.cell.what}) {self.state} {ago} ago{why}"
 
 
 class Jobs:
@@ -350,6 +361,16 @@ class Jobs:
     def running(self) -> list[Job]:
         """Return the jobs that have not ended."""
         return [job for job in self._jobs.values() if job.state == "running"]
+
+    def news(self) -> list[Job]:
+        """Return the jobs that have ended, and of which neither a wait nor a later cell has told; each once.
+
+        The person knows of those that were cancelled.
+        """
+        found = [job for job in self._jobs.values() if job.ended is not None and not job.is_old_news]
+        for job in found:
+            job.is_old_news = True
+        return [job for job in found if not job.waited_for and job.state != "cancelled"]
 
     def unwaited(self) -> list[Job]:
         """Return the jobs that run, and the failed ones, which a wait must not miss."""

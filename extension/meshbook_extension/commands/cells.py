@@ -19,7 +19,8 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.output.publisher import is_attended, parent_of
+from meshbook_extension.output.publisher import is_attended, parent_of, sink_for
+from meshbook_extension.output.transcripts import Transcripts
 
 END_LIMIT_S = 10.0
 """The time that ``%mesh cancel`` waits for a stopped job, which ends once its process groups are formed again."""
@@ -79,6 +80,24 @@ def _wait_for(job: Job, timeout_s: float | None) -> bool:
         return wait_until_done(job.cell.run.future, timeout_s, look=tell_of_stops, wanted=lambda: bool(stops()))
     except KeyboardInterrupt:
         raise interrupted(f"job {job.number} runs on; end it: %mesh cancel {job.number}") from None
+
+
+@Command(
+    name="%mesh output",
+    summary="Show again what a cell on the mesh has shown, and the rest while it runs.",
+    words="[CELL]",
+    examples=("%mesh output", "%mesh output 7"),
+    notes="""
+For a page that was loaded again, or closed, while the cell ran. Without a number: the last cell on a mesh.
+A megabyte is kept of each of the last 50 cells; the logs have all of it.""",
+)
+def output(session: Session, arguments: Arguments) -> None:
+    transcript = session.part(Transcripts).find(*arguments.words)
+    if transcript.is_empty:
+        print(f"{transcript.what} has shown nothing")
+    transcript.show(sink_for(session.shell))
+    if transcript.is_running():
+        print(f"{transcript.what} still runs; its output goes on here")
 
 
 @Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -224,6 +225,62 @@ def test_output_of_a_job_lands_below_the_cell_that_started_it(kernel: Kernel) ->
     assert job.of("error")[0]["evalue"] == "bad"
     kernel.listen(0.3)
     assert "job 1 failed after" in job.text("stderr")
+
+
+@pytest.mark.slow
+def test_a_cell_says_which_jobs_have_ended_since_the_last_one(kernel: Kernel) -> None:
+    job = kernel.run("%%mesh --async\nif rank == 1: raise ValueError('bad')")
+    kernel.until(lambda: " failed after " in job.text(), job)
+    news = kernel.run("1 + 1").text("stdout")
+    assert re.fullmatch(r"job \d+ \(cell \d+\) failed [\d.]+ s ago: rank 1 raised ValueError: bad.*\n", news), news
+    assert kernel.run("1 + 1").text() == ""
+
+
+class Page:
+    """A second front end, whose requests have a session of their own."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.client: Any = kernel.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=TIMEOUT_S)
+
+    def run(self, code: str) -> str:
+        texts: list[str] = []
+
+        def add(message: dict[str, Any]) -> None:
+            content = message["content"]
+            texts.append(content.get("text", "") + content.get("evalue", ""))
+
+        self.client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=add, allow_stdin=True)
+        return "".join(texts)
+
+    def wait_for_text(self, text: str) -> None:
+        seen = ""
+        while text not in seen:
+            message = self.client.get_iopub_msg(timeout=TIMEOUT_S)
+            seen += message["content"].get("text", "")
+
+
+@pytest.mark.slow
+def test_a_page_that_was_loaded_again_sees_the_output_that_it_missed(kernel: Kernel) -> None:
+    beats = "import time\nfor i in range({}): print('beat', i); time.sleep(0.1)"
+    running = kernel.send(f"%%mesh\n{beats.format(25)}")
+    kernel.until(lambda: "beat 3" in running.text(), running)
+    page = Page(kernel)
+    try:
+        told = page.run("1 + 1")
+        assert re.search(
+            r"^cell (\d+) wrote \d+ lines for a page that has gone: %mesh output \1$", told, re.MULTILINE
+        ), told
+        assert "beat" not in told and page.run("1 + 1") == ""
+        assert by_rank(page.run("%mesh output")) == each_of(4, *(f"beat {number}" for number in range(25)))
+        assert "no output of a cell 7000 on a mesh is kept" in page.run("%mesh output 7000")
+        page.run(f"%%mesh --async\n{beats.format(15)}")
+        assert "still runs; its output goes on here" in page.run("%mesh output")
+        page.wait_for_text("beat 14")
+        page.run("%mesh wait")
+    finally:
+        page.client.stop_channels()
 
 
 def test_a_failure_is_an_error_reply_with_the_traceback_shown_once(kernel: Kernel) -> None:
