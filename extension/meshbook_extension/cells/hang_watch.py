@@ -7,7 +7,8 @@
     slow      ranks spend most of their time waiting, and one hardly any: it has more to do, or does it slower
     alone     most have ended long ago, the rest runs on
 
-Cells whose ranks keep pace give no sign, however long they run. Each sign is given once, and few in all.
+Cells whose ranks keep pace give no sign, however long they run. Each sign is given once, and few in all. Where ranks
+are held up for longer, the stack of the rank that holds them up follows: a command would wait behind the cell.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshbook.formatting import format_ranks, name_ranks
 from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
-from meshbook.stacks.mesh_stacks import RankTold, predicate
+from meshbook.stacks.mesh_stacks import MeshStacks, RankTold, predicate
 from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.publisher import Publisher, Scheduled
 
@@ -156,6 +157,8 @@ def _alone(now: float, told: Mapping[int, RankTold], running: Collection[int], e
 FIRST_S = 2.0
 EVERY_S, SLOWER, SELDOM_S = 1.5, 1.25, 15.0
 """The time between two looks, the factor by which it grows, and its limit."""
+STACK_S = 3.0
+"""The time after the sign of a held cell until its stack follows."""
 ANSWER_S = 0.3
 READ_S = 1.0
 
@@ -172,6 +175,8 @@ class WatchedCell(Scheduled):
         self._pause_s = EVERY_S
         self._ended_at: dict[int, float] = {}
         self._told_suspects = False
+        self._held: tuple[Sign, float] | None = None
+        """The sign of ranks that are held up, with its time, until the stack has followed."""
         publisher.schedule(self, time.monotonic() + FIRST_S)
         cell.run.future.add_done_callback(lambda _future: publisher.forget(self))
 
@@ -213,6 +218,12 @@ class WatchedCell(Scheduled):
         if sign is not None and (text := self._describe(sign, told)) and not self.is_over:
             self._signs.given(sign)
             cell.output.note(text)
+            self._held = (sign, now) if sign.kind == HELD else self._held
+        elif self._held is not None and now >= self._held[1] + STACK_S:
+            (held, _), self._held = self._held, None
+            stacks = mesh.stacks(timeout_s=READ_S)
+            if stacks.verdict is not None and stacks.verdict.odd == held.odd and not self.is_over:
+                cell.output.note(MeshStacks([stacks[rank] for rank in held.odd]).text())
 
     def _note_ended(self, now: float) -> Ended | None:
         """Return the ranks that have ended by now."""

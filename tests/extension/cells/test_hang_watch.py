@@ -21,12 +21,14 @@ def run_until_told(notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """Run a cell, press interrupt when it has told something of itself; returns the notes."""
     notes: list[str] = []
     told = threading.Event()
+    sign = "look: %mesh stacks"
     stream = StreamSink.stream
 
     def spy(sink: StreamSink, name: str, text: str) -> None:
-        if "look: %mesh stacks" in text:
+        if "look: %mesh stacks" in text or notes:
             notes.append(text)
-            told.set()
+            if sign in text:
+                told.set()
         stream(sink, name, text)
 
     monkeypatch.setattr(StreamSink, "stream", spy)
@@ -36,7 +38,9 @@ def run_until_told(notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def run(cell: str, wait_s: float = 40.0) -> list[str]:
+    def run(cell: str, wait_s: float = 40.0, until: str = sign) -> list[str]:
+        nonlocal sign
+        sign = until
         thread = threading.Thread(target=press, args=(wait_s,))
         thread.start()
         ran = notebook.try_to_run(cell)
@@ -61,6 +65,16 @@ def test_a_rank_in_an_endless_loop_is_named(run_until_told) -> None:
         notes[0],
     ), notes
     assert len(notes) == 1
+
+
+@pytest.mark.slow
+def test_the_stack_of_the_rank_that_holds_others_up_follows(run_until_told) -> None:
+    code = "def train():\n    while True: pass\nif rank == 2: train()\ndist.all_reduce(torch.ones(1))"
+    first, *rest = run_until_told(f"%%mesh\n{code}", until="[2] busy")
+    assert first.startswith("ranks 0,1,3 wait in all_reduce"), first
+    stack = "".join(rest)
+    assert re.match(r"\[2\] busy for [\d.]+ s, at cell \d+, line 3\n", stack), stack
+    assert re.search(r"\n    cell \d+, line 3 +train +while True: pass\n", stack), stack
 
 
 def test_a_rank_that_took_another_branch_is_named_and_all_are_freed(notebook) -> None:
