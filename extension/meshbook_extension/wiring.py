@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
@@ -46,13 +50,24 @@ class MeshMagics:
         for kind, function in (("line", self.line), ("cell", self.cell)):
             self.shell.magics_manager.register_function(function, magic_kind=kind, magic_name="mesh")
 
-    def line(self, line: str) -> None:
+    def line(self, line: str) -> object:
         if line.split(" ", 1)[0] not in RAW:
             line = self.shell.var_expand(line, depth=2)
-        dispatch(self.session, line)
+        value = dispatch(self.session, line)
+        return None if value is None or _is_statement(sys._getframe(2)) else value
 
     def cell(self, line: str, cell: str) -> None:
         run_mesh_cell(self.session, line, cell)
+
+
+def _is_statement(frame: FrameType) -> bool:
+    """Whether the line of a frame is a magic alone, whose value IPython would show below the command's own text."""
+    try:
+        (statement,) = ast.parse(linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()).body
+    except (SyntaxError, ValueError):
+        return False
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "magic" in call.func.attr
 
 
 MeshMagics.line.__doc__ = help_text()

@@ -1,7 +1,8 @@
 """The subcommands of ``%mesh``, each a function with its grammar in one table.
 
-A new one is a function ``(session, arguments) -> None`` under ``@Command(name="%mesh NAME", ...)`` in a module that
-`load_all` imports. Help, ``?``, completion and the messages for typos follow from the grammar.
+A new one is a function ``(session, arguments)`` under ``@Command(name="%mesh NAME", ...)`` in a module that
+`load_all` imports; ``v = %mesh NAME`` binds the object that it returns. Help, ``?``, completion and the messages for
+typos follow from the grammar.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
 
-Runner: TypeAlias = Callable[[Session, Arguments], None]
+Runner: TypeAlias = Callable[[Session, Arguments], object]
 
 MODULES = ("spawn", "meshes", "values", "packages", "cells", "repair", "status", "debug")
 """The modules of commands, in the order in which help lists them."""
@@ -55,8 +56,8 @@ def load_all() -> None:
         importlib.import_module(f"{__name__}.{name}")
 
 
-def dispatch(session: Session, line: str) -> None:
-    """Run the line of one ``%mesh``.
+def dispatch(session: Session, line: str) -> object:
+    """Run the line of one ``%mesh``; returns the value that the command gives, if it gives one.
 
     Raises: UsageError for an unknown command, and the errors of the command.
     """
@@ -66,15 +67,15 @@ def dispatch(session: Session, line: str) -> None:
         name = "status"
     if name in ("--help", "-h", "?", "help"):
         print(help_text(rest.strip()))
-        return
+        return None
     if name not in COMMANDS:
         raise _unknown(name, line)
     command, run = COMMANDS[name]
     arguments = parse(command, rest)
     if arguments.wants_help:
         print(command.help())
-    else:
-        run(session, arguments)
+        return None
+    return run(session, arguments)
 
 
 def help_text(name: str = "") -> str:

@@ -61,7 +61,7 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     options=(Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),),
     examples=("%mesh use trainers", "%mesh use main --out procs"),
 )
-def use(session: Session, arguments: Arguments) -> None:
+def use(session: Session, arguments: Arguments) -> ProcMesh:
     from meshbook.mesh.proc_mesh import ProcMesh
 
     (name,) = arguments.words
@@ -75,6 +75,7 @@ def use(session: Session, arguments: Arguments) -> None:
     if out is not None:
         session.bind(check_identifier(out, "--out"), procs)
     print(f'mesh "{procs.name}" is current: {format_sizes(procs.sizes)}')
+    return procs
 
 
 @Command(
@@ -320,5 +321,5 @@ def flatten(session: Session, arguments: Arguments) -> None:
 def _arrange(session: Session, view: ProcMesh) -> None:
     """Give the mesh the axes of ``view``."""
     set_axes(view).get()
-    session.meshes[view.name] = view
+    session.arrange(view)
     print(f'mesh "{view.name}": {format_sizes(view.sizes)}')

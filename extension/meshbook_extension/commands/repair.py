@@ -146,7 +146,7 @@ def _read(arguments: Arguments) -> dict[str, int]:
 
 def _take_over(session: Session, before: ProcMesh, change: Change) -> None:
     """Update the session's names for the mesh and its parts."""
-    session.meshes[change.procs.name] = change.procs
+    session.arrange(change.procs)
     print(change)
     for name, named in tuple(session.slices.items()):
         if named.mesh != change.procs.name:

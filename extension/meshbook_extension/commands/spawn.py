@@ -241,7 +241,7 @@ theirs, above all --walltime H:MM:SS.
 Hosts of manual are where you run the command that is shown, with a ticket that is good for so many hosts and so long.
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
-def spawn(session: Session, arguments: Arguments) -> None:
+def spawn(session: Session, arguments: Arguments) -> ProcMesh:
     from meshbook.mesh.driven import start_hosts, this_host
 
     arguments = with_profile(arguments)
@@ -267,7 +267,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
     launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
     if _has_returned(session, name, all_sizes, launchers, arguments):
-        return
+        return session.meshes[name]
     session.check_name_is_free(name)
     began = time.monotonic()
     torch = not arguments.flag("--no-torch")
@@ -300,6 +300,7 @@ def spawn(session: Session, arguments: Arguments) -> None:
         print(f"  hosts reach each other at {', '.join([*named[:SHOWN_HOSTS], *more])}")
     for warning in told:
         print(f"  {warning.message}")
+    return procs
 
 
 def _has_returned(

@@ -11,7 +11,7 @@ from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh.rank_calls import pull_together
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
-from meshbook_extension.notebook.grammar import Arguments, Option
+from meshbook_extension.notebook.grammar import PAIR, Arguments, Option
 from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, one_rank
 from meshbook_extension.output.labels import label_block
@@ -19,6 +19,7 @@ from meshbook_extension.output.labels import label_block
 if TYPE_CHECKING:
     from meshbook.concurrency.future import Future
     from meshbook.mesh.proc_mesh import ProcMesh
+    from meshbook.shape.value_mesh import ValueMesh
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
@@ -48,13 +49,35 @@ OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
 The expression is the rest of the line, as it stands, but $x is the notebook's x: a number, a text, or such in
 containers. _mesh is bound to the values.""",
 )
-def evaluate(session: Session, arguments: Arguments) -> None:
+def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     expression = _VARIABLE.sub(lambda found: _written(session, found), arguments.tail)
+    _check(session, expression)
     values = answer(target_of(session, arguments).evaluate(expression))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
     print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
+    return values
+
+
+def _check(session: Session, expression: str) -> None:
+    """Refuse a text that is no expression; targets stand in front of one. Raises: UsageError."""
+    try:
+        ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        first, _, rest = expression.strip().partition(" ")
+        *words, last = expression.split()
+        hint = ""
+        if rest and (first in session.slices or first in session.meshes):
+            hint = f"\n  the ranks of a slice: %mesh eval --at {first} {rest}"
+        elif words and PAIR.fullmatch(last):
+            hint = f"\n  ranks come first: %mesh eval {last} {' '.join(words)}"
+        lines = expression.strip().splitlines()
+        shown = lines[min(error.lineno or 1, len(lines)) - 1]
+        caret = " " * (error.offset - 1 if error.offset else len(shown)) + "^"
+        raise UsageError(f"%mesh eval: {error.msg}\n    {shown}\n    {caret}{hint}") from None
+    except (ValueError, MemoryError, RecursionError):
+        return  # the ranks say it with their own words
 
 
 def _written(session: Session, found: re.Match[str]) -> str:
@@ -98,18 +121,20 @@ def push(session: Session, arguments: Arguments) -> None:
     pairs="[AXIS=.. ...]",
     options=(AT, OUT),
     examples=("%mesh pull loss", "%mesh pull a b gpus=0", "%mesh pull loss --out losses", "%mesh pull a --at left"),
-    notes=f"{FORMS}\nValues: loss.item(gpus=0), loss.get(rank), loss.values().",
+    notes=f"{FORMS}\nValues: loss[rank], loss.item(gpus=0), loss.values().",
 )
-def pull(session: Session, arguments: Arguments) -> None:
+def pull(session: Session, arguments: Arguments) -> object:
     names = [check_identifier(name, arguments.grammar.name) for name in arguments.words]
     out = arguments.text("--out")
     if out is not None and len(names) > 1:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
-    for name, values in answer(pull_together(procs, names)).items():
+    pulled = answer(pull_together(procs, names))
+    for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
-        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}.get({values.ranks[0]})")
+        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}[{values.ranks[0]}]")
+    return pulled if len(names) > 1 else pulled[names[0]]
 
 
 @Command(
@@ -147,7 +172,7 @@ def scatter(session: Session, arguments: Arguments) -> None:
     ),
     notes="axis may be left out where there is only one.",
 )
-def gather(session: Session, arguments: Arguments) -> None:
+def gather(session: Session, arguments: Arguments) -> object:
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(arguments)
@@ -157,6 +182,7 @@ def gather(session: Session, arguments: Arguments) -> None:
     shape = getattr(value, "shape", None)
     size = f"shape {tuple(shape)}" if shape is not None else f"{len(value)} items"
     print(f"{bound}: {type(value).__name__}, {size}, from {name_ranks(procs.ranks)}")
+    return value
 
 
 @Command(

@@ -22,6 +22,8 @@ P = TypeVar("P")
 DEFAULT_NAME = "main"
 LAST_RESULT = "_mesh"
 """The variable that has the ValueMesh of the last mesh cell."""
+PROCS = "procs"
+"""The variable that has the current mesh, unless the person has bound it."""
 
 
 class NamedSlice(NamedTuple):
@@ -45,7 +47,9 @@ class Session:
         self.meshes: dict[str, ProcMesh] = {}
         """The meshes by name, as they are arranged now: `split`, `rename` and `flatten` put another view here."""
         self.slices: dict[str, NamedSlice] = {}
-        self.current: str | None = None
+        self._current: str | None = None
+        self._bound: ProcMesh | None = None
+        """The mesh that `PROCS` was last bound to here."""
         self.returned: set[str] = set()
         """The names of meshes that an earlier kernel of this notebook has spawned."""
         self.errors = ErrorLog()
@@ -76,6 +80,29 @@ class Session:
         self.errors.note_raised(self.current or "", f"cell {number}" if number else "", result.error_in_exec)
 
     # ---- meshes ----------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> str | None:
+        """The name of the mesh that commands mean without a name; `PROCS` follows it."""
+        return self._current
+
+    @current.setter
+    def current(self, name: str | None) -> None:
+        self._current = name
+        names, procs = self.shell.user_ns, self.meshes.get(name or "")
+        if PROCS in names and (self._bound is None or names[PROCS] is not self._bound):
+            return
+        if procs is not None:
+            self.shell.push({PROCS: procs}, interactive=False)
+        elif PROCS in names:
+            self.shell.drop_by_id({PROCS: self._bound})
+        self._bound = procs
+
+    def arrange(self, procs: ProcMesh) -> None:
+        """Take a mesh in another arrangement, or with other ranks, under the name that it has."""
+        self.meshes[procs.name] = procs
+        if procs.name == self.current:
+            self.current = procs.name
 
     def mesh(self, name: str | None = None) -> ProcMesh:
         """Return the mesh of this name, or the current one.
@@ -159,7 +186,9 @@ class Session:
     # ---- the notebook's names --------------------------------------------------------------------------------
 
     def bind(self, name: str, value: object) -> None:
-        """Give ``value`` a name in the notebook."""
+        """Give ``value`` a name in the notebook, as the person asked for."""
+        if name == PROCS:
+            self._bound = None
         self.shell.push({name: value}, interactive=not name.startswith("_"))
 
     def keep_result(self, value: object, name: str | None = None) -> None:

@@ -209,6 +209,34 @@ def test_eval_takes_variables_of_the_notebook(notebook) -> None:
     assert "$odd is a object, which no expression can hold: %mesh push odd first" in notebook.fail("%mesh eval $odd")
 
 
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("rank +", "invalid syntax\n    rank +\n          ^"),
+        ("(rank", "'(' was never closed\n    (rank\n    ^"),
+        ("odd rank", "\n  the ranks of a slice: %mesh eval --at odd rank"),
+        ("rank * 2 gpus=0", "\n  ranks come first: %mesh eval gpus=0 rank * 2"),
+        ("", "%mesh eval needs EXPR."),
+    ],
+)
+def test_eval_shows_where_a_text_is_no_expression(notebook, expression: str, message: str) -> None:
+    notebook.run("%mesh slice odd rank=1,3")
+    text = notebook.fail(f"%mesh eval {expression}")
+    assert message in text and len(text.splitlines()) <= 4
+
+
+def test_commands_give_their_values_and_show_them_once(notebook) -> None:
+    assert notebook.run("v = %mesh eval rank * 2").stdout == "[0] 0\n[1] 2\n[2] 4\n[3] 6\n"
+    assert notebook["v"] is notebook["_mesh"] and notebook["v"][3] == 6
+    assert notebook.run("%mesh eval rank * 0").stdout == "[0-3] 0\n"
+    assert notebook.run("for i in range(2):\n    %mesh eval rank * $i * 0").stdout == "[0-3] 0\n[0-3] 0\n"
+    notebook.run("%%mesh\npulled, other = rank, 1")
+    notebook.run("one = %mesh pull pulled\ntwo = %mesh pull pulled other")
+    assert notebook["one"][2] == 2 and notebook["two"]["other"].values() == [1] * 4
+    here = notebook.run("get_ipython().run_line_magic('mesh', 'eval rank').values()").stdout
+    assert here.endswith("[0, 1, 2, 3]\n")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_eval_takes_and_shows_strange_texts(notebook, seed: int) -> None:
     text = strange_text(random.Random(seed))
@@ -222,7 +250,7 @@ def test_push_and_pull(notebook) -> None:
     assert notebook.run("%mesh push a b double").stdout == "a, b, double on ranks 0-3\n"
     notebook.run("%%mesh\nc = double(a) + rank")
     text = notebook.run("%mesh pull c").stdout
-    assert text == "c: ValueMesh of ranks 0-3; one of them: c.get(0)\n"
+    assert text == "c: ValueMesh of ranks 0-3; one of them: c[0]\n"
     assert notebook["c"].values() == [10, 11, 12, 13]
     notebook.run("%mesh pull c gpus=1:3 --out some")
     assert notebook["some"].values() == [11, 12]
