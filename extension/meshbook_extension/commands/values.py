@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.rank_calls import pull_together
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import PAIR, Arguments, Option
 from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, one_rank
-from meshbook_extension.output.labels import label_block
+from meshbook_extension.output.labels import label, label_block
 
 if TYPE_CHECKING:
     from meshbook.concurrency.future import Future
@@ -30,16 +32,19 @@ _VARIABLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$([^\W\d]\w*)"""
 
 AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
 OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
+NOW = Option("--now", "look at ranks that are busy too, between two steps of Python of what they run")
+TIMEOUT = Option("--timeout", f"with --now: the longest that it may take on a rank ({TIMEOUT_S:g} s)", float, "S")
 
 
 @Command(
     name="%mesh eval",
     summary="Evaluate an expression on the ranks and show its values, equal ones once.",
     pairs="[AXIS=.. ...]",
-    options=(AT, OUT),
+    options=(AT, OUT, NOW, TIMEOUT),
     tail="EXPR",
     examples=(
         "%mesh eval loss.item()",
+        "%mesh eval --now len(losses)",
         "%mesh eval gpus=0 model.training",
         "%mesh eval --at left x.shape",
         "%mesh eval losses[$step]",
@@ -47,16 +52,24 @@ OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
     notes=f"""
 {FORMS}
 The expression is the rest of the line, as it stands, but $x is the notebook's x: a number, a text, or such in
-containers. _mesh is bound to the values.""",
+containers. _mesh is bound to the values.
+With --now nothing is waited for, collectives neither, and what the expression changes in names and in random state is
+undone. A rank that runs native code for more than 0.5 s says where.""",
 )
 def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     expression = _VARIABLE.sub(lambda found: _written(session, found), arguments.tail)
     _check(session, expression)
-    values = answer(target_of(session, arguments).evaluate(expression))
+    procs = target_of(session, arguments)
+    peeks = _peek(arguments, procs, expression)
+    values = peeks.values if peeks else answer(procs.evaluate(expression))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
-    equal = group_ranks(zip(values.ranks, map(repr, values.values()), strict=True))
-    print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
+    failed = peeks.failed if peeks else ()
+    equal = group_ranks((rank, repr(values.get(rank))) for rank in values.ranks if rank not in failed)
+    if equal:
+        print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
+    if peeks:
+        _end(peeks)
     return values
 
 
@@ -119,8 +132,14 @@ def push(session: Session, arguments: Arguments) -> None:
     summary="Bring variables of the ranks; each name is bound to the ValueMesh of all ranks' values.",
     words="NAME [NAME ...]",
     pairs="[AXIS=.. ...]",
-    options=(AT, OUT),
-    examples=("%mesh pull loss", "%mesh pull a b gpus=0", "%mesh pull loss --out losses", "%mesh pull a --at left"),
+    options=(AT, OUT, NOW, TIMEOUT),
+    examples=(
+        "%mesh pull loss",
+        "%mesh pull a b gpus=0",
+        "%mesh pull loss --out losses",
+        "%mesh pull losses --now",
+        "%mesh pull a --at left",
+    ),
     notes=f"{FORMS}\nValues: loss[rank], loss.item(gpus=0), loss.values().",
 )
 def pull(session: Session, arguments: Arguments) -> object:
@@ -129,12 +148,53 @@ def pull(session: Session, arguments: Arguments) -> object:
     if out is not None and len(names) > 1:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
-    pulled = answer(pull_together(procs, names))
+    peeks = _peek(arguments, procs, names[0] if len(names) == 1 else f"({', '.join(names)})")
+    pulled = _columns(peeks, names) if peeks else answer(pull_together(procs, names))
     for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
         print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}[{values.ranks[0]}]")
-    return pulled if len(names) > 1 else pulled[names[0]]
+    if peeks:
+        _end(peeks)
+    return pulled if len(names) > 1 else pulled.get(names[0])
+
+
+def _peek(arguments: Arguments, procs: ProcMesh, expression: str) -> Peeks | None:
+    """Return the answers of the ranks with ``--now``, None without it. Raises: UsageError for a time that means
+    nothing."""
+    timeout_s, is_now = arguments.number("--timeout"), arguments.flag("--now")
+    if timeout_s is not None and not is_now:
+        raise arguments.grammar.refuse("--timeout says how long --now may take; without that there is no limit.")
+    return peek(procs, expression, TIMEOUT_S if timeout_s is None else timeout_s) if is_now else None
+
+
+def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:
+    """Return the values of each name; none where no rank gave any. Say why some did not."""
+    rows = ((rank, peeks.values.get(rank)) for rank in peeks.values.ranks if rank not in peeks.failed)
+    missed = ((rank, row.why) for rank, row in rows if isinstance(row, NoValue))
+    for why, ranks in group_ranks(missed).items():
+        print(label_block(ranks, f"no value: {why}"))
+    if not peeks.places:
+        return {}
+    if len(names) == 1:
+        return {names[0]: peeks.values}
+
+    def column(at: int) -> ValueMesh[Any]:
+        return peeks.values.map(lambda row: row if isinstance(row, NoValue) else row[at])
+
+    return {name: column(at) for at, name in enumerate(names)}
+
+
+def _end(peeks: Peeks) -> None:
+    """Say where the ranks were. Raises: the error of those that failed or ended."""
+    where = group_ranks(peeks.places.items())
+    shown = (place if len(where) == 1 else f"{label(ranks)} {place}" for place, ranks in where.items())
+    if where:
+        print(f"at that time: {'; '.join(shown)}")
+    if isinstance(error := peeks.error, CallFailed):
+        raise briefly(error)
+    if error is not None:
+        raise error
 
 
 @Command(
@@ -209,9 +269,14 @@ def answer(future: Future[T]) -> T:
     try:
         return future.get()
     except CallFailed as error:
-        if not any(failure.where for failure in error.failures):
-            show_as(error, brief(error))
-        raise error from None
+        raise briefly(error) from None
+
+
+def briefly(error: CallFailed) -> CallFailed:
+    """Have the error shown without a traceback where none leads to code of the user's."""
+    if not any(failure.where for failure in error.failures):
+        show_as(error, brief(error))
+    return error
 
 
 def target_of(session: Session, arguments: Arguments) -> ProcMesh:

@@ -17,7 +17,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
 from meshbook.calls.output import OutputEvent, OutputListener, RankDone
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import is_from_outside
+from meshbook.concurrency.background import is_from_outside, peeking, refuse_in_peek
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallInterrupted, CallTimeout
 from meshbook.shape.members import Region
@@ -61,6 +61,8 @@ class RequestFuture(Future[T], Generic[T]):
         self._timeout_s = timeout
         try:
             if not self._final:
+                if peeking:
+                    refuse_in_peek(f"a wait for {self.call.what or 'a call'}")
                 timeout = self._serve(timeout)
             value, error, _ = self._final.get(0, _NO_OUTCOME)
             return value if error is None else super().get(timeout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from meshbook.errors import WorkerLost
@@ -114,6 +114,20 @@ class StatusAnswer(NamedTuple):
     def state(self) -> State:
         """Return ``pdb``, ``busy`` or ``idle``."""
         return "pdb" if self.paused else "busy" if self.busy else "idle"
+
+
+class Peeked(NamedTuple):
+    """The answer of a rank to a peek (`meshbook.worker.peek`): a value, a failure, or the reason why there is none."""
+
+    place: str
+    """``cell 7, line 4``, ``idle``: the main thread's place at the time."""
+    head: bytes = b""
+    """The head of the value's pickle; its buffers are the next field."""
+    buffers: Sequence[bytes] = ()
+    failure: Sequence[bytes] = ()
+    """The frames of `meshbook.wire.replies.decode_failure`."""
+    missed: str = ""
+    """The reason why there is neither: ``in time.sleep (train.py:41), 12 s``."""
 
 
 class Completions(NamedTuple):

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.forks import at_fork
+from meshbook.errors import PeekRefused
 
 REPEAT_S = 60.0
 """A fault at the same place is told again after so long only: a timer may meet it many times a second."""
@@ -35,7 +36,16 @@ _told: dict[tuple[str, int], float] = {}
 
 serving: set[int] = set()
 """The threads that serve the sockets now: they complete futures, so they cannot wait for one."""
+peeking: set[int] = set()
+"""The threads on which a peek runs (`meshbook.worker.peek`): nothing may be waited for there."""
 forks.at_fork(in_child=serving.clear)
+forks.at_fork(in_child=peeking.clear)
+
+
+def refuse_in_peek(what: str) -> None:
+    """Raises: PeekRefused if a peek runs on this thread. what: the thing that would be waited for."""
+    if threading.get_ident() in peeking:
+        raise PeekRefused(what)
 
 
 def tell(error: BaseException, what: str) -> None:

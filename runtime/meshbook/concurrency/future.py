@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import run_in_background, serving
+from meshbook.concurrency.background import peeking, refuse_in_peek, run_in_background, serving
 from meshbook.concurrency.interrupts import WaitingLock, interruptible_await, waiting_lock
 from meshbook.errors import UsageError
 
@@ -120,8 +120,11 @@ class Future(Generic[T]):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as `get` does; whether there is an outcome."""
         forks.refuse_inherited(self._generation)
-        if timeout != 0 and not self._final and threading.get_ident() in serving:
-            raise UsageError(_WAITS_FOR_ITSELF)
+        if timeout != 0 and not self._final:
+            if threading.get_ident() in serving:
+                raise UsageError(_WAITS_FOR_ITSELF)
+            if peeking:
+                refuse_in_peek("a wait for a future")
         lock = waiting_lock()
         lock.acquire()
         waiters: deque[WaitingLock] = self._listeners.setdefault(_WAITERS, deque())

@@ -6,7 +6,8 @@
     │   ├── RankError
     │   └── LayoutError         a view that no (offset, sizes, strides) can describe
     ├── UsageError              a command or an argument that makes no sense as given; a ValueError too
-    │   └── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
+    │   ├── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
+    │   └── PeekRefused         a peek into a busy rank would wait there; raised on the rank
     ├── SpawnError              hosts or workers that did not come up
     │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
     │   ├── DeviceError         fewer devices than ranks
@@ -54,6 +55,7 @@ from meshbook.errors.base import (
     MessageTooLarge,
     NegativeIndexError,
     NotOwnerError,
+    PeekRefused,
     PeerProtocolError,
     ProtocolError,
     RankError,

@@ -45,6 +45,20 @@ class UsageError(MeshError, ValueError):
     """A command or an argument that makes no sense as given; the message shows a valid one."""
 
 
+class PeekRefused(UsageError):
+    """A wait in a peek: an expression that a rank evaluates in the midst of its cell. what: the thing waited for."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} is refused in a peek (--now), which has come in the midst of what the rank runs. "
+            "Do it in a cell, or without --now: then it waits until the rank is idle."
+        )
+
+
 class ProtocolError(MeshError):
     """Two processes disagree about the wire."""
 

@@ -1,8 +1,9 @@
 """Cells and ranks without collectives: both raise at once where a collective would wait for ever. Imports no torch.
 
 A cell that runs on some ranks alone promises to do without collectives, since one that only some ranks enter never
-ends: inside `collectives_off` each raises. C++ process groups are reached through the dispatcher, where a mode refuses
-their operations; a process group written in Python is called directly and has to ask `refuse_if_off` itself.
+ends: inside `collectives_off` each raises. A peek (`meshbook.worker.peek`) promises it too, inside
+`collectives_refused`. C++ process groups are reached through the dispatcher, where a mode refuses their operations; a
+process group written in Python is called directly and has to ask `refuse_if_off` itself.
 
 Ranks of a mesh that was spawned without torch have `NoGroups` in place of process groups.
 """
@@ -10,11 +11,14 @@ Ranks of a mesh that was spawned without torch have `NoGroups` in place of proce
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 from meshbook.concurrency import forks
+from meshbook.concurrency.background import peeking, refuse_in_peek
 from meshbook.errors import UsageError
 from meshbook.groups.progress import Collectives, OperationLog
 
@@ -59,6 +63,7 @@ def public_name(operation: str) -> str:
 
 def refuse_if_off(operation: str) -> None:
     """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
+    refuse_in_peek(operation)
     if _depth:
         _refuse(operation)
     if _parent is not None:
@@ -69,6 +74,21 @@ def leave_to_parent(generation: int) -> None:
     """Refuse collectives in a child that a rank of this `forks.generation` has forked: groups are the rank's to use."""
     global _parent, may_refuse
     _parent, may_refuse = generation, True
+
+
+@contextlib.contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Have each collective of the calling thread raise PeekRefused inside the block; other threads have theirs."""
+    global may_refuse
+    thread = threading.get_ident()
+    with _refusing_mode()() if "meshbook.torch_internals" in sys.modules else contextlib.nullcontext():
+        before, may_refuse = may_refuse, True
+        peeking.add(thread)
+        try:
+            yield
+        finally:
+            peeking.discard(thread)
+            may_refuse = before
 
 
 @contextlib.contextmanager
@@ -85,6 +105,7 @@ def collectives_off() -> Iterator[None]:
 
 
 def _refuse(operation: str) -> NoReturn:
+    refuse_in_peek(operation)
     raise UsageError(
         f"collectives are off in this cell (--no-collective): {operation}. "
         "Run it on all ranks without that option, or take the collective out of the cell."

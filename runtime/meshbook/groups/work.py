@@ -23,7 +23,7 @@ import torch
 import torch.autograd
 import torch.distributed as dist
 
-from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.background import peeking, refuse_in_peek, run_in_background
 from meshbook.concurrency.patches import patch
 from meshbook.errors import GroupAborted
 from meshbook.groups.group_state import LOST_CONNECTION, STEP_S, GroupState
@@ -77,6 +77,8 @@ class AbortableWork(dist.Work):
             self._note_end()
             return True
         inner, thread = self.inner, get_ident()
+        if thread in peeking:
+            refuse_in_peek(f"the wait for {self.operation}")
         guard = inner.guard
         waits, self.since = guard.waits, time.monotonic()
         waits[thread] = self

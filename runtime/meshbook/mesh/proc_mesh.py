@@ -15,7 +15,7 @@ from meshbook.actor.identity import ActorState
 from meshbook.actor.router import TActor, Values, router_for
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.interrupt import interrupt
-from meshbook.concurrency.future import Future, MappedFuture, join_futures
+from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
 from meshbook.controller.mesh_state import Repaired, stale_view
 from meshbook.controller.queries import LogFollower, StackQuestion, read_logs
 from meshbook.errors import CallInterrupted, LayoutError, MeshError, SerializationError, UsageError
@@ -23,6 +23,7 @@ from meshbook.formatting import format_bytes, format_sizes
 from meshbook.groups.collectives_off import WITHOUT_TORCH
 from meshbook.launchers.base import Launcher
 from meshbook.mesh import partition, rank_calls, states
+from meshbook.mesh.peeks import TIMEOUT_S, peek
 from meshbook.mesh.proc_view import ProcView
 from meshbook.mesh.repair import Note, repair
 from meshbook.mesh.resize import resize
@@ -97,13 +98,20 @@ class ProcMesh(EndsWithBlock, ProcView):
             roots = {name: function, **{f"argument {index}": value for index, value in enumerate(args, 1)}, **kwargs}
             return self._call(endpoint, (*about, function, *args), kwargs, what=name, roots=roots)
 
-    def evaluate(self, expression: str) -> Future[Values]:
-        """Bring the value of an expression in each member's namespace."""
+    def evaluate(self, expression: str, *, now: bool = False, timeout_s: float = TIMEOUT_S) -> Future[Values]:
+        """Bring the value of an expression in each member's namespace.
+
+        now: evaluate it in the midst of what the ranks run, not afterwards. It may take ``timeout_s`` there, and may
+        not wait: collectives raise PeekRefused. Names that it binds are dropped, random state is restored. The value
+        is a `meshbook.mesh.peeks.NoValue` where a rank runs native code for more than 0.5 s.
+        """
+        if now:
+            return in_background(lambda: peek(self, expression, timeout_s).checked())
         return self._call("pull", ([expression],), what=expression)
 
-    def pull(self, name: str) -> Future[Values]:
-        """Bring the value of ``name`` from every member."""
-        return self.evaluate(name)
+    def pull(self, name: str, *, now: bool = False, timeout_s: float = TIMEOUT_S) -> Future[Values]:
+        """Bring the value of ``name`` from every member. now, timeout_s: as of `evaluate`."""
+        return self.evaluate(name, now=now, timeout_s=timeout_s)
 
     def push(self, values: Mapping[str, object]) -> Future[ValueMesh[None]]:
         """Bind names on every member. Functions and classes among the values read the ranks' own names when they run.

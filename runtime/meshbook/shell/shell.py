@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Mapping
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
+from meshbook.concurrency.background import refuse_in_peek
 from meshbook.concurrency.patches import patch
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
@@ -214,10 +215,13 @@ class RankShell:
             duration_s=time.perf_counter() - started,
         )
 
-    def evaluate(self, expr: str) -> object:
-        """Return the value of an expression over the rank's names. Raises: the errors of the expression."""
-        with self._ipython.builtin_trap:
-            return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace)
+    def evaluate(self, expr: str, names: dict[str, object] | None = None) -> object:
+        """Return the value of an expression over the rank's names. Raises: the errors of the expression.
+
+        names: a copy of them, in the midst of a cell, which IPython has prepared Python's own names for.
+        """
+        with self._ipython.builtin_trap if names is None else contextlib.nullcontext():
+            return eval(compile(expr.strip(), "<expression>", "eval"), self.namespace if names is None else names)
 
     def run_coroutine(self, coroutine: Coroutine[object, None, object]) -> object:
         """Return the result of a coroutine; tasks that it has started go on when other code awaits."""
@@ -361,4 +365,5 @@ class RankShell:
 
 
 def _refuse_input(prompt: object = "", /) -> NoReturn:
+    refuse_in_peek("input()")
     raise EOFError(f"input() is not available on ranks: nobody could type there. {advice().ask}")

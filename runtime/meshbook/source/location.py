@@ -201,7 +201,7 @@ def describe_frame(frame: FrameType | None) -> str:
         ours = [each.f_code.co_name for each in called if is_runtimes_code(each.f_code)]
         return f"in {collective}" if collective else f"in the runtime ({ours[0]})" if ours else "idle"
     place = name_place(frame.f_code.co_filename, frame.f_lineno)
-    operation = collective or _name_running_call(frame)
+    operation = collective or name_running_call(frame)
     return f"in {operation} ({place})" if operation else f"at {place}"
 
 
@@ -282,7 +282,7 @@ def _name_collective(called: list[FrameType]) -> str:
     return ""
 
 
-def _name_running_call(frame: FrameType) -> str:
+def name_running_call(frame: FrameType) -> str:
     """Name the function that the frame waits in, as the source text of the running instruction spells it."""
     if "." in frame.f_code.co_name:  # no name of a function: the frame stands for an operation
         return frame.f_code.co_name

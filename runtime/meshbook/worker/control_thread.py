@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meshbook.calls.mailboxes import Outcome, pack_failure
-from meshbook.concurrency.background import attempt, hidden_thread, run_in_background
+from meshbook.concurrency.background import attempt, hidden_thread, refuse_in_peek, run_in_background
 from meshbook.errors import MessageTooLarge
 from meshbook.wire import messages as wire
 from meshbook.wire.kv_store import StoreOp, StoreResult
@@ -85,7 +85,8 @@ class ControlThread:
         self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
 
     def store_rpc(self, op: StoreOp, timeout_s: float, answer: queue.SimpleQueue[StoreResult]) -> StoreResult:
-        """Ask the runtime's store; callable from any thread. Raises: TimeoutError."""
+        """Ask the runtime's store; callable from any thread. Raises: TimeoutError, PeekRefused."""
+        refuse_in_peek("a question to the store of the process groups")
         request = next(self._request_ids)
         self._waiting[request] = answer
         try:

@@ -109,7 +109,7 @@ def push(worker: Worker, call: wire.Call, values: Mapping[str, object], sources:
 def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[int] = ()) -> Outcome:
     """Return the values of expressions, most often names; one value for one name. joins: the ranks whose values will be
     joined, in this order, so that they can be without a copy."""
-    values = [_evaluate(worker, name) for name in names]
+    values = [evaluate(worker, name) for name in names]
     rank = worker.identity.rank
     position = joins.index(rank) if rank in joins else 0
     if len(names) > 1:
@@ -120,13 +120,18 @@ def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[
     return Outcome(wire.OK, values, has_value=True, pickled=pickled, position=position)
 
 
-def _evaluate(worker: Worker, expression: str) -> object:
+def evaluate(worker: Worker, expression: str, names: dict[str, object] | None = None) -> object:
+    """Return the value of a name or an expression.
+
+    names: as of `RankShell.evaluate`. Raises: NameError with a near match; the errors of the expression.
+    """
     if not expression.isidentifier():
-        return worker.shell.evaluate(expression)
+        return worker.shell.evaluate(expression, names)
+    known = worker.shell.namespace if names is None else names
     try:
-        return worker.shell.namespace[expression]
+        return known[expression]
     except KeyError:
-        near = did_you_mean(expression, (name for name in worker.shell.namespace if not name.startswith("_")))
+        near = did_you_mean(expression, (name for name in known if not name.startswith("_")))
         raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
 
 

@@ -19,6 +19,7 @@ function raises: one layer of ``try`` is left per interrupt.
 
 from __future__ import annotations
 
+import _thread
 import dis
 import os
 import signal
@@ -66,6 +67,7 @@ class InterruptGate:
         self._sent_at = 0.0
         self._handler: _Handler = None  # the handler that user code has set in this call; None: only ours
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
+        self.on_signal: Callable[[], object] | None = None  # set by a visit: called at signals that come inside it
         self._caught = SwallowedInterrupts()
         self.raised = 0  # how many times KeyboardInterrupt was raised in the running call
         # ``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has a gate
@@ -109,9 +111,22 @@ class InterruptGate:
         self._sent_at = time.monotonic()
         signal.pthread_kill(self._main, signal.SIGINT)
 
-    def visit(self, action: Callable[[FrameType | None], object]) -> None:
-        """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise."""
-        self._visits.append(action)
+    def visit(self, action: Callable[[FrameType | None], object], *, wakes: bool = True) -> None:
+        """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise.
+
+        wakes: send a signal, which ends system calls; without one it looks between two bytecodes only, and native code
+        that would take the early end of a system call for a failure never notices.
+        """
+        if action not in self._visits:
+            self._visits.append(action)
+        if wakes:
+            self.wake()
+        else:
+            self._sent_at = time.monotonic()
+            _thread.interrupt_main(signal.SIGINT)
+
+    def wake(self) -> None:
+        """Have the main thread look at its signals; it ends its system call for that."""
         self._send()
 
     @property
@@ -154,6 +169,9 @@ class InterruptGate:
             self._caught.end()
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        if self.on_signal is not None:  # in the midst of a visit; what was meant for the call is for later
+            self.on_signal()
+            return
         while self._visits:
             self._visits.popleft()(frame)
         is_meant = self._running and self._target == self._running

@@ -21,7 +21,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.identity import ActorState
-from meshbook.calls.rank_state import Completions, Reaction, StatusAnswer
+from meshbook.calls.mailboxes import pack_failure
+from meshbook.calls.rank_state import Completions, Peeked, Reaction, StatusAnswer
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import (
     MAX_THREADS,
@@ -41,6 +42,7 @@ from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
 from meshbook.worker import debug_queries
 from meshbook.worker.debug_queries import debugged_place
+from meshbook.worker.peek import Peek
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
@@ -168,6 +170,18 @@ def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Fram
     return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
+def peek(worker: Worker, expression: str, timeout_s: float) -> Peeked:
+    """Return the value of an expression in the midst of what the rank runs; see `meshbook.worker.peek`."""
+    answer = Peek(worker, expression, timeout_s).ask()
+    if answer is None:
+        current, place = worker.claims.running, where(worker)
+        return Peeked(place, missed=f"{place}, {time.monotonic() - current.since:.0f} s" if current else place)
+    if isinstance(answer, BaseException):
+        failure = pack_failure(worker.shell.describe(answer))
+        return Peeked("", failure=[bytes(each) for each in failure])
+    return answer
+
+
 T = TypeVar("T")
 AT_ONCE_MAX = 8  # side threads that may hang in an object at the same time
 
@@ -291,7 +305,7 @@ def _describe(frame: FrameType) -> Frame:
 
 
 _QUICK = (where, reaction, status, collectives, clock, actors, versions, way, *debug_queries.QUICK)
-_SLOW = (complete, inspect, user_names, progress, stacks, source_lines, *debug_queries.SLOW)
+_SLOW = (complete, inspect, user_names, peek, progress, stacks, source_lines, *debug_queries.SLOW)
 
 QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from meshbook.concurrency.background import peeking, refuse_in_peek
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import LayoutError, MeshError
@@ -87,6 +88,8 @@ class OpStream(SentOperations):
         written: Sequence[TensorId] = (),
     ) -> None:
         """Have the ranks do an operation. Raises: the error of a tensor that it needs and that could not be made."""
+        if peeking:
+            refuse_in_peek("an operation on mesh tensors")
         if self._was_interrupted or self._failures.exist:
             self.check(tensors, written if template.operator in OVERWRITING else ())
         with self._lock:
@@ -300,6 +303,8 @@ class OpStream(SentOperations):
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Do `ask` without sending the issued operations first, as another call would."""
+        if peeking:
+            refuse_in_peek("an operation on mesh tensors")
         with self._lock:
             self._sending = True
             try:
