@@ -13,6 +13,7 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
+from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
 from meshbook_extension.cells.running import Jobs
@@ -123,12 +124,13 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentModules, Transcripts):
+        for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     calls, state_writer = CallOutput(session), StateWriter(session)
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session)), News(session)):
         session.add_part(part)
+    session.add_part(NameErrors(session))
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
 
@@ -163,6 +165,7 @@ def close_session(session: Session) -> None:
     set_start_display(None)
     session.part(Hooks).uninstall()
     session.part(Debugged).end()
+    session.part(NameErrors).end()
     for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
         session.shell.events.unregister("post_run_cell", listener)
     session.shell.events.unregister("pre_run_cell", session.part(News).tell)

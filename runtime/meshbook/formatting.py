@@ -66,6 +66,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f' Did you mean "{near[0]}"?' if near else ""
 
 
+_SHELL_NAMES = frozenset({"In", "Out", "exit", "get_ipython", "open", "quit"})
+
+
+def did_you_mean_variable(word: str, names: Iterable[str]) -> str:
+    """The same for variables of an IPython shell, without those that it has by itself."""
+    return did_you_mean(word, (name for name in names if not name.startswith("_") and name not in _SHELL_NAMES))
+
+
 def group_ranks(values: Iterable[tuple[int, K]]) -> dict[K, list[int]]:
     """Return each value with the ranks that have it, in the order in which they come."""
     groups: dict[K, list[int]] = {}

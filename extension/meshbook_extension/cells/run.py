@@ -13,6 +13,7 @@ from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
 from meshbook_extension.cells.hang_watch import WatchedCell
+from meshbook_extension.cells.names import SentCells, push_hints
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -183,6 +184,7 @@ def start(
     except WorkerLost as error:
         show_lost(error, procs, session.current == procs.name)
         raise
+    session.part(SentCells).note(procs, code)
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
 
@@ -204,6 +206,7 @@ def wait_for(
     WatchedCell(cell, session.publisher)
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
+    cell.hints = lambda error: push_hints(session, error)
     try:
         session.keep_result(cell.result(timeout_s, holding), out)
     except CallError as error:

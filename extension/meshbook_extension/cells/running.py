@@ -78,6 +78,8 @@ class RunningCell:
         self._awaits_return = False
         self.is_current: Callable[[], bool] = lambda: True
         """Whether the cell's mesh is the current one, which commands mean without a name."""
+        self.hints: Callable[[CallFailed], list[str]] = lambda error: []
+        """Lines that help with names that ranks lack."""
         self.prompt: CellPrompt | None = None
         """The prompt of ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
@@ -197,7 +199,7 @@ class RunningCell:
             unshown = (
                 [f"  values of {name_ranks(invalid)} are not shown: they came of that operation"] if invalid else []
             )
-            show_as(error, [*brief(error), *unshown, *_others(error), *verdict(error)])
+            show_as(error, [*brief(error), *unshown, *_others(error), *verdict(error), *self.hints(error)])
         elif isinstance(error, WorkerLost):
             show_lost(error, self.procs, self.is_current())
         return error

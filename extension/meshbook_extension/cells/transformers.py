@@ -139,6 +139,11 @@ class CellSyntaxError(UsageError):
         return str(self).splitlines()
 
 
+def as_ranks_do(code: str) -> str:
+    """Return a cell as the Python that the ranks' shells make of it."""
+    return str(_AS_RANKS_DO.transform_cell(code))
+
+
 def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
     """Compile ``code`` as the ranks' shells will: magics, ``!commands`` and top-level await are fine.
 
@@ -147,7 +152,7 @@ def check_syntax(code: str, cell_number: int, line_offset: int) -> None:
     """
     leading = len(code) - len(code.lstrip("\n"))
     try:
-        python = _AS_RANKS_DO.transform_cell(code)
+        python = as_ranks_do(code)
         ast.parse("\n" * (line_offset + leading) + python, f"cell {cell_number}")
     except SyntaxError as error:
         # IPython's own transformations fail before lines are counted from the top of the cell

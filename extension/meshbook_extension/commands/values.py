@@ -11,6 +11,7 @@ from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.rank_calls import pull_together
+from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import PAIR, Arguments, Option
@@ -61,7 +62,7 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     _check(session, expression)
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, expression)
-    values = peeks.values if peeks else answer(procs.evaluate(expression))
+    values = peeks.values if peeks else answer(session, procs.evaluate(expression))
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     failed = peeks.failed if peeks else ()
@@ -69,7 +70,7 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     if equal:
         print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
     if peeks:
-        _end(peeks)
+        _end(session, peeks)
     return values
 
 
@@ -120,7 +121,7 @@ def _written(session: Session, found: re.Match[str]) -> str:
     notes=FORMS,
 )
 def push(session: Session, arguments: Arguments) -> None:
-    values = {name: session.lookup(check_identifier(name, arguments.grammar.name)) for name in arguments.words}
+    values = {name: _own_value(session, check_identifier(name, arguments.grammar.name)) for name in arguments.words}
     procs = target_of(session, arguments)
     procs.push(values).get()
     print(f"{', '.join(arguments.words)} on {name_ranks(procs.ranks)}")
@@ -149,13 +150,13 @@ def pull(session: Session, arguments: Arguments) -> object:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, names[0] if len(names) == 1 else f"({', '.join(names)})")
-    pulled = _columns(peeks, names) if peeks else answer(pull_together(procs, names))
+    pulled = _columns(peeks, names) if peeks else answer(session, pull_together(procs, names))
     for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
         print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}[{values.ranks[0]}]")
     if peeks:
-        _end(peeks)
+        _end(session, peeks)
     return pulled if len(names) > 1 else pulled.get(names[0])
 
 
@@ -185,14 +186,14 @@ def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:
     return {name: column(at) for at, name in enumerate(names)}
 
 
-def _end(peeks: Peeks) -> None:
+def _end(session: Session, peeks: Peeks) -> None:
     """Say where the ranks were. Raises: the error of those that failed or ended."""
     where = group_ranks(peeks.places.items())
     shown = (place if len(where) == 1 else f"{label(ranks)} {place}" for place, ranks in where.items())
     if where:
         print(f"at that time: {'; '.join(shown)}")
     if isinstance(error := peeks.error, CallFailed):
-        raise briefly(error)
+        raise briefly(session, error)
     if error is not None:
         raise error
 
@@ -209,7 +210,7 @@ def _end(peeks: Peeks) -> None:
 )
 def scatter(session: Session, arguments: Arguments) -> None:
     name = check_identifier(arguments.words[0], arguments.grammar.name)
-    value = session.lookup(name)
+    value = _own_value(session, name)
     axis, dim = _axis_and_dim(arguments)
     procs = target_of(session, arguments)
     procs.scatter(name, value, axis=axis, dim=dim).get()
@@ -237,7 +238,7 @@ def gather(session: Session, arguments: Arguments) -> object:
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(arguments)
     procs = target_of(session, arguments)
-    value = answer(procs.gather(name, axis=axis, dim=dim))
+    value = answer(session, procs.gather(name, axis=axis, dim=dim))
     session.bind(bound, value)
     shape = getattr(value, "shape", None)
     size = f"shape {tuple(shape)}" if shape is not None else f"{len(value)} items"
@@ -257,11 +258,11 @@ def broadcast(session: Session, arguments: Arguments) -> None:
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     procs = session.mesh()
     rank = one_rank(procs, arguments.text("--from") or "0")
-    answer(procs.broadcast(name, src=rank))
+    answer(session, procs.broadcast(name, src=rank))
     print(f"{name} of rank {rank} on {name_ranks(procs.ranks)}")
 
 
-def answer(future: Future[T]) -> T:
+def answer(session: Session, future: Future[T]) -> T:
     """Wait for the ranks; a rank that does not have the name says so without a traceback.
 
     Raises: CallFailed, WorkerLost, CallInterrupted.
@@ -269,14 +270,23 @@ def answer(future: Future[T]) -> T:
     try:
         return future.get()
     except CallFailed as error:
-        raise briefly(error) from None
+        raise briefly(session, error) from None
 
 
-def briefly(error: CallFailed) -> CallFailed:
+def briefly(session: Session, error: CallFailed) -> CallFailed:
     """Have the error shown without a traceback where none leads to code of the user's."""
     if not any(failure.where for failure in error.failures):
-        show_as(error, brief(error))
+        show_as(error, [*brief(error), *push_hints(session, error)])
     return error
+
+
+def _own_value(session: Session, name: str) -> object:
+    """Return a value of the notebook. Raises: UsageError, which says where the name is."""
+    try:
+        return session.lookup(name)
+    except UsageError as error:
+        hint = pull_hint(session, name).partition(",")[0]
+        raise (UsageError(f'the notebook has no "{name}"; {hint}') if hint else error) from None
 
 
 def target_of(session: Session, arguments: Arguments) -> ProcMesh:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from meshbook.errors import MeshStoppedError, UsageError
-from meshbook.formatting import did_you_mean, format_sizes
+from meshbook.formatting import did_you_mean, did_you_mean_variable, format_sizes
 from meshbook_extension.notebook.error_log import ErrorLog
 from meshbook_extension.notebook.targets import Setups, choose
 from meshbook_extension.output.publisher import Publisher
@@ -203,8 +203,8 @@ class Session:
         Raises: UsageError naming the near match.
         """
         if name not in self.shell.user_ns:
-            names = [known for known in self.shell.user_ns if not known.startswith("_")]
-            raise UsageError(f'the notebook has no "{name}".{did_you_mean(name, names)}')
+            near = did_you_mean_variable(name, self.shell.user_ns)
+            raise UsageError(f'the notebook has no "{name}".{near}')
         value: object = self.shell.user_ns[name]
         return value
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.mailboxes import Outcome
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean
+from meshbook.formatting import did_you_mean_variable
 from meshbook.groups.collectives_off import NoGroups
 from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
@@ -131,7 +131,7 @@ def evaluate(worker: Worker, expression: str, names: dict[str, object] | None = 
     try:
         return known[expression]
     except KeyError:
-        near = did_you_mean(expression, (name for name in known if not name.startswith("_")))
+        near = did_you_mean_variable(expression, known)
         raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
 
 
