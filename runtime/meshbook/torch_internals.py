@@ -23,6 +23,7 @@ from torch._C import (
     _DisableTorchDispatch,
     _get_dispatch_mode,
     _len_torch_dispatch_stack,
+    _set_throw_on_mutable_data_ptr,
     _SetExcludeDispatchKeyGuard,
     _TorchDispatchModeKey,
 )
@@ -56,6 +57,9 @@ DisableTorchDispatch = _DisableTorchDispatch
 SetExcludeDispatchKeyGuard = _SetExcludeDispatchKeyGuard
 count_dispatch_modes = _len_torch_dispatch_stack
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+refuse_pointer = _set_throw_on_mutable_data_ptr
+"""Have a tensor without memory raise where its pointer is asked for without asking its class, as ``to_dlpack`` does."""
+
 functional_collectives = torch.ops._c10d_functional
 """The collectives that give a tensor to wait for, as DTensor uses them."""
 

@@ -1,7 +1,7 @@
 """The actor that runs now: its identity, its caller and call, the actors that it owns, and the form of its log records.
 
-Log records of actors begin with ``[actor=<root>.<train.Learner learners{'gpus': 0/2}>]``. On stdout and stderr the
-rank is left out, which a notebook and `logging_option` show anyhow, so that equal lines of several ranks become one.
+Log records of actors begin with ``[actor=<root>.<train.Learner learners>]``, without the rank, which a notebook and
+`logging_option` show anyhow: so equal lines of several ranks become one. ``%(actor_prefix)s`` has the rank.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from meshbook.actor.router import Place, current_router
 from meshbook.concurrency.future import Future
-from meshbook.concurrency.patches import patch
 from meshbook.errors import MeshError, UsageError
 from meshbook.shape.members import Extent, Members, Point, Region
 
@@ -309,11 +307,10 @@ def name_actors_in_logs() -> None:
     make = logging.getLogRecordFactory()
     if not isinstance(make, NamedRecords):
         logging.setLogRecordFactory(NamedRecords(make))
-        patch(logging.StreamHandler, "format", _format)
 
 
 class NamedRecords:
-    """Makes records as another factory does; those of an actor have `actor_prefix`, and begin with it."""
+    """Makes records as another factory does; those of an actor begin with its name, and `actor_prefix` has its rank."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self._make = make
@@ -321,16 +318,8 @@ class NamedRecords:
     def __call__(self, *args: object, **kwargs: object) -> logging.LogRecord:
         record = self._make(*args, **kwargs)
         actor = context().actor_instance
+        record.actor_prefix = f"[actor={actor}] " if actor.mailbox else ""
         if actor.mailbox:
-            prefix = record.actor_prefix = f"[actor={actor}] "
-            record.shown_prefix = f"[actor={actor.shared_name}] "
+            prefix = f"[actor={actor.shared_name}] "
             record.msg = f"{prefix.replace('%', '%%') if record.args else prefix}{record.msg}"
         return record
-
-
-def _format(handler: logging.StreamHandler[Any], record: logging.LogRecord) -> str:
-    """`logging.Handler.format`, but without the rank on the streams that people see with it."""
-    text = logging.Handler.format(handler, record)
-    if (prefix := getattr(record, "actor_prefix", "")) and handler.stream in (sys.stdout, sys.stderr):
-        text = text.replace(prefix, getattr(record, "shown_prefix", prefix))
-    return text

@@ -32,7 +32,6 @@ from typing import NamedTuple, TypeAlias
 
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.forks import at_fork
-from meshbook.concurrency.patches import patch, unpatch
 from meshbook.source.location import PACKAGE
 from meshbook.system.descriptors import above_standard
 
@@ -247,20 +246,16 @@ def start_tracing(pydevd: ModuleType, sock: socket.socket) -> None:
     """Have pydevd speak over ``sock``, in place of a TCP connection that it would make."""
     import debugpy
 
-    patch(pydevd, "start_client", lambda host, port: sock)
-    try:
-        pydevd.settrace(
-            host="127.0.0.1",
-            port=0,
-            suspend=False,
-            wait_for_ready_to_run=False,
-            patch_multiprocessing=False,
-            notify_stdin=False,
-            dont_trace_start_patterns=(str(Path(debugpy.__file__).parent), PACKAGE),
-        )
-        pydevd.get_global_debugger().disable_tracing()  # of this thread
-    finally:
-        unpatch(pydevd, "start_client")
+    tracer = pydevd.PyDB()  # `settrace` uses the one that is there, and connects only one that it makes
+    tracer.initialize_network(sock)
+    tracer.ready_to_run = True
+    hidden = (str(Path(debugpy.__file__).parent), PACKAGE)
+    pydevd.PyDevdAPI().set_dont_trace_start_end_patterns(tracer, hidden, ())
+    tracer.start_auxiliary_daemon_threads()
+    setup = {"client": "127.0.0.1", "server": False, "port": 0, "multiprocess": False, "skip-notify-stdin": True}
+    pydevd.settrace(host="127.0.0.1", suspend=False, patch_multiprocessing=False, __setup_holder__=setup)
+    tracer.set_tracing_for_untraced_contexts()
+    tracer.disable_tracing()  # of this thread
 
 
 def stop_tracing(pydevd: ModuleType, visit_main: Callable[[Callable[[FrameType | None], object]], None]) -> None:

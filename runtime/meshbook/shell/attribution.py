@@ -1,29 +1,25 @@
 """The link from a text that a rank prints, or shows, to the cell that it belongs to.
 
-Where the main thread prints many lines in a row on one stream, C code writes them, without a call of Python:
+Where the main thread prints many lines in a row on one stream, a function of a few instructions writes them:
 
-    print ──> RankStream.write      in Python: whose text it is, marks, a stdout that is closed or leads elsewhere
-    print ──> TextIOWrapper.write   in C: the same pipe, and each line is in it when print returns, as before
+    print ──> RankStream.write                       whose text it is, marks, unfinished lines by thread
+    print ──> begin_run.write ──> TextIOWrapper      C code: the same descriptor, and each line is in it when print
+                                                     returns, as before
 
-The second way costs half as much. It is taken where nothing can come up that only the first one knows how to do, and
-left before that begins: another stream is printed on, a thread starts, an event loop runs (it may have tasks of other
-cells), text is to be dropped, stdout is led elsewhere, the process forks, another call begins. It has the pipe by a
-file description of its own, which no child makes non-blocking and no user code closes.
-
-``write = sys.stdout.write`` made within a run is that of the running cell wherever it is called, and output that a C
-library redirects by itself (``libc.dup2``) is shown until the run ends.
+The second way costs about half as much. It is taken where nothing can come up that only the first one knows how to do,
+and left before that begins: another stream is printed on, a thread starts, an event loop runs (it may have tasks of
+other cells), text is to be dropped, the process forks, another call begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import is_hidden
@@ -32,15 +28,12 @@ from meshbook.concurrency.patches import patch
 if TYPE_CHECKING:
     from meshbook.shell.streams import RankStream
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 BEGIN_AFTER = 32
 """The number of lines in a row after which a run begins."""
 
 
 class LineRuns:
-    """The runs of a process, in which C code writes; one stream at a time has one. Any thread may end it."""
+    """The runs of lines of a process; one stream at a time has one. Any thread may end it."""
 
     def __init__(self) -> None:
         self.stream: RankStream | None = None
@@ -57,11 +50,10 @@ class LineRuns:
         )
         if is_alone and not self._held_off:
             self.stream = stream  # first: an interrupt may come in the midst of it
-            if not stream.begin_run():
-                self.stream = None
+            stream.begin_run()
 
     def end(self) -> None:
-        """End the run, since something begins that C code knows nothing of."""
+        """End the run, since something begins that only `RankStream.write` knows how to do."""
         if (stream := self.stream) is not None:
             stream.end_run()
             self.stream = None  # last: after an interrupt the next end writes what is left
@@ -75,19 +67,6 @@ class LineRuns:
             yield
         finally:
             self._held_off.discard(thread)
-
-    def end_before_strangers(self) -> None:
-        """End runs from now on before an event loop runs, and before user code leads a descriptor elsewhere."""
-        patch(asyncio.BaseEventLoop, "run_forever", self._ends_before(asyncio.BaseEventLoop.run_forever))
-        patch(os, "dup2", self._ends_before(os.dup2))
-
-    def _ends_before(self, original: Callable[P, T]) -> Callable[P, T]:
-        @wraps(original)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            self.end()
-            return original(*args, **kwargs)
-
-        return call
 
 
 CELL_OF_CONTEXT: ContextVar[int | None] = ContextVar("meshbook_cell", default=None)

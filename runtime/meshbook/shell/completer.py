@@ -31,11 +31,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING
 
-from IPython.core import completer as ipython_completer
 from IPython.core.completer import IPCompleter, ProvisionalCompleterWarning, has_open_quotes
 
 from meshbook.calls.rank_state import Completions
-from meshbook.concurrency.patches import patch
 from meshbook.system.descriptors import above_standard
 
 if TYPE_CHECKING:
@@ -76,8 +74,6 @@ class _LiveCompleter(IPCompleter):
 def prepare() -> None:
     """Make IPython's completer fit for ranks, once per process."""
     _expect_provisional()
-    patch(ipython_completer, "MATCHES_LIMIT", MATCHES_MAX)
-    patch(ipython_completer, "dir2", lambda thing: sorted({name for name in _listed(thing) if isinstance(name, str)}))
     try:
         from IPython.core.guarded_eval import EVALUATION_POLICIES
     except ImportError:  # until IPython 8.6

@@ -141,11 +141,6 @@ def _make_plain(module: ModuleType) -> None:
         def __init__(self, *args: object, display: bool = True, **options: object) -> None:
             super().__init__(*args, **options)
 
-    def plain_range(*args: int, **options: Any) -> PlainBar:
-        return PlainBar(range(*args), **options)
-
     PlainBar.__name__ = PlainBar.__qualname__ = "tqdm_notebook"
-    for name in ("tqdm_notebook", "tqdm"):
+    for name in ("tqdm_notebook", "tqdm"):  # the module's `trange` makes a `tqdm_notebook`
         patch(module, name, PlainBar)
-    for name in ("tnrange", "trange"):
-        patch(module, name, plain_range)

@@ -97,7 +97,7 @@ class RankIPython(InteractiveShell):
         self.transform_cell("!true\n%time 1\nname?\n")
         formatter: Any = self.display_formatter
         formatter.format([1])
-        quicken_tracebacks()
+        quicken_tracebacks(self)
         self._held = []
         result = self.run_cell("(lambda: 1 / 0)()", silent=True)
         format_error(self, result.error_in_exec)

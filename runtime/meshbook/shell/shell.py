@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import builtins
 import contextlib
 import gc
 import importlib.util
+import io
 import os
 import select
 import sys
 import time
 from collections.abc import Coroutine, Mapping
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.concurrency.background import refuse_in_peek
-from meshbook.concurrency.patches import patch
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
@@ -146,7 +145,7 @@ class RankShell:
         self._ipython.show_data, self._ipython.mark_place = self._display, self._mark_place
         self._ipython.enter_main()
         self.define(namespace)
-        patch(builtins, "input", _refuse_input)
+        sys.stdin = _NoInput(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
         self.debugger.begin()
 
     def become(self, rank: int) -> None:
@@ -364,6 +363,12 @@ class RankShell:
             os.environ["MPLBACKEND"] = "agg"
 
 
-def _refuse_input(prompt: object = "", /) -> NoReturn:
-    refuse_in_peek("input()")
-    raise EOFError(f"input() is not available on ranks: nobody could type there. {advice().ask}")
+class _NoInput(io.TextIOWrapper):
+    """A rank's stdin, which is empty; where a line is asked for, as ``input()`` does, it says why."""
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        refuse_in_peek("input()")
+        raise EOFError(f"input() is not available on ranks: nobody could type there. {advice().ask}")
+
+    def __next__(self) -> str:  # type: ignore[override]
+        raise StopIteration

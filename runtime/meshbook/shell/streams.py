@@ -6,8 +6,8 @@
     marks ──> a duplicate of the pipe that user code does not know: always to the agent
 
 A line is one write, made when the line ends, so that the lines of Python, of C code and of commands come out in their
-order. Partial lines wait for their end or for a flush; each thread has its own. Many lines in a row are written by C
-code (`meshbook.shell.attribution`).
+order. Partial lines wait for their end or for a flush; each thread has its own. Many lines in a row take a shorter way
+(`meshbook.shell.attribution`).
 
 User code may lead fd 1 or 2 elsewhere (dup2 of a file). A descriptor that was closed, or leads to where nothing can be
 written (a full disk, a pipe without reader), is led back to the agent's pipe, so printing fails only when the agent is
@@ -16,6 +16,7 @@ gone. A child may have made the pipe, which it shares, non-blocking: then the wr
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import io
@@ -84,18 +85,12 @@ class RankPipe:
         except OSError:  # it is closed
             return False
 
-    def open_text(self) -> io.TextIOWrapper | None:
-        """Return the agent's pipe as a file of text that writes each line at once; None when the agent is gone.
+    def open_text(self) -> io.TextIOWrapper:
+        """Return the descriptor as a file of text that writes each line at once.
 
-        By a file description of its own, so that nobody can make it non-blocking.
+        An error may leave text unwritten in it, which ``write(b"")`` writes.
         """
-        path, flags = f"/proc/self/fd/{self._kept}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK  # else it may wait
-        try:
-            fd = descriptors.open_above(lambda: os.open(path, flags))
-        except OSError:
-            return None
-        os.set_blocking(fd, True)
-        return open(fd, "w", 1, "utf-8", "backslashreplace", "\n", closefd=False)
+        return io.TextIOWrapper(self._file, "utf-8", "backslashreplace", "\n", line_buffering=True)
 
     def after_fork(self) -> None:
         """Replace the file in a forked child: its lock may be held for ever, and the parent writes the text in it."""
@@ -104,7 +99,7 @@ class RankPipe:
         self._file = self._open()
 
     def _open(self) -> io.BufferedWriter:
-        return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False))
+        return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False), _BUFFER_BYTES)
 
     def _lead_back(self) -> bool:
         """Lead the descriptor to the agent again; returns whether it led elsewhere, or nowhere."""
@@ -124,6 +119,9 @@ def _await_room(fd: int) -> None:
 
 PARTIAL_LINE_MAX = 8192
 """The most characters of an unfinished line that wait."""
+
+_BUFFER_BYTES = 1 << 16
+"""Room for an unfinished line and a text of `PARTIAL_LINE_MAX` characters, so that a full pipe loses neither."""
 
 _IOLBF = 1
 _libc = ctypes.CDLL(None)
@@ -151,7 +149,7 @@ class RankStream(io.TextIOBase):
         self._in_a_row = 0
         self._run: io.TextIOWrapper | None = None
         self.in_run = False
-        """Whether ``write`` is C code's."""
+        """Whether ``write`` is the shorter way."""
         self._pipe = RankPipe(fd)
         self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
 
@@ -187,8 +185,8 @@ class RankStream(io.TextIOBase):
 
     def flush(self, thread: int = 0) -> None:
         """Write out the lines that threads have begun; only those of ``thread``, if one is given."""
-        if self.in_run and self._run is not None:
-            self._run.flush()
+        if self.in_run:
+            self._flush_run()
         if not self.partial and not self.is_flushing:
             return  # nothing has been begun, or it is written
         with self._flushing:
@@ -213,22 +211,37 @@ class RankStream(io.TextIOBase):
             self._attribution.turn_to(self)
         self._pipe.write(data)
 
-    def begin_run(self) -> bool:
-        """Replace ``write`` by that of C code, which can only print; called on the main thread."""
+    def begin_run(self) -> None:
+        """Have ``write`` only print from now on, by C code; called on the main thread."""
         if self._run is None:
             self._run = self._pipe.open_text()
-        if self._run is None or not self._pipe.leads_to_agent():
-            return False
+        write_text, running_loop = self._run.write, asyncio._get_running_loop
+
+        def write(text: str) -> int:
+            if self.in_run and running_loop() is None and len(text) < PARTIAL_LINE_MAX:
+                try:
+                    return write_text(text)
+                except OSError:  # the descriptor was closed, or is full and must not wait
+                    self._pipe.write(b"")
+                    return len(text)
+            self._attribution.runs.end()
+            return self.write(text)
+
         self.in_run = True
-        self.write = self._run.write  # type: ignore[method-assign, assignment]
-        return True
+        self.write = write  # type: ignore[method-assign]
 
     def end_run(self) -> None:
         """Put our ``write`` back, on any thread; called again when it was interrupted."""
         vars(self).pop("write", None)
-        if self._run is not None:
-            self._run.flush()
+        self._flush_run()
         self.in_run = False
+
+    def _flush_run(self) -> None:
+        if self._run is not None:
+            try:
+                self._run.flush()
+            except OSError:
+                self._pipe.write(b"")
 
     def after_fork(self) -> None:
         """Forget unfinished lines in a forked child, since the parent writes them."""
@@ -288,7 +301,6 @@ def install_streams(attribution: Attribution) -> tuple[RankStream, RankStream]:
             stream.after_fork()
 
     at_fork(in_child=after_fork)
-    attribution.runs.end_before_strangers()
     _line_buffer_c_stdout()
     return streams
 

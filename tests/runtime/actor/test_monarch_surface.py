@@ -194,8 +194,9 @@ def test_log_records_carry_the_name_of_their_actor(mesh4: ProcMesh) -> None:
     assert loggers.log.call_one("me").get(20) == (f"{prefix}it is me", prefix)
     assert loggers.log.call_one().get(20) == (f"{prefix}it is 5%", prefix)
     several = mesh4.spawn("several", Logger).log.call().get(20)
-    prefixes = [f"[actor=<root>.<{Logger.__module__}.Logger several{{'gpus': {rank}/4}}>] " for rank in range(4)]
-    assert several.values() == [(f"{prefix}it is 5%", prefix) for prefix in prefixes]
+    name = f"<root>.<{Logger.__module__}.Logger several"
+    prefixes = [f"[actor={name}{{'gpus': {rank}/4}}>] " for rank in range(4)]
+    assert several.values() == [(f"[actor={name}>] it is 5%", prefix) for prefix in prefixes]
     told = mesh4.execute(lambda: logging.getLogRecordFactory()("x", 30, "", 1, "no actor's", (), None).getMessage())
     assert told.get(20).values() == ["no actor's"] * 4
 

@@ -15,7 +15,7 @@ from meshbook.source.location import add_cell
 shell = InteractiveShell.instance(colors="Linux")
 shell.InteractiveTB.long_header = False
 if "quick" in sys.argv:
-    quicken_tracebacks()
+    quicken_tracebacks(shell)
 source = '''
 def part(number):
     text = "a longer line"

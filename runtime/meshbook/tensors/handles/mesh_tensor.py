@@ -29,7 +29,7 @@ from meshbook.tensors.handles.metadata import (
     learn,
     read_arguments,
 )
-from meshbook.tensors.handles.tensor_values import TensorOnRanks, refuse_memory
+from meshbook.tensors.handles.tensor_values import TensorOnRanks
 from meshbook.tensors.messages.layouts import ShardingSpec
 from meshbook.tensors.messages.operations import Factory, NewOutput, written_arguments
 from meshbook.tensors.sending.op_settling import Handle
@@ -42,6 +42,7 @@ from meshbook.torch_internals import (
     is_traced,
     make_wrapper_subclass,
     never_compile,
+    refuse_pointer,
     tree_leaves,
     tree_map_only,
 )
@@ -109,6 +110,7 @@ class MeshTensor(TensorOnRanks):
     @staticmethod
     def _of(mesh: Mesh, output: NewOutput, number: int) -> MeshTensor:
         made = make_wrapper_subclass(MeshTensor, output.shape, strides=output.strides, dtype=output.dtype, device=_CPU)
+        refuse_pointer(made)
         made.mesh, made._handle = mesh, Handle(number, mesh.stream, output)
         return made
 
@@ -225,13 +227,6 @@ class _BroughtHere(torch.autograd.Function):
 
 never_compile(vars(MeshTensor)["__torch_dispatch__"].__func__.__code__)  # it would take one call's shapes for all
 
-_to_dlpack: Callable[[torch.Tensor], Any] = vars(torch.utils.dlpack)["to_dlpack"]
-
-
-def _to_capsule(tensor: torch.Tensor) -> Any:
-    """Refuse mesh tensors, of which torch's own function would make a capsule around no memory: it asks no subclass."""
-    return refuse_memory("to_dlpack")(tensor) if isinstance(tensor, MeshTensor) else _to_dlpack(tensor)
-
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse a mesh tensor for a plain one, which would read memory that is not there: torch itself does not ask."""
@@ -243,20 +238,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     _DATA.__set__(tensor, value)
 
 
-_cond: Callable[..., Any] = torch.cond
-
-
-def _either(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """Decide by the value of a mesh tensor, where torch's own would have its tracer follow the tensor."""
-    if isinstance(pred, MeshTensor):
-        return (true_fn if pred.item() else false_fn)(*operands)
-    return _cond(pred, true_fn, false_fn, operands)
-
-
-patch(torch, "cond", _either)
 patch(torch.Tensor, "data", property(_DATA.__get__, _set_data, _DATA.__delete__))
-for _module in (torch, torch.utils.dlpack):
-    patch(_module, "to_dlpack", _to_capsule)
 
 
 def place(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> MeshTensor:
