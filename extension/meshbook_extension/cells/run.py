@@ -272,9 +272,9 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
     why = f": {error}" if isinstance(error, MeshError) and not isinstance(error, CallFailed) else ""
     freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
     text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
-    job.cell.output.note(text)
+    job.cell.output.note(text, "stdout" if error is None else "stderr")
     if show_time and (times := times_of(job.cell.run)):
-        job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"))
+        job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"), "stdout")
 
 
 TELLS_ITSELF = ("%mesh wait", "%mesh jobs", "%mesh output")

@@ -154,7 +154,7 @@ class RunningCell:
         """Report ranks that came back late, on the thread that completes the future."""
         if isinstance(self.run.future.exception(0), CallFailed):
             after = format_seconds(time.monotonic() - since)
-            self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again")
+            self.output.note(f"{name_ranks(stuck)} came back {after} after the interrupt; usable again", "stdout")
 
     def _is_wanted(self) -> bool:
         """Whether `_look_after` has something to do."""

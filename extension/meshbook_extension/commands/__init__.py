@@ -20,8 +20,48 @@ from meshbook_extension.notebook.targets import FORMS
 
 Runner: TypeAlias = Callable[[Session, Arguments], object]
 
-MODULES = ("spawn", "meshes", "values", "packages", "cells", "repair", "status", "debug")
-"""The modules of commands, in the order in which help lists them."""
+START, RUN, DATA, LOOK, REPAIR = "Start", "Run", "Data", "Look", "Repair"
+MODULES = {
+    "spawn": START,
+    "meshes": START,
+    "cells": RUN,
+    "packages": RUN,
+    "values": DATA,
+    "status": LOOK,
+    "repair": REPAIR,
+    "debug": REPAIR,
+}
+"""The modules of commands, each with its group, in the order in which help lists them."""
+SYNONYMS = {
+    "stop": "kill quit exit shutdown terminate end close delete",
+    "respawn": "restart reset reboot",
+    "status": "show widget ps info view gpu memory htop",
+    "list": "ls meshes sessions",
+    "spawn": "start create launch init new",
+    "push": "send put set copy upload",
+    "pull": "get fetch download read",
+    "eval": "print echo",
+    "stacks": "trace traceback where bt hang",
+    "errors": "history failures",
+    "heal": "repair fix recover",
+    "grow": "resize scale add",
+    "shrink": "remove",
+    "attach": "connect reconnect resume join",
+    "sync": "reload",
+    "pip": "install uv conda",
+    "pdb": "breakpoint",
+}
+"""Words that people try for a command, which they are told."""
+DESTRUCTIVE = frozenset({"stop", "respawn", "shrink", "cancel", "detach"})
+"""Commands that no word is told by its letters alone."""
+ON_RANKS = {
+    "run": "%run train.py",
+    "exec": "x = rank",
+    "execute": "x = rank",
+    "python": "x = rank",
+    "sh": "!nvidia-smi",
+}
+"""Words for a cell on the ranks, each with a cell."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +69,17 @@ class Command(Grammar):
     """A subcommand; as a decorator it puts a function into the table, under the last word of its name."""
 
     def __call__(self, run: Runner) -> Runner:
-        COMMANDS[self.name.split()[-1]] = (self, run)
+        name = self.name.split()[-1]
+        COMMANDS[name] = (self, run)
+        GROUPS[name] = MODULES.get(run.__module__.rpartition(".")[2], LOOK)
         return run
 
 
 COMMANDS: dict[str, tuple[Command, Runner]] = {}
 """The subcommands by name, in the order in which help lists them."""
+
+GROUPS: dict[str, str] = {}
+"""The group of each subcommand in the help."""
 
 
 def on_ranks(
@@ -93,18 +138,25 @@ def help_text(name: str = "") -> str:
             raise _unknown(name, name)
         return COMMANDS[name][0].help()
     width = max(map(len, COMMANDS))
-    lines = ["Meshes of processes, driven from a notebook.", ""]
-    lines += [f"  %mesh {known:{width}}  {command.summary}" for known, (command, _) in COMMANDS.items()]
-    lines += [f"  {'%mesh':{width + 6}}  The status of the current mesh."]
-    lines += [f"  {MESH_CELL.name:{width + 6}}  {MESH_CELL.summary}"]
-    lines += [f"  {'%%local':{width + 6}}  Run the cell in the notebook's own process, while %mesh auto is on."]
-    lines += ["", "More about one: %mesh spawn --help, or %mesh spawn?"]
+    rows: dict[str, list[tuple[str, str]]] = {group: [] for group in dict.fromkeys(MODULES.values())}
+    rows[RUN] += [(MESH_CELL.name, MESH_CELL.summary)]
+    for known, (command, _) in COMMANDS.items():
+        rows[GROUPS[known]].append((f"%mesh {known}", command.summary))
+    rows[RUN] += [("%%local", "Run the cell in the notebook's own process, while %mesh auto is on.")]
+    lines = ["Meshes of processes, driven from a notebook. First: %mesh spawn gpus=4, then %%mesh above a cell."]
+    for group, commands in rows.items():
+        lines += ["", group, *(f"  {shown:{width + 6}}  {summary}" for shown, summary in commands)]
+    lines += ["", "More about one: %mesh spawn --help, or %mesh spawn?    the current mesh: %mesh"]
     return "\n".join(lines)
 
 
 def _unknown(name: str, line: str) -> UsageError:
-    near = did_you_mean(name, COMMANDS)
+    near = did_you_mean(name, COMMANDS.keys() - DESTRUCTIVE)
+    if meant := next((command for command, words in SYNONYMS.items() if name.lower() in words.split()), ""):
+        near = f' Did you mean "{meant}"?'
     example = "%mesh spawn gpus=4"
+    if cell := ON_RANKS.get(name.lower()):
+        return UsageError(f'unknown command "{name}". A cell runs on the ranks below %%mesh:\n  %%mesh\n  {cell}')
     if PAIR.fullmatch(name):
         near = f" Did you mean %mesh spawn {line.strip()}, or %%mesh {line.strip()} above a cell?"
     elif near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
@@ -14,10 +15,11 @@ from meshbook.mesh.proc_view import rename_mesh
 from meshbook.mesh.rank_calls import set_axes
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
+from meshbook_extension.commands.spawn import find_profiles
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, RANK
-from meshbook_extension.output.labels import count, format_duration, parse_duration
+from meshbook_extension.output.labels import columns, count, format_duration, parse_duration
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ def detach(session: Session, arguments: Arguments) -> None:
     running = len(session.part(Jobs).running())
     detach(lease_s)
     for name in list(session.meshes):
-        session.forget(name)
+        session.forget(name, detached=True)
     for name in names:
         print(f'mesh "{name}" lives on for {format_duration(lease_s)} without this notebook')
     jobs = f"; {running} job{'s run' if running > 1 else ' runs'} on" if running else ""
@@ -206,6 +208,18 @@ def _find(session: Session, name: str | None) -> SavedSession:
         f'mesh "{name}" belongs to {owner}.\n'
         f"  take it over: run %mesh detach there, or end that kernel; then %mesh attach {name}"
     )
+
+
+def welcome(session: Session) -> str:
+    """Return the text of ``%mesh`` where there is no mesh: the first steps, and what this notebook has left."""
+    from meshbook.sessions.listing import sessions
+
+    waiting = [each for each in sessions() if each.owner_pid is None and _left_by(each, session.notebook)]
+    rows = [("%mesh spawn gpus=4", "start 4 ranks on this machine"), ("%%mesh", "above a cell: run it on all of them")]
+    rows += [(f"%mesh attach {each.id}", f"go on with {describe(each)}") for each in waiting]
+    rows += [(f"%mesh spawn @{name}", line) for name, line in find_profiles(Path.cwd()).lines.items()]
+    rows += [("%mesh help", "all commands")]
+    return "\n".join([session.absence, *(f"  {line}" for line in columns(rows))])
 
 
 def _left_by(saved: SavedSession, notebook: str) -> bool:

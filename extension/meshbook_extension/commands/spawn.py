@@ -189,6 +189,7 @@ SHOWN_HOSTS = 4
     name="%mesh spawn",
     summary="Start a process per rank and form their process group.",
     profiles=True,
+    words="[N]",
     pairs="AXIS=N [AXIS=N ...]",
     options=(
         ON,
@@ -209,6 +210,7 @@ SHOWN_HOSTS = 4
     rest="ENGINE OPTIONS",
     examples=(
         "%mesh spawn gpus=4",
+        "%mesh spawn 4",
         "%mesh spawn hosts=2 gpus=4 --on local",
         "%mesh spawn dp=2 tp=2 --name trainers --device cpu",
         "%mesh spawn gpus=8 --preload transformers,datasets",
@@ -226,7 +228,8 @@ SHOWN_HOSTS = 4
         "%mesh spawn @gpu-cluster gpus=4",
     ),
     notes="""
-Axes are yours to name; hosts counts machines, and the last axis varies fastest. Each rank gets its own device.
+Axes are yours to name, and N alone is gpus=N; hosts counts machines, and the last axis varies fastest. Each rank gets
+its own device.
 Hosts of ssh are named as for ssh, by your own config; what follows -- goes to ssh. Agents there speak through its
 connection, so no port has to be reachable, and end with it.
 Hosts of slurm are the nodes of an allocation: that of the notebook, else one of its own, for which what follows -- goes
@@ -244,7 +247,7 @@ Hosts of manual are where you run the command that is shown, with a ticket that 
 def spawn(session: Session, arguments: Arguments) -> ProcMesh:
     from meshbook.mesh.driven import start_hosts, this_host
 
-    arguments = with_profile(arguments)
+    arguments = with_profile(_with_count(arguments))
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
     check_identifier(name, "--name")
@@ -331,6 +334,18 @@ def _has_returned(
         f"  afresh: %mesh stop {name}, then spawn again"
     )
     return True
+
+
+def _with_count(arguments: Arguments) -> Arguments:
+    """Read ``%mesh spawn 4`` as ``%mesh spawn gpus=4``. Raises: UsageError."""
+    if not arguments.words:
+        return arguments
+    (word,) = arguments.words
+    if not word.isdigit():
+        raise arguments.grammar.refuse(f'"{word}" has no size; write it as {word}=4.')
+    if arguments.pairs.keys() - {HOSTS}:
+        raise arguments.grammar.refuse(f"name the axis of the {word} ranks, too; write it as gpus={word}.")
+    return replace(arguments, words=(), pairs={**arguments.pairs, "gpus": word})
 
 
 def _read_sizes(arguments: Arguments) -> dict[str, int]:

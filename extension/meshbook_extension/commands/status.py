@@ -12,6 +12,7 @@ from meshbook.calls.output import StreamText
 from meshbook.formatting import format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
+from meshbook_extension.commands.meshes import welcome
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
@@ -39,6 +40,9 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
     examples=("%mesh status", "%mesh status gpus=0:2", "%mesh status --text", "%mesh"),
 )
 def status(session: Session, arguments: Arguments) -> None:
+    if session.current is None and not arguments.words and not arguments.pairs:
+        print(welcome(session))
+        return
     procs = session.target(arguments.words, arguments.pairs)
     if arguments.flag(TEXT.name) or not session.part(HealthDisplays).show(session, procs):
         print(status_text(session, procs, procs.status()))

@@ -300,7 +300,5 @@ class _Reader:
             meant = [option for option in self._known if option.lstrip("-") == extra]
             hint = f' Did you mean "{meant[0]}"?' if meant else ""
             if not meant and most == 0 and "AXIS=N" in self._grammar.pairs:
-                numbers = f"name the axis of the {extra} ranks; write it as gpus={extra}."
-                names = f'"{extra}" has no size; write it as {extra}=4.'
-                raise self._grammar.refuse(numbers if extra.isdigit() else names)
+                raise self._grammar.refuse(f'"{extra}" has no size; write it as {extra}=4.')
             raise self._grammar.refuse(f'"{extra}" is one word too many for {self._grammar.name}.{hint}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -60,7 +61,8 @@ class Session:
         self.on_forget: list[Callable[[str], object]] = []
         """Listeners that are called with the name of a mesh that was stopped."""
         self._parts: dict[type, object] = {}
-        self._stopped = ""
+        self._left: tuple[str, str] | None = None
+        """The name of the mesh that was stopped last, and the time of day at which it was detached, if it was."""
 
     def part(self, kind: type[P]) -> P:
         """Return the object that another room keeps for this session, such as its `Jobs`, made at the first call."""
@@ -111,8 +113,11 @@ class Session:
         """
         name = name or self.current
         if name is None:
-            if self._stopped:
-                raise MeshStoppedError(self._stopped)
+            if self._left:
+                left, at = self._left
+                if at:
+                    raise UsageError(f"{self.absence}. Back to it: %mesh attach {left}")
+                raise MeshStoppedError(left)
             raise UsageError("no mesh yet. Start one: %mesh spawn gpus=4")
         if name not in self.meshes:
             names = ", ".join(self.meshes)
@@ -126,6 +131,14 @@ class Session:
             raise MeshStoppedError(name)
         return procs
 
+    @property
+    def absence(self) -> str:
+        """The reason why there is no current mesh, in words."""
+        if self._left is None:
+            return "no mesh yet"
+        name, at = self._left
+        return f'mesh "{name}" was {f"detached at {at}" if at else "stopped"}'
+
     def add(self, procs: ProcMesh) -> None:
         """Add a mesh and make it the current one."""
         self._drop_slices(procs.name)
@@ -133,15 +146,15 @@ class Session:
         self.meshes[procs.name] = procs
         self.current = procs.name
 
-    def forget(self, name: str) -> None:
-        """Forget a mesh that was stopped. Another one, if there is one, becomes the current one."""
+    def forget(self, name: str, *, detached: bool = False) -> None:
+        """Forget a mesh that was stopped or detached. Another one, if there is one, becomes the current one."""
         for listener in self.on_forget:
             listener(name)
         self.meshes.pop(name, None)
         self._drop_slices(name)
         self.setups.forget(name)
         self.returned.discard(name)
-        self._stopped = name
+        self._left = name, time.strftime("%H:%M") if detached else ""
         if self.current == name:
             self.current = next(reversed(self.meshes), None)
 

@@ -374,7 +374,7 @@ def _backend_names(backend: str) -> set[str]:
 
 @functools.cache
 def _print_once(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(text)
 
 
 class KnownGroups(msgspec.Struct, frozen=True):

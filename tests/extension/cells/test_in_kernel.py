@@ -338,7 +338,8 @@ def test_progress_bars_update_one_display(kernel: Kernel) -> None:
         "for i in range(10):\n    print(f'\\r{10 * i}%', end='', file=sys.stderr, flush=True); time.sleep(0.1)\n"
         "print('\\r100%', file=sys.stderr)"
     )
-    assert by_rank(request.text("stderr")) == each_of(4, "100%")
+    assert by_rank(request.text("stdout")) == each_of(4, "100%")
+    assert request.text("stderr") == ""  # an ended bar is good news
     (bars,) = request.of("display_data")
     updates = request.of("update_display_data")
     assert updates and {each["transient"]["display_id"] for each in updates} == {bars["transient"]["display_id"]}

@@ -31,7 +31,6 @@ def test_importing_and_loading_the_extension_is_light() -> None:
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ("%mesh", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%%mesh\nx", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%mesh auto on", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%mesh stop", "no mesh yet. Start one: %mesh spawn gpus=4"),
@@ -43,7 +42,13 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh postmortem", "no mesh yet. Start one: %mesh spawn gpus=4"),
         ("%mesh spawn", "say how many ranks, along an axis that you name."),
         ("%mesh spawn gpus", '"gpus" has no size; write it as gpus=4.'),
-        ("%mesh spawn 4", "name the axis of the 4 ranks; write it as gpus=4."),
+        ("%mesh spawn tp=2 4", "name the axis of the 4 ranks, too; write it as gpus=4."),
+        ("%mesh spawn 0", "gpus=0: the size of an axis is a whole number of at least 1."),
+        ("%mesh kill", 'unknown command "kill". Did you mean "stop"?'),
+        ("%mesh restart", 'unknown command "restart". Did you mean "respawn"?'),
+        ("%mesh ps", 'unknown command "ps". Did you mean "status"?'),
+        ("%mesh stp", 'unknown command "stp". Did you mean "top"?'),
+        ("%mesh run a.py", 'unknown command "run". A cell runs on the ranks below %%mesh:\n  %%mesh\n  %run train.py'),
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),
@@ -61,6 +66,33 @@ def test_without_a_mesh_each_mistake_is_answered_on_one_screen(empty_notebook, c
     text = empty_notebook.fail(cell)
     assert text.startswith(f"UsageError: {message}")
     assert len(text.splitlines()) <= 4
+
+
+def test_without_a_mesh_the_status_is_a_welcome(empty_notebook, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meshbook.toml").write_text('[spawn]\nbig = "hosts=4 gpus=8"')
+    for line in ("%mesh", "%mesh status"):
+        told = empty_notebook.run(line)
+        assert told.stdout.splitlines() == [
+            "no mesh yet",
+            "  %mesh spawn gpus=4  start 4 ranks on this machine",
+            "  %%mesh              above a cell: run it on all of them",
+            "  %mesh spawn @big    hosts=4 gpus=8",
+            "  %mesh help          all commands",
+        ]
+        assert told.stderr == ""
+
+
+def test_words_for_commands_name_commands_and_help_has_each_once(empty_notebook) -> None:
+    from meshbook_extension.commands import COMMANDS, DESTRUCTIVE, MODULES, ON_RANKS, SYNONYMS
+
+    words = [word for several in SYNONYMS.values() for word in several.split()] + list(ON_RANKS)
+    assert len(words) == len(set(words))
+    assert not set(words) & COMMANDS.keys()
+    assert COMMANDS.keys() >= SYNONYMS.keys() | DESTRUCTIVE
+    shown = empty_notebook.run("%mesh help").stdout.splitlines()
+    assert [line for line in shown if line in MODULES.values()] == ["Start", "Run", "Data", "Look", "Repair"]
+    assert sorted(line.split()[1] for line in shown if line.startswith("  %mesh ")) == sorted(COMMANDS)
 
 
 def test_every_command_has_help_with_examples(empty_notebook) -> None:
@@ -95,6 +127,8 @@ def test_the_docstrings_are_the_help(empty_notebook) -> None:
 
 
 def test_spawn_says_what_there_is_and_how_long_it_took(empty_notebook) -> None:
+    assert empty_notebook.run("%mesh spawn 1 --no-torch --name none").stdout.startswith('mesh "none": gpus=1, cpu, ')
+    empty_notebook.run("%mesh stop")
     text = empty_notebook.run("%mesh spawn hosts=1 gpus=2 --device cpu --name one --out procs").stdout
     assert text.startswith('mesh "one": hosts=1, gpus=2, cpu, gloo; ready in ')
     assert text.endswith(" s (2 ranks on 1 host)\n")
@@ -102,6 +136,7 @@ def test_spawn_says_what_there_is_and_how_long_it_took(empty_notebook) -> None:
     assert empty_notebook.run("%mesh stop").stdout == 'mesh "one" stopped\n'
     text = empty_notebook.fail("%%mesh\nx")
     assert text.startswith('MeshStoppedError: mesh "one" was stopped. Start another: %mesh spawn gpus=4')
+    assert empty_notebook.run("%mesh").stdout.startswith('mesh "one" was stopped\n  %mesh spawn gpus=4 ')
 
 
 def test_several_meshes_and_one_current(notebook) -> None:
