@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -29,7 +30,7 @@ import pytest
 import pytest_timeout
 
 from meshbook.launchers.agent_start import AGENT, LASTING
-from meshbook.launchers.templates import start_lasting
+from meshbook.launchers.templates import HOST_TEMPLATE, exec_with
 
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 """jsonschema asks for it as it is imported, and it builds a grammar for three seconds; no test checks addresses."""
@@ -197,7 +198,11 @@ def lasting_template() -> Iterator[None]:
     """
     with tempfile.TemporaryDirectory(prefix="mb") as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "hosts"
-        process = start_lasting(AGENT, path, Path(folder) / "template.log")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            with open(Path(folder) / "template.log", "wb") as log:
+                process = exec_with(listener, [HOST_TEMPLATE, AGENT], log.fileno())
         patch.setenv(LASTING, str(path))
         yield
         process.kill()

@@ -72,7 +72,8 @@ class BatchLauncher(EngineLauncher["BatchHost"]):
         Raises: UsageError.
         """
         if scheduler not in SCHEDULERS:
-            raise UsageError(f'unknown scheduler "{scheduler}"; there is: {", ".join(SCHEDULERS)}.')
+            got = f'{did_you_mean(scheduler, tuple(SCHEDULERS))} There is no "{scheduler}".' if scheduler else ""
+            raise UsageError(f"batch needs a scheduler: {', '.join(f'batch:{each}' for each in SCHEDULERS)}.{got}")
         super().__init__(python, options)
         self.scheduler = scheduler
         read_options(self.options)
@@ -141,9 +142,6 @@ class BatchHost:
 
 
 def parse(asked: Asked) -> BatchLauncher:
-    if asked.named not in SCHEDULERS:
-        got = f'{did_you_mean(asked.named, tuple(SCHEDULERS))} There is no "{asked.named}".' if asked.named else ""
-        raise UsageError(f"batch needs a scheduler: {', '.join(f'batch:{each}' for each in SCHEDULERS)}.{got}")
     return BatchLauncher(asked.named, python=asked.python, options=asked.options)
 
 

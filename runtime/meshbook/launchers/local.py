@@ -140,11 +140,9 @@ class LocalHost(LaunchedHost):
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""
         self._lifeline.close()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process.poll() is None:
+            end_process(self.pid, self.started, timeout_s)
+            self._process.poll()  # it is reaped
 
     def release(self) -> None:
         """Close the lifeline. It stays our child until it ends, and is reaped when another one is started."""

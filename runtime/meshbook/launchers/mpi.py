@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
 from meshbook.launchers.engines.clients import Client, ClientHost, ClientLog
+from meshbook.launchers.engines.commands import answer_of
 from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
@@ -234,12 +234,7 @@ def _find(program: str) -> str:
 
 def _is_open_mpi(program: str) -> bool:
     """Whether the program is Open MPI's, else MPICH's. Raises: SpawnError if it is neither."""
-    try:
-        done = subprocess.run(
-            [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
-        )
-    except subprocess.TimeoutExpired:
-        raise SpawnError(f"{program} --version has not answered within {ANSWER_S:g} s") from None
+    done = answer_of("MPI", program, "--version", timeout_s=ANSWER_S)
     if "Open MPI" in done.stdout or "OpenRTE" in done.stdout:
         return True
     if "HYDRA" in done.stdout or "Intel(R) MPI" in done.stdout:

@@ -22,12 +22,9 @@ which it listens. A test suite, which starts very many sessions, imports torch o
 from __future__ import annotations
 
 import array
-import contextlib
 import gc
 import importlib
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +35,6 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from meshbook.launchers.agent_start import LASTING, open_log
-from meshbook.system.exits import open_end
 from meshbook.system.processes import begin_as_host, is_same_process, start_time
 from meshbook.wire import messages as wire
 from meshbook.wire import template_messages as protocol
@@ -147,13 +143,14 @@ def _exec(module: Sequence[str], output: int, python: str = "") -> tuple[subproc
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         try:
-            return _exec_with(theirs, module, output, python), ours
+            return exec_with(theirs, module, output, python), ours
         except OSError:
             ours.close()
             raise
 
 
-def _exec_with(sock: socket.socket, module: Sequence[str], output: int, python: str = "") -> subprocess.Popen[bytes]:
+def exec_with(sock: socket.socket, module: Sequence[str], output: int, python: str = "") -> subprocess.Popen[bytes]:
+    """Run a module whose last argument is the socket. Raises: OSError."""
     return subprocess.Popen(
         [python or sys.executable, "-m", *module, str(sock.fileno())],
         pass_fds=[sock.fileno()],
@@ -179,17 +176,6 @@ def inherited() -> list[object]:
         item for item in os.environ.items() if item[0].startswith(_IMPORT_TIME) and item[0] not in _ENVIRONMENT
     )
     return [sys.executable, os.getpriority(os.PRIO_PROCESS, 0), own, files, namespaces, read_early]
-
-
-def start_lasting(agent: str, path: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start a template of hosts that listens at ``path``, and ends with this process.
-
-    agent: the module whose ``main`` is an agent. path: where its socket is made, in a folder of this user alone.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open_log(log) as output:
-        listener.bind(str(path))
-        listener.listen()
-        return _exec_with(listener, [HOST_TEMPLATE, agent], output.fileno())
 
 
 class HostTemplate:
@@ -317,7 +303,7 @@ class HostTemplate:
 
 
 class HostFork:
-    """A host agent that was forked from a template: as much of `subprocess.Popen` as its owner uses."""
+    """A host agent that was forked from a template."""
 
     def __init__(self, template: HostTemplate, pid: int) -> None:
         self.pid = pid
@@ -331,24 +317,6 @@ class HostFork:
             if self._status is None and not is_same_process(self.pid, self._started):
                 self._status = self._template.reap(self.pid)
             return self._status
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Raises: subprocess.TimeoutExpired."""
-        with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
-            end = open_end(self.pid)
-            stack.callback(os.close, end)
-            if self.poll() is None:  # else the number may be another's
-                poll = select.poll()
-                poll.register(end, select.POLLIN)
-                poll.poll(None if timeout_s is None else timeout_s * 1000)
-        if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired(["host agent"], timeout_s or 0.0)
-        return status
-
-    def kill(self) -> None:
-        """Send SIGKILL, if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
     def disown(self) -> None:
         """Let it go on without us."""

@@ -131,7 +131,7 @@ def test_a_machine_without_the_scheduler_is_told(monkeypatch: pytest.MonkeyPatch
     for scheduler, submits in {"pbs": "qsub", "sge": "qsub", "lsf": "bsub", "condor": "condor_submit"}.items():
         with pytest.raises(SpawnError, match=f"there is no {submits} on this machine; .* is used from a login node"):
             start_hosts({"hosts": 1}, BatchLauncher(scheduler, options=["--walltime", "1:00:00"]))
-    with pytest.raises(UsageError, match='unknown scheduler "pbz"; there is: pbs, torque, lsf, sge, condor, slurm'):
+    with pytest.raises(UsageError, match=r'batch needs a scheduler: batch:pbs, .*There is no "pbz"'):
         BatchLauncher("pbz")
 
 

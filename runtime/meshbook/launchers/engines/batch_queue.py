@@ -8,13 +8,13 @@ import importlib.util
 import inspect
 import logging
 import re
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from meshbook.errors import SpawnError, UsageError
+from meshbook.launchers.engines.commands import program_of
 
 ANSWER_S = 15
 """The time that commands of a scheduler may take."""
@@ -73,9 +73,7 @@ class BatchQueue:
 
     def submit(self, command: str, folder: Path, name: str) -> str:
         """Submit a job; returns its number. folder: for the scheduler's files. Raises: SpawnError, with its words."""
-        if shutil.which(self.scheduler.program) is None:
-            title, program = self.scheduler.title, self.scheduler.program
-            raise SpawnError(f"there is no {program} on this machine; {title} is used from a login node")
+        program_of(self.scheduler.title, self.scheduler.program)
         with self._lock, _said() as said:
             self._provider.script_dir = str(folder)
             try:

@@ -19,7 +19,7 @@ LISTED_S = 6.0
 
 _OURS = re.compile(r"meshbook|parsl|\bbatch-\d")
 """Names of jobs of ours; Parsl names those of batch schedulers."""
-_NOBODY_TO_ASK = "Could not establish a configuration source"
+NO_CLUSTER = "Could not establish a configuration source"
 """Commands of Slurm say so where they belong to no cluster."""
 
 
@@ -94,7 +94,7 @@ def job_lists(deadline_s: float = LISTED_S) -> Iterator[str]:
             yield f"{engine} has not told its jobs: {error}"
             continue
         head, *lines = told.stdout.splitlines() or [""]
-        if told.returncode and _NOBODY_TO_ASK not in told.stderr:
+        if told.returncode and NO_CLUSTER not in told.stderr:
             yield f"{engine} has not told its jobs: {describe_failure(told)}"
         elif ours := [line for line in lines if _OURS.search(line)]:
             yield from (head, *ours)

@@ -18,7 +18,7 @@ from pathlib import Path
 from meshbook.errors import SpawnError
 from meshbook.launchers.agent_start import PYTHON_HINTS, open_log, with_hint
 from meshbook.launchers.engines.clients import END_S, Client, ClientLog
-from meshbook.launchers.engines.commands import answer_of, describe_failure, program_of
+from meshbook.launchers.engines.commands import NO_CLUSTER, answer_of, describe_failure, program_of
 from meshbook.system.interfaces import address_towards, own_address
 from meshbook.system.processes import describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
@@ -281,15 +281,11 @@ def allocation_of(log: Path) -> Allocation:
     return found
 
 
-class NoClusterError(SpawnError):
-    """The commands of Slurm are here, and belong to no cluster."""
-
-
 def ask(*command: str, timeout_s: float = ANSWER_S) -> str:
-    """Return the answer of a command of Slurm. Raises: SpawnError; NoClusterError where there is no cluster."""
+    """Return the answer of a command of Slurm. Raises: SpawnError."""
     answer = answer_of("Slurm", *command, timeout_s=timeout_s)
-    if "Could not establish a configuration source" in answer.stderr:
-        raise NoClusterError(
+    if NO_CLUSTER in answer.stderr:
+        raise SpawnError(
             f"{command[0]} is here, but finds no Slurm cluster: there is no slurm.conf (SLURM_CONF can name one), and "
             "DNS names no server of one"
         )
