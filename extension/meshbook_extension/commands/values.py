@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import group_ranks, name_ranks
+from meshbook.mesh import states
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.rank_calls import pull_together
 from meshbook_extension.cells.names import pull_hint, push_hints
@@ -33,6 +34,9 @@ _VARIABLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$([^\W\d]\w*)"""
 
 AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
 OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
+PATIENCE_S = 1.0
+"""The time after which a command names the cell that it waits behind."""
+LOOKS = "--now looks anyway"
 NOW = Option("--now", "look at ranks that are busy too, between two steps of Python of what they run")
 TIMEOUT = Option("--timeout", f"with --now: the longest that it may take on a rank ({TIMEOUT_S:g} s)", float, "S")
 
@@ -62,7 +66,7 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     _check(session, expression)
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, expression)
-    values = peeks.values if peeks else answer(session, procs.evaluate(expression))
+    values = peeks.values if peeks else answer(session, procs.evaluate(expression), procs, LOOKS)
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     failed = peeks.failed if peeks else ()
@@ -123,7 +127,7 @@ def _written(session: Session, found: re.Match[str]) -> str:
 def push(session: Session, arguments: Arguments) -> None:
     values = {name: _own_value(session, check_identifier(name, arguments.grammar.name)) for name in arguments.words}
     procs = target_of(session, arguments)
-    procs.push(values).get()
+    answer(session, procs.push(values), procs)
     print(f"{', '.join(arguments.words)} on {name_ranks(procs.ranks)}")
 
 
@@ -150,7 +154,7 @@ def pull(session: Session, arguments: Arguments) -> object:
         raise arguments.grammar.refuse("--out names one variable, but several are pulled.", "--out")
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, names[0] if len(names) == 1 else f"({', '.join(names)})")
-    pulled = _columns(peeks, names) if peeks else answer(session, pull_together(procs, names))
+    pulled = _columns(peeks, names) if peeks else answer(session, pull_together(procs, names), procs, LOOKS)
     for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
         session.bind(bound, values)
@@ -213,7 +217,7 @@ def scatter(session: Session, arguments: Arguments) -> None:
     value = _own_value(session, name)
     axis, dim = _axis_and_dim(arguments)
     procs = target_of(session, arguments)
-    procs.scatter(name, value, axis=axis, dim=dim).get()
+    answer(session, procs.scatter(name, value, axis=axis, dim=dim), procs)
     along = axis or next(iter(procs.sizes))
     print(f"{name}: {procs.sizes[along]} pieces along {along}, on {name_ranks(procs.ranks)}")
 
@@ -238,7 +242,7 @@ def gather(session: Session, arguments: Arguments) -> object:
     bound = check_identifier(arguments.text("--out") or name, "--out")
     axis, dim = _axis_and_dim(arguments)
     procs = target_of(session, arguments)
-    value = answer(session, procs.gather(name, axis=axis, dim=dim))
+    value = answer(session, procs.gather(name, axis=axis, dim=dim), procs)
     session.bind(bound, value)
     shape = getattr(value, "shape", None)
     size = f"shape {tuple(shape)}" if shape is not None else f"{len(value)} items"
@@ -258,19 +262,32 @@ def broadcast(session: Session, arguments: Arguments) -> None:
     name = check_identifier(arguments.words[0], arguments.grammar.name)
     procs = session.mesh()
     rank = one_rank(procs, arguments.text("--from") or "0")
-    answer(session, procs.broadcast(name, src=rank))
+    answer(session, procs.broadcast(name, src=rank), procs)
     print(f"{name} of rank {rank} on {name_ranks(procs.ranks)}")
 
 
-def answer(session: Session, future: Future[T]) -> T:
+def answer(session: Session, future: Future[T], procs: ProcMesh, hint: str = "an interrupt drops it") -> T:
     """Wait for the ranks; a rank that does not have the name says so without a traceback.
 
+    hint: the advice in the line that names the cell in front, if that takes long.
     Raises: CallFailed, WorkerLost, CallInterrupted.
     """
     try:
-        return future.get()
+        return _patiently(future, procs, hint)
     except CallFailed as error:
         raise briefly(session, error) from None
+
+
+def _patiently(future: Future[T], procs: ProcMesh, hint: str) -> T:
+    try:
+        return future.get(PATIENCE_S)
+    except TimeoutError:
+        if future.done():
+            raise  # it is the ranks' own
+    behind = [f"{what} on {name_ranks(ranks)}" for what, ranks in states.ahead(procs).items()]
+    if behind:
+        print(f"waits behind {', '.join(behind)}; {hint}", flush=True)
+    return future.get()
 
 
 def briefly(session: Session, error: CallFailed) -> CallFailed:

@@ -12,6 +12,7 @@ from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unrespo
 from meshbook.controller.host_state import HostState
 from meshbook.controller.queries import ask_rank, look
 from meshbook.errors import RankDeath
+from meshbook.formatting import group_ranks
 from meshbook.mesh.proc_view import ProcView, ask
 from meshbook.sessions.folder import SavedLauncher, SavedMesh
 from meshbook.shape.members import Point
@@ -79,6 +80,13 @@ def interrupted(procs: ProcView) -> tuple[int, ...]:
 def _waiting_in(procs: ProcView, is_meant: Callable[[OpenCall], bool]) -> tuple[int, ...]:
     calls = [call for call in procs._controller.open_calls(procs._mesh.id) if is_meant(call)]
     return tuple(rank for rank in procs.ranks if any(rank in call.waiting for call in calls))
+
+
+def ahead(procs: ProcView) -> dict[str, list[int]]:
+    """Return the calls that others wait behind, by their names, each with the members on which it runs."""
+    calls = [call for call in procs._controller.open_calls(procs._mesh.id) if not call.mailbox]
+    lines = {rank: [call.what for call in calls if rank in call.waiting] for rank in procs.ranks}
+    return group_ranks((rank, line[0]) for rank, line in lines.items() if len(line) > 1)
 
 
 def called_at(procs: ProcView) -> float:

@@ -172,10 +172,11 @@ class InterruptGate:
         if self.on_signal is not None:  # in the midst of a visit; what was meant for the call is for later
             self.on_signal()
             return
+        is_visit = bool(self._visits)
         while self._visits:
             self._visits.popleft()(frame)
         is_meant = self._running and self._target == self._running
-        if not is_meant and (self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
+        if not is_meant and (is_visit or self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
             return  # else user code has sent it, and waits for its handler
         self._target = 0
         if self.shield.depth:
