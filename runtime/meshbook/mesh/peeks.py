@@ -19,8 +19,8 @@ TIMEOUT_S = 2.0
 TIMEOUT_MAX_S = 60.0
 _HEARD_S = 0.5
 """The time for control threads to answer; one that does not waits for native code that holds the GIL."""
-_MARGIN_S = 1.5
-"""The time beyond that of the expression, for reaching the main thread, ending the expression, and the way."""
+_MARGIN_S = 2.5
+"""The time beyond that of the expression: for other peeks, reaching the main thread, ending the expression, the way."""
 _DUMP_S = 0.5
 
 

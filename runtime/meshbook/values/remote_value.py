@@ -9,6 +9,7 @@ import reprlib
 from typing import NamedTuple
 
 from meshbook.errors.advice import advice
+from meshbook.formatting import format_bytes
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -28,6 +29,8 @@ class RemoteValue(NamedTuple):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is not None and dtype is not None:
             return cls(rank, type(value).__name__, f"shape {tuple(shape)}, {dtype}")
+        if isinstance(value, bytes | bytearray):  # whose repr is made whole before it is cut
+            return cls(rank, type(value).__name__, format_bytes(len(value)))
         return cls(rank, type(value).__name__, _short.repr(value))
 
     def __repr__(self) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
 
 REACH_S = 0.5  # the longest wait for the main thread to come to a bytecode
+TURN_S = 1.0  # the longest wait for the end of another peek
 VALUE_MAX_BYTES = 16 << 20  # a larger value is only described
 _AGAIN_S = 0.01  # time between two tries to reach the main thread, and to end the expression
 _RAISE_AGAIN_S = 0.1  # time for clean-up code of the expression before it is ended once more
@@ -62,8 +63,8 @@ class Peek:
 
     def ask(self) -> Peeked | BaseException | None:
         """Return the answer of the main thread, or the error of the expression; None if it cannot be reached."""
-        if not _one_at_a_time.acquire(timeout=REACH_S):
-            return None
+        if not _one_at_a_time.acquire(timeout=TURN_S):
+            return Peeked("", missed="another peek goes on there")
         try:
             return self._ask()
         finally:
