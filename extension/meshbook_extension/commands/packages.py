@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshbook.calls.output import OutputEvent, OutputTarget, StreamText
+from meshbook.calls.output import OutputEvent, OutputTarget, StreamText, without_joins
 from meshbook.errors import MeshError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
@@ -201,7 +201,7 @@ def _run(session: Session, procs: ProcMesh, ranks: list[int], words: list[str]) 
 
     def keep(event: OutputEvent) -> None:
         if isinstance(event, StreamText) and event.rank in texts:
-            texts[event.rank] = (texts[event.rank] + event.text)[-KEPT_CHARS:]
+            texts[event.rank] = (texts[event.rank] + without_joins(event.text))[-KEPT_CHARS:]
 
     sink = sink_for(session.shell)
     sink.bars([f"pip: {words[0]} in {count(len(ranks), 'environment')}"])

@@ -58,8 +58,13 @@ class Labeller:
         )
         written = [] if rest else self.end_line()
         self._open = None if piece.text.endswith("\n") else piece
-        separator = "" if piece.text in ("\n", "\r\n") else " "
-        text = piece.text if rest else f"{label(piece.ranks)}{separator}{piece.text}"
+        if rest:
+            text = piece.text
+        elif piece.text in ("\n", "\r\n"):
+            text = f"{label(piece.ranks)}{piece.text}"
+        else:
+            body = piece.text.removesuffix("\n")
+            text = label_block(piece.ranks, body) + piece.text[len(body) :]
         return [*written, Text(piece.stream, text)]
 
     def end_line(self) -> list[Text]:

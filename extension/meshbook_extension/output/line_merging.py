@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+from meshbook.calls.output import JOINS
 from meshbook_extension.output.alignment import Alignment, Row
-from meshbook_extension.output.line_reader import Line, LineReader, ended_bar
+from meshbook_extension.output.line_reader import Line, LineReader, ended_bar, split_lines
 
 WINDOW_S = 0.15
 """The time that a line waits for the other ranks."""
@@ -29,7 +30,7 @@ class LinePiece(NamedTuple):
     stream: str
     """``stdout``, ``stderr``, or ``display`` for rich output."""
     text: str
-    """A line with its newline, or a part of one."""
+    """A line with its newline, or a part of one; or lines that were printed by one write."""
     continues: bool = False
     """Whether the beginning of this line was shown before."""
     display: object = None
@@ -167,7 +168,7 @@ class LineMerger(Grouping):
         if not (size := _shared_lines(texts)):
             return
         ranks = tuple(sorted(self._running))
-        self._ready += [LinePiece(ranks, "stdout", f"{line}\n") for line in texts[0][: size - 1].split("\n")]
+        self._ready += [LinePiece(ranks, "stdout", f"{line}\n") for line in split_lines(texts[0][:size])[0]]
         self._whole = {rank: rest for rank, came in self._whole.items() if (rest := _without(came, size))}
 
     def _end_whole(self) -> None:
@@ -195,7 +196,10 @@ def _shared_lines(texts: Sequence[str]) -> int:
             least = middle
         else:
             most = middle - 1
-    return first.rfind("\n", 0, least) + 1
+    end = first.rfind("\n", 0, least)
+    while end > 0 and first[end - 1] == JOINS:
+        end = first.rfind("\n", 0, end)
+    return end + 1
 
 
 def _without(came: deque[tuple[float, str]], size: int) -> deque[tuple[float, str]]:

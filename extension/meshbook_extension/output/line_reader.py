@@ -1,8 +1,10 @@
 """The reader of ranks' texts, which cuts them into lines and keeps the one that a rank has not ended yet.
 
-Lines end with a newline. A carriage return begins the line anew: such a line is a progress bar, whose states replace
-each other, and only the last one ever becomes a line. Bars of several ranks that have the same title and count to the
-same total (tqdm's text, as it was printed) are shown as one. Pure: no clock, no thread.
+Lines end with a newline; those of one write belong together. A carriage return begins the line anew: such a line is a
+progress bar, whose states replace each other, and only the last one ever becomes a line. Bars of several ranks that
+have the same title and count to the same total (tqdm's text, as it was printed) are shown as one.
+
+Pure: no clock, no thread.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshbook.calls.output import JOINS, without_joins
 from meshbook.formatting import name_ranks
 
 _BAR = re.compile(r"(?:^|(?P<title>[^|]*?):?\s*)(?P<percent>\d{1,3})%\|[^|]*\|\s*(?:(?P<done>\S+?)/(?P<total>\S+))?")
@@ -123,7 +126,7 @@ class Line(NamedTuple):
     rank: int
     stream: str
     text: str
-    """The text, with its newline if the line has ended."""
+    """The text, with its newline if the line has ended; of a block with newlines in it too."""
     continues: bool
     """Whether its beginning was given out before."""
 
@@ -142,6 +145,25 @@ class _Tail:
     """The bar of an inner loop, drawn under this one."""
 
 
+def split_lines(text: str) -> tuple[list[str], str]:
+    """Return the lines that have ended, without their newlines, and the rest, as it came.
+
+    Lines that were printed by one write are one line, with newlines in it.
+    """
+    *ended, rest = text.split("\n")
+    if JOINS not in text:
+        return ended, rest
+    lines, begun = [], ""
+    for line in ended:
+        begun += line
+        if line.endswith(JOINS):
+            begun += "\n"
+        else:
+            lines.append(without_joins(begun))
+            begun = ""
+    return lines, begun + rest
+
+
 class LineReader:
     """The unfinished lines of all ranks; times are in seconds on the caller's clock."""
 
@@ -153,7 +175,7 @@ class LineReader:
         tail = self._tails.setdefault((rank, stream), _Tail())
         if "\x1b[A" in text:
             text = _lift_inner_bar(text, tail)
-        *ended, rest = (tail.text + text).split("\n")
+        ended, rest = split_lines(tail.text + text)
         lines = []
         for line in ended:
             continues = tail.begun and "\r" not in line.rstrip("\r")
@@ -173,7 +195,7 @@ class LineReader:
         lines = []
         for stream, tail in self._of(rank):
             del self._tails[rank, stream]
-            text = _last_state(tail.text)
+            text = _last_state(without_joins(tail.text))
             if text.strip() if tail.bar else text:
                 lines.append(Line(rank, stream, text, tail.begun and not tail.bar))
             if tail.below.strip():
@@ -222,7 +244,7 @@ class LineReader:
 def _give_out(rank: int, stream: str, tail: _Tail) -> list[Line]:
     if tail.bar or not tail.text:
         return []
-    line = Line(rank, stream, _without_cursor(tail.text), tail.begun)
+    line = Line(rank, stream, _without_cursor(without_joins(tail.text)), tail.begun)
     tail.text = ""
     tail.begun = tail.begun or bool(line.text)
     return [line] if line.text else []

@@ -29,13 +29,13 @@ from typing import Generic, NamedTuple, TypeVar
 from meshbook.agent.rank_log import RankLog
 from meshbook.system.exits import CrashReportCut
 from meshbook.wire import messages as wire
-from meshbook.wire.messages import OWN_RANK, PLACE, SHOWN_HERE, StreamText
+from meshbook.wire.messages import JOINS, OWN_RANK, PLACE, SHOWN_HERE, StreamText
 
 BURST_BYTES = 256 << 10
 RATE_BYTES_S = 64 << 10
 TAIL_BYTES = 64 << 10
 _PLACES = (PLACE, SHOWN_HERE)
-_MARK = b"\x1e"
+_MARK, _JOINS = b"\x1e", JOINS.encode()
 _LONGEST_ID = 24
 
 
@@ -160,7 +160,7 @@ class RankOutput:
         return any(stream.output == output for stream in self._streams.values())
 
     def _keep(self, output: int, data: bytes, now: float) -> None:
-        self.log.write(data, now)
+        self.log.write(data.replace(_JOINS, b""), now)
         self._last = output
 
     @property

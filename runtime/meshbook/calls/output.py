@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeAlias
 from meshbook.calls.rank_state import Stop
 from meshbook.errors import Failure
 from meshbook.formatting import format_bytes
-from meshbook.wire.messages import DisplayData, OutputDropped, StreamText
+from meshbook.wire.messages import JOINS, DisplayData, OutputDropped, StreamText, without_joins
 
 __all__ = [
+    "JOINS",
     "ConsoleOutput",
     "DisplayData",
     "Notice",
@@ -22,6 +23,7 @@ __all__ = [
     "RankDone",
     "Stop",
     "StreamText",
+    "without_joins",
 ]
 
 
@@ -63,7 +65,7 @@ class ConsoleOutput:
         """Print whole lines; the start of a line waits for its end."""
         if isinstance(event, StreamText):
             key = (event.rank, event.stream)
-            *lines, rest = (self._partial.pop(key, "") + event.text).split("\n")
+            *lines, rest = (self._partial.pop(key, "") + without_joins(event.text)).split("\n")
             if rest:
                 self._partial[key] = rest
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))

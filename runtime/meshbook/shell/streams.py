@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from meshbook.concurrency.forks import at_fork
 from meshbook.shell.attribution import BEGIN_AFTER, CELL_OF_CONTEXT, UNHEARD, Attribution
 from meshbook.system import descriptors
+from meshbook.wire.messages import JOINS
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -117,6 +118,8 @@ def _await_room(fd: int) -> None:
     poll.poll()
 
 
+BLOCK_LINES, BLOCK_CHARS = 100, 20_000
+"""The most lines and characters of one write that are shown as one block: more would hide the lines of other ranks."""
 PARTIAL_LINE_MAX = 8192
 """The most characters of an unfinished line that wait."""
 
@@ -156,15 +159,18 @@ class RankStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        size = len(text)
         if self.in_run:
             self._attribution.runs.end()  # called by a name that was bound before it began
         cell = CELL_OF_CONTEXT.get()
         is_known = cell is not None and cell == self._attribution.running  # the usual case, kept short
         if not is_known and UNHEARD.get():
-            return len(text)
+            return size
         late = None if is_known else self._attribution.late_cell()
         thread = get_ident()
         key = thread if late is None else (late, thread)
+        if -1 < text.find("\n") < len(text) - 1:
+            text = self._as_block(text)
         line = self.partial.pop(key, "") + text
         if self.is_flushing:
             with self._flushing:
@@ -181,7 +187,15 @@ class RankStream(io.TextIOBase):
                 self._emit(late, line)
         elif line:
             self.partial[key] = line
-        return len(text)
+        return size
+
+    def _as_block(self, text: str) -> str:
+        """Mark the lines of one write as belonging together, so that those of other ranks do not come between them."""
+        if len(text) > BLOCK_CHARS or "\r" in text or text.count("\n") > BLOCK_LINES or not self._pipe.leads_to_agent():
+            return text
+        self._in_a_row = 0  # C code would not mark them
+        body = text.removesuffix("\n")
+        return body.replace("\n", f"{JOINS}\n") + text[len(body) :]
 
     def flush(self, thread: int = 0) -> None:
         """Write out the lines that threads have begun; only those of ``thread``, if one is given."""

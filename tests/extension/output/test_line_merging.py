@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshbook.calls.output import JOINS
 from meshbook_extension.output import line_merging
 from meshbook_extension.output.line_merging import WINDOW_S, ByRank, Grouping, LineMerger, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import REST_S
@@ -268,7 +269,7 @@ def test_nothing_is_lost_or_reordered_within_a_rank_and_stream(
     steps=st.lists(
         st.tuples(
             st.sets(st.integers(0, 2)),
-            st.sampled_from([*CHUNKS, "err\n", "a bar |\r", "display", "end"]),
+            st.sampled_from([*CHUNKS, "err\n", "a bar |\r", "display", "end", f"a{JOINS}\n", f"{JOINS}\nb"]),
             st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.7]),
             st.booleans(),
         ),
@@ -296,6 +297,20 @@ def test_texts_that_are_compared_as_they_are_give_what_their_lines_give(
             assert quick.take(now) == plain.take(now)
             _check_due(quick, now)
     assert quick.close(now) == plain.close(now)
+
+
+def test_lines_of_one_write_are_shown_together() -> None:
+    merger = LineMerger(range(3))
+    for rank in range(3):
+        table = f"a  b{JOINS}\n1  {rank // 2}{JOINS}\n2  0"
+        merger.feed(rank, "stdout", f"table\n{table}\nend\n"[:9], 0.0)  # in the midst of it
+        merger.feed(rank, "stdout", f"table\n{table}\nend\n"[9:], 0.0)
+    assert shown(merger.take(WINDOW_S)) == [
+        ((0, 1, 2), "table\n"),
+        ((0, 1), "a  b\n1  0\n2  0\n"),
+        ((2,), "a  b\n1  1\n2  0\n"),
+        ((0, 1, 2), "end\n"),
+    ]
 
 
 def test_equal_texts_of_all_ranks_are_not_aligned() -> None:

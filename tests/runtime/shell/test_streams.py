@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshbook.shell.attribution import Attribution
-from meshbook.shell.streams import RankStream, flush_streams
+from meshbook.shell.streams import BLOCK_LINES, RankStream, flush_streams
+from meshbook.wire.messages import JOINS
 
 
 @contextmanager
@@ -45,6 +46,27 @@ def test_a_line_follows_what_another_thread_writes_of_it(tmp_path: Path) -> None
     with another_thread_writes_the_half_line(tmp_path / "out") as stream:
         stream.write("and ended\n")
     assert (tmp_path / "out").read_text() == "begun, and ended\n"
+
+
+def test_lines_of_one_write_are_marked_on_their_way_to_the_agent(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "pipe", os.O_WRONLY | os.O_CREAT)
+    stream = RankStream("stdout", fd, Attribution(lambda stream, text, cell: None, lambda: None))
+    try:
+        assert stream.write("a\nb") == 3 and stream.write("\n") == 1
+        print("one", file=stream)
+        stream.write("c\nd\n")
+        stream.write("10%\r20%\n30%\n")
+        stream.write("many\n" * (BLOCK_LINES + 1))
+        elsewhere = os.open(tmp_path / "elsewhere", os.O_WRONLY | os.O_CREAT)
+        os.dup2(elsewhere, fd)
+        stream.write("e\nf\n")
+        os.close(elsewhere)
+    finally:
+        os.close(stream._pipe._kept)
+        os.close(fd)
+    many = "many\n" * (BLOCK_LINES + 1)
+    assert (tmp_path / "pipe").read_bytes().decode() == f"a{JOINS}\nb\none\nc{JOINS}\nd\n10%\r20%\n30%\n{many}"
+    assert (tmp_path / "elsewhere").read_text() == "e\nf\n"
 
 
 @pytest.mark.parametrize("flush", [RankStream.flush, lambda stream: flush_streams([stream])], ids=["one", "all"])

@@ -13,12 +13,21 @@ from meshbook.source.location import ThreadStack
 from meshbook.wire.messages.calls import Header, Target
 
 PLACE, SHOWN_HERE = b"=", b"*"  # the text in a mark before the number of a place, and of a place with rich output
+JOINS = "\x1f"
+"""The character that a rank puts before a newline within a text of one write: its lines belong together."""
 OWN_RANK = -1  # the rank in a worker's messages on its output: its agent fills in the rank, and the mesh
 
 
+def without_joins(text: str) -> str:
+    """Return the text as it was printed."""
+    return text.replace(JOINS, "") if JOINS in text else text
+
+
 class StreamText(Header, frozen=True, tag="text"):
-    """Text of stdout or stderr; may end in the middle of a line. From a worker: text of an output that is not the
-    running one, which cannot go through the pipes."""
+    """Text of stdout or stderr, with `JOINS`; may end in the middle of a line.
+
+    From a worker: text of an output that is not the running one, which cannot go through the pipes.
+    """
 
     rank: int
     stream: str
