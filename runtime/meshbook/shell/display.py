@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,6 +41,13 @@ class RankDisplayPublisher(DisplayPublisher):
     """The publisher of `display()` on a rank."""
 
     shell: RankIPython
+    _slots: list[str] | None = None
+    """The ids of the cell's displays on this rank, which later ones replace; None in a cell that clears nothing."""
+    _next = 0
+
+    def begin_cell(self, code: str) -> None:
+        """Give the displays of a cell that clears its output places of their own."""
+        self._slots, self._next = [] if "clear_output" in code else None, 0
 
     def publish(
         self,
@@ -51,10 +59,19 @@ class RankDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **kwargs: object,
     ) -> None:
+        if self._slots is not None and not update and "display_id" not in (transient or {}):
+            update = self._next < len(self._slots)
+            if not update:
+                self._slots.append(uuid.uuid4().hex)
+            transient = {**(transient or {}), "display_id": self._slots[self._next]}
+            self._next += 1
         self.shell.show_data(data, metadata, transient, update, False)
 
     def clear_output(self, wait: bool = False) -> None:
-        """Do nothing: the cell's output is shared with other ranks."""
+        """Have the next displays of this rank replace those so far. The cell's text, which ranks share, stays."""
+        for display_id in [] if wait else (self._slots or [])[: self._next]:
+            self.shell.show_data({"text/plain": ""}, None, {"display_id": display_id}, True, False)
+        self._slots, self._next = self._slots or [], 0
 
 
 class RankDisplayHook(DisplayHook):

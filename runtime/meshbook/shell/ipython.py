@@ -72,7 +72,9 @@ class RankIPython(InteractiveShell):
         """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
         self._user_code_depth = 0
         compiler: Any = self.compile
+        publisher: Any = self.display_pub
         compiler.begin(code, number, lines_above, debug_name)
+        publisher.begin_cell(code)
         if number is not None:
             self._continue_history_at(number)
         shown = self._held = []

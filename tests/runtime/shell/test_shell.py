@@ -239,6 +239,23 @@ def test_outputs_are_numbered_as_in_the_notebook(rank: RankProcess) -> None:
     assert rank.cell("Out[7], In[7]", cell_number=9).outcome.value == """('seventh', "'seventh'")"""
 
 
+def test_displays_behind_clear_output_replace_the_earlier_ones(rank: RankProcess) -> None:
+    ran = rank.cell(
+        "from IPython.display import clear_output\n"
+        "for number in range(2):\n    display(number)\n    display(number, display_id='own')\n"
+        "    clear_output(wait=True)\n"
+        "display('last')\nclear_output()"
+    )
+    shown = [(d["data"]["text/plain"], d["update"], d["transient"]["display_id"] == "own") for d in ran.displays]
+    assert shown == [
+        ("0", False, False), ("0", False, True),
+        ("1", True, False), ("1", False, True),
+        ("'last'", True, False), ("", True, False),
+    ]  # fmt: skip
+    assert len({d["transient"]["display_id"] for d in ran.displays}) == 2
+    assert rank.cell("display(1)").displays[0]["transient"] == {}
+
+
 def test_display_publishes_all_mimetypes_and_updates(rank: RankProcess) -> None:
     ran = rank.cell(
         "class Rich:\n"
