@@ -237,6 +237,9 @@ class InterruptGate:
             _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
 
 
+HANDLER = vars(InterruptGate)["_on_sigint"].__code__
+
+
 class _Shield:
     """The sections of the main thread that must not be torn, counted by depth; on the path of every message. Threads
     with a `meshbook.concurrency.interrupts.ThreadGate` count for themselves."""

@@ -4,8 +4,8 @@
                                              evaluate, pickle, put everything back; then the cell goes on
                  <──────── answer ────────
 
-- The main thread is woken by a signal only where it is idle, or waits in a function of Python's own, which takes up its
-  wait again. Native code may take the end of a system call by a signal for a failure, so it is never sent one.
+- The main thread is woken by a signal only where it is idle, stands at a prompt, or waits in a function of Python's
+  own, which takes up its wait again. Other native code may take the end of a system call for a failure: it gets none.
 - A peek that takes too long is ended by a signal whose handler finds that the expression is on the stack and raises
   there: this ends loops, sleeps and waits for locks that the main thread itself may hold. The handler never raises for
   a peek at any other time, so the error cannot reach the cell. Native code in the expression runs to its end.
@@ -32,6 +32,7 @@ from meshbook.source.thread_frames import cell_frames, frame_of
 from meshbook.values.pickling import Pickled, dumps, dumps_bounded
 from meshbook.values.remote_value import RemoteValue
 from meshbook.worker.endpoints import evaluate
+from meshbook.worker.interrupt_gate import HANDLER
 
 if TYPE_CHECKING:
     from meshbook.worker.worker import Worker
@@ -66,6 +67,8 @@ class Peek:
         if not _one_at_a_time.acquire(timeout=TURN_S):
             return Peeked("", missed="another peek goes on there")
         try:
+            if (internals := _loaded("meshbook.torch_internals")) is not None:
+                internals.never_compile(HANDLER)  # it may come in the midst of a compiled function
             return self._ask()
         finally:
             _one_at_a_time.release()
@@ -87,7 +90,7 @@ class Peek:
         return Peeked(self._place, missed=f"native code in the expression runs on after {self._timeout_s:g} s")
 
     def _may_be_woken(self) -> bool:
-        if self._worker.claims.running is None:
+        if self._worker.claims.running is None or self._worker.shell.debugger.place:
             return True
         frame = frame_of(self._worker.main_thread)
         return frame is not None and (_is_waiting_code(frame.f_code.co_filename) or _sleeps(frame))
@@ -199,10 +202,11 @@ def _is_recorded() -> bool:
 
 
 def _keep_random_state(kept: contextlib.ExitStack) -> None:
-    """Have gradient mode and random state restored at the end."""
+    """Have gradient mode and random state restored at the end; until then no gradients are recorded."""
     kept.callback(random.setstate, random.getstate())
     if (torch := _loaded("torch")) is not None:
         kept.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        torch.set_grad_enabled(False)  # else DDP's forward would prepare for another backward pass than the cell's
         kept.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         if torch.cuda.is_initialized():
             kept.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())

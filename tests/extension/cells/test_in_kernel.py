@@ -543,6 +543,20 @@ def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Ke
     assert kernel.wait(request).reply["ename"] == "CallInterrupted"
 
 
+def test_a_subshell_peeks_into_a_cell_that_runs(kernel: Kernel) -> None:
+    request = kernel.send(
+        "%%mesh\nimport time\nlosses = []\nprint('begun')\nwhile True:\n    losses.append(0.5)\n    time.sleep(0.01)"
+    )
+    kernel.until(lambda: "begun" in request.text(), request)
+    if (subshell := _new_subshell(kernel)) is not None:  # from ipykernel 7 on
+        shown = kernel.wait(_execute_in(kernel, subshell, "%mesh eval --now losses[0]")).text()
+        assert shown.startswith("[0-3] 0.5\nat that time: "), shown
+        failed = kernel.wait(_execute_in(kernel, subshell, "%mesh eval --now dist.barrier()"))
+        assert "barrier is refused in a peek" in "\n".join(failed.reply["traceback"])
+    kernel.manager.interrupt_kernel()
+    assert kernel.wait(request).reply["ename"] == "CallInterrupted"
+
+
 @pytest.mark.slow
 def test_actors_of_a_class_of_the_notebook_print_fail_and_are_interrupted_in_the_calling_cell(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")

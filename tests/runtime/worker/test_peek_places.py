@@ -12,6 +12,9 @@ import pytest
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.mesh.peeks import NoValue, Peeks, peek
+from meshbook.mesh.proc_view import ask
+from meshbook.mesh.states import type_line
+from meshbook.wire.messages import AtPrompt
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,10 @@ def one() -> Iterator[ProcMesh]:
 def _running(mesh: ProcMesh, cell: str, *, for_s: float = 0.5) -> Iterator[Any]:
     """Run a cell and give it time to come to its place; it must end well by itself."""
     running = mesh.run(cell)
-    time.sleep(for_s)
+    deadline = time.monotonic() + 30
+    while mesh.status()[0].busy_s < for_s:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     yield running
     assert not running.done(), "the cell ended too early to be peeked into"
     running.get(60)
@@ -109,6 +115,29 @@ def test_while_a_cell_awaits(one: ProcMesh) -> None:
     with _running(one, "n = 7\nawait asyncio.sleep(2)"):
         peeks = peek(one, "n")
         assert _only(peeks) == 7 and peeks.places[0] == "a cell, line 2"
+
+
+def test_at_a_prompt_of_pdb(one: ProcMesh) -> None:
+    running = one.run("n = 9\nfor step in range(10**9): pass")
+    while one.status()[0].busy_s < 0.3:
+        time.sleep(0.02)
+    ask(one, str, "pdb_break_in")
+    while not (prompts := {rank: at.number for rank, at in ask(one, AtPrompt, "pdb_prompt").items()}):
+        time.sleep(0.02)
+    peeks = peek(one, "n")
+    assert _only(peeks) == 9 and "a cell, line 2" in peeks.places[0]
+    type_line(one, "step = 0; import sys; sys.settrace(None)", prompts)
+    assert peek(one, "breakpoint()").failures[0].ename == "UsageError"
+    running.interrupt()  # type: ignore[attr-defined]
+
+
+def test_modules_of_ddp_are_looked_into_without_gradients(one: ProcMesh) -> None:
+    one.run("model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1)); x = torch.ones(2, 4)").get(60)
+    steps = "for _ in range(1500):\n    loss = model(x).sum()\n    time.sleep(0.002)\n    loss.backward()"
+    with _running(one, steps):
+        for _ in range(20):
+            assert _only(peek(one, "model(x).requires_grad")) is False
+        assert _only(peek(one, "torch.nn.functional.linear(x, model.module.weight).shape")) == (2, 1)
 
 
 def test_a_handler_of_the_users_is_not_called(one: ProcMesh) -> None:
