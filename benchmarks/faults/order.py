@@ -84,6 +84,8 @@ def make(seed: random.Random) -> Program:
 class Page:
     """A sink that reads what a person would."""
 
+    replaces = True
+
     def __init__(self) -> None:
         self.seen: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
         self.wrong: list[str] = []

@@ -13,6 +13,7 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
+from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
@@ -127,7 +128,11 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
+        session.add_part(earlier.part(WatchedNames))
     calls, state_writer = CallOutput(session), StateWriter(session)
+    curves = OwnCurves(shell, session.part(WatchedNames), session.publisher)
+    session.add_part(curves)
+    curves.begin()
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session)), News(session)):
         session.add_part(part)
     session.add_part(NameErrors(session))
@@ -143,8 +148,9 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     set_prompt_handler(CallPromptHandler(session))
     set_start_display(StartLine(shell).show)
     observe_unhandled(session.errors.note_unhandled)
-    for listener in (calls.finish, state_writer.save, session.note_error):
+    for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
+    shell.events.register("pre_run_cell", curves.begin_cell)
     served_cell.watch(shell)
     shell.events.register("pre_run_cell", session.part(News).tell)
     session.on_change.append(state_writer.save)
@@ -166,7 +172,11 @@ def close_session(session: Session) -> None:
     session.part(Hooks).uninstall()
     session.part(Debugged).end()
     session.part(NameErrors).end()
-    for listener in (session.part(CallOutput).finish, session.part(StateWriter).save, session.note_error):
+    curves = session.part(OwnCurves)
+    curves.end()
+    session.shell.events.unregister("pre_run_cell", curves.begin_cell)
+    ending = (session.part(CallOutput).finish, curves.end_cell, session.part(StateWriter).save, session.note_error)
+    for listener in ending:
         session.shell.events.unregister("post_run_cell", listener)
     session.shell.events.unregister("pre_run_cell", session.part(News).tell)
     served_cell.unwatch()

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from meshbook import errors
     from meshbook.actor.actor_mesh import ProcRef
     from meshbook.concurrency.future import Future
+    from meshbook.curves.recorder import log
     from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
     from meshbook.mesh.attach import Attachment
-    from meshbook.mesh.driven import attach, detach, heal_mesh, recall, remember, shutdown, start_hosts
+    from meshbook.mesh.driven import attach, detach, heal_mesh, metrics, recall, remember, shutdown, start_hosts
     from meshbook.mesh.host_mesh import HostMesh
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.monarch.config import (
@@ -121,6 +122,8 @@ __all__ = [
     "grad_generator",
     "heal_mesh",
     "inspect",
+    "log",
+    "metrics",
     "module_to_mesh",
     "no_mesh",
     "ones",
@@ -147,12 +150,13 @@ __all__ = [
 
 _FOUND_IN = {
     "concurrency.future": ("Future",),
+    "curves.recorder": ("log",),
     "errors": ("DeviceMeshError", "MeshError"),
     "launchers.base": ("Launcher",),
     "launchers.local": ("LocalLauncher",),
     "mesh.attach": ("Attachment",),
     "mesh.driven": (
-        "attach", "detach", "heal_mesh", "recall", "remember", "shutdown", "start_hosts",
+        "attach", "detach", "heal_mesh", "metrics", "recall", "remember", "shutdown", "start_hosts",
     ),
     "mesh.host_mesh": ("HostMesh",),
     "mesh.proc_mesh": ("ProcMesh",),

@@ -12,6 +12,8 @@ from meshbook.errors import Failure, FailureKind
 class RecordingSink:
     """Beside `KernelSink` and `StreamSink`: keeps what it is given."""
 
+    replaces = True
+
     def __init__(self) -> None:
         self.messages: list[tuple[str, Any]] = []
 

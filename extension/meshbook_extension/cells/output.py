@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from meshbook.calls.output import DisplayData, OutputDropped, OutputEvent, RankDone, Stop, StreamText
+from meshbook.calls.output import (
+    DisplayData,
+    NewScalars,
+    Notice,
+    OutputDropped,
+    OutputEvent,
+    RankDone,
+    Stop,
+    StreamText,
+)
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
+from meshbook_extension.cells.curves import CurveView, WatchedNames
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
 from meshbook_extension.output.labels import (
     MANY_RUNS,
@@ -91,6 +101,7 @@ class CellOutput(Scheduled):
         log_paths: Callable[[], Mapping[int, str]],
         await_printed: Callable[[Callable[[], None], float], object],
         name: str = "",
+        curves: CurveView | None = None,
     ) -> None:
         """await_printed: calls its first argument when all text printed by now has come, or after the given seconds."""
         self.done: dict[int, RankDone] = {}
@@ -111,7 +122,7 @@ class CellOutput(Scheduled):
         self._stopped_ranks: deque[tuple[float, Stop]] = deque()
         self._ranks = frozenset(ranks)
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
-        self._name = name
+        self._name, self._curves = name, curves
         self._events: deque[tuple[float, OutputEvent | Text | Concluded | None]] = deque()
         """The events, each with its time; None stands for the news that all text printed by then has come."""
         self._await_printed = await_printed
@@ -148,6 +159,11 @@ class CellOutput(Scheduled):
     def receive(self, event: OutputEvent) -> None:
         """Queue an event, on the runtime's I/O thread, where nothing may wait."""
         now = time.monotonic()
+        if isinstance(event, NewScalars):
+            if self._curves is not None and self._curves.note(event.names):
+                self.has_unshown = True
+                self._publisher.schedule(self, max(now, self._curves.due_at or 0.0))
+            return
         at = max(now + FIRST_DELAY_S, self._next_text_at)
         if isinstance(event, RankDone):
             self.done[event.rank] = event
@@ -244,6 +260,8 @@ class CellOutput(Scheduled):
             if not self._on_their_way.get(display_id):
                 self._show_update(display_id)
         self._show_bars(now)
+        if self._curves is not None:
+            self._curves.show(self._sink, now, at_once=finishing)
         if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)
         if finishing:
@@ -265,6 +283,8 @@ class CellOutput(Scheduled):
             times.append(max(lines_at, self._next_text_at))
         if self._bars != self._bars_shown:
             times.append(self._next_bars_at)
+        if self._curves is not None and self._sink.replaces:
+            times.append(self._curves.due_at)
         if self._ended and self._budget.has_news:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
@@ -311,7 +331,7 @@ class CellOutput(Scheduled):
             self._invalid, self.awaits_outcome, self._all_done = event.invalid, False, True
             while self._held_ends:
                 self._grouping.end(*self._held_ends.pop(0))
-        else:
+        elif isinstance(event, Notice):
             self._notes.append(Text("stderr", f"{event.text}\n"))
 
     def _take_text(self, event: StreamText, at: float) -> None:
@@ -482,7 +502,9 @@ def open_output(
     transcript = session.part(Transcripts).open(what, sink, page_of(session)) if what else None
     done_by = procs.ranks if ranks is None else ranks
     come = partial(states.await_printed, procs)
-    output = CellOutput(done_by, transcript or sink, grouping, session.publisher, procs.log_paths, come, procs.name)
+    curves = CurveView(session.part(WatchedNames), states.metrics(procs))
+    shown_by = transcript or sink
+    output = CellOutput(done_by, shown_by, grouping, session.publisher, procs.log_paths, come, procs.name, curves)
     if transcript is not None:
         transcript.is_running = lambda: output.is_running()
     return output

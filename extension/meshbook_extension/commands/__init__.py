@@ -28,6 +28,7 @@ MODULES = {
     "packages": RUN,
     "values": DATA,
     "status": LOOK,
+    "curves": LOOK,
     "repair": REPAIR,
     "debug": REPAIR,
 }
@@ -41,6 +42,8 @@ SYNONYMS = {
     "push": "send put set copy upload",
     "pull": "get fetch download read",
     "eval": "print echo",
+    "watch": "plot chart graph curve curves tensorboard",
+    "metrics": "log scalars table",
     "stacks": "trace traceback where bt hang",
     "errors": "history failures",
     "heal": "repair fix recover",

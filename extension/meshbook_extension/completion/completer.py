@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
+from meshbook.mesh.driven import metrics
 from meshbook.mesh.proc_view import ask_first
 from meshbook.shell.completer import top_level, user_names
 from meshbook_extension.cells.run import MESH_CELL
@@ -89,6 +90,8 @@ class LivingRanks:
                 from meshbook.sessions.listing import sessions
 
                 return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
+            case "logged":
+                return metrics().names
             case "PROFILE":
                 with contextlib.suppress(UsageError):  # said where one is used
                     return find_profiles(Path.cwd()).lines

@@ -41,6 +41,9 @@ BARS_WIDTH = 160
 class CellSink(Protocol):
     """A sink, to which the output of one cell goes."""
 
+    replaces: bool
+    """Whether an update of rich output takes the place of the earlier one, and is not shown below it."""
+
     def stream(self, name: str, text: str) -> None:
         """Append to ``stdout`` or ``stderr``."""
 
@@ -61,6 +64,8 @@ def is_attended(parent: JupyterMessage) -> bool:
 
 class KernelSink:
     """A sink that sends to the front ends of an ipykernel (6.17 to 7) as output of the request ``parent``."""
+
+    replaces = True
 
     def __init__(self, kernel: IPythonKernel, parent: JupyterMessage) -> None:
         self._kernel = kernel
@@ -143,6 +148,8 @@ served_cell = ServedCell()
 
 class StreamSink:
     """A sink that writes to the streams of the cell's beginning: a terminal's, or those of ``%%capture``."""
+
+    replaces = False
 
     def __init__(self, publish_display: Callable[..., None]) -> None:
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}

@@ -86,6 +86,7 @@ class Transcript:
     def __post_init__(self) -> None:
         self._kept: deque[_KeptText | _KeptDisplay | _KeptError] = deque()
         self._displays: dict[str, _KeptDisplay] = {}
+        self.replaces = self.sink.replaces
         self._bars: Sequence[str] = ()
         self._size = self._dropped = 0
         self._also: list[CellSink] = []

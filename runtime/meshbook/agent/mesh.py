@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent.calls import AgentCalls
@@ -181,6 +182,10 @@ class AgentMesh:
             case wire.Prompted(output=output, at=at):
                 self.output.send(worker, final=True)
                 self._uplink.send(wire.Prompted(self.id, worker.rank, output, at))
+            case wire.Logged():
+                self.output.send_logged(
+                    worker, msgspec.structs.replace(message, mesh=self.id, rank=worker.rank), payload
+                )
             case wire.StreamText():
                 if worker.output.is_writing(message.output):
                     worker.drain()  # its thread has printed there while its cell still ran

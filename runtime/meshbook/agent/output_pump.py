@@ -124,6 +124,12 @@ class OutputPump:
         else:
             self._send_cuts(worker, worker.output.cut(shown.message.output, size))
 
+    def send_logged(self, worker: AgentWorker, message: wire.Logged, payload: list[bytes]) -> None:
+        """Send scalars; what is beyond the amounts for output is left out, as curves show."""
+        size = sum(map(len, payload))
+        if size + self._uplink.unacked_bytes <= UNDER_WAY_BYTES and self._quota.output(size):
+            self._uplink.send(message, payload)
+
     def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:
         for output, size in cuts.items():
             log = worker.output.log

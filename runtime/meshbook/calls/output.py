@@ -15,6 +15,7 @@ __all__ = [
     "JOINS",
     "ConsoleOutput",
     "DisplayData",
+    "NewScalars",
     "Notice",
     "OutputDropped",
     "OutputEvent",
@@ -42,7 +43,13 @@ class Notice(NamedTuple):
     text: str
 
 
-OutputEvent: TypeAlias = StreamText | OutputDropped | DisplayData | RankDone | Stop | Notice
+class NewScalars(NamedTuple):
+    """A rank has logged scalars of these names, which its mesh has by now."""
+
+    names: tuple[str, ...]
+
+
+OutputEvent: TypeAlias = StreamText | OutputDropped | DisplayData | NewScalars | RankDone | Stop | Notice
 """A `Stop`: the rank waits at a prompt of pdb."""
 OutputListener: TypeAlias = Callable[[OutputEvent], None]
 """Called on the thread that serves the sockets: it must not block."""

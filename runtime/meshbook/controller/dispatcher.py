@@ -18,7 +18,7 @@ from typing_extensions import assert_never
 
 from meshbook.calls.call import OpenCall
 from meshbook.calls.call_future import CallControl
-from meshbook.calls.output import OutputTarget, StreamText
+from meshbook.calls.output import NewScalars, OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.background import attempt, tell
 from meshbook.concurrency.future import Future
@@ -32,6 +32,7 @@ from meshbook.controller.queries import HeldDeadlines, put
 from meshbook.controller.reattach import Reattach
 from meshbook.controller.shortcuts import Shortcuts
 from meshbook.controller.startup import PendingWorkers
+from meshbook.curves.series import LoggedPoints, Points
 from meshbook.errors import (
     HostLost,
     LocalProtocolError,
@@ -248,6 +249,9 @@ class Dispatcher:
             case wire.Prompted(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None:
                     self.held_deadlines.on_prompted(mesh, message)
+            case wire.Logged(mesh_id):
+                if (mesh := self.meshes.get(mesh_id)) is not None:
+                    self._on_logged(mesh, message, only_frame(payload))
             case wire.StoreRequest(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     self._to_store(mesh, message)
@@ -311,6 +315,17 @@ class Dispatcher:
             self.calls.tell(message.output, StreamText(message.rank, "stderr", text, message.output))
             return
         self.calls.tell(message.output, msgspec.structs.replace(message, **msgspec.structs.asdict(content)))
+
+    def _on_logged(self, mesh: MeshState, message: wire.Logged, frame: bytes) -> None:
+        try:
+            batches = [
+                LoggedPoints(each.name, each.count, Points.of_bytes(each.steps, each.times, each.values))
+                for each in wire.decode_scalars(frame)
+            ]
+        except (*wire.MALFORMED, ValueError):
+            return  # the rank's own doing, as above
+        mesh.metrics.add(message.output, message.rank, batches)
+        self.calls.tell(message.output, NewScalars(tuple(batch.name for batch in batches)))
 
     def _on_hello(self, host: HostState, hello: wire.Hello) -> None:
         if hello.version != wire.PROTOCOL_VERSION:

@@ -21,6 +21,7 @@ from meshbook.calls.rank_state import StoppedRanks
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
 from meshbook.controller.startup import CrashLoops, MeshArrival, PendingWorkers, WorkerRecord, WorkerSpec, outside
+from meshbook.curves.series import Metrics
 from meshbook.errors import (
     DeviceError,
     LayoutError,
@@ -91,6 +92,7 @@ class MeshState:
         # the axes of `mesh` and `point` on the ranks: those of the extent, until they are split or renamed
         self.axes: dict[str, int] = dict(extent)
         self.stopped_ranks = StoppedRanks()
+        self.metrics = Metrics()  # the scalars that ranks have logged
         # by the files of functions that only this process has, the ranks that were sent their text
         self.sources: dict[str, set[int]] = {}
         # ids of the meshes spawned by the same handle of hosts, which can end them together
@@ -437,7 +439,10 @@ def check(host: HostState, message: wire.FromHost, meshes: Mapping[int, MeshStat
         case wire.MeshReady(mesh_id, workers):
             if (mesh := meshes.get(mesh_id)) is not None:
                 check_ranks(host, mesh, [worker.rank for worker in workers])
-        case wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank) | wire.Prompted(mesh_id, rank):
+        case (
+            wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank) | wire.Prompted(mesh_id, rank)
+            | wire.Logged(mesh_id, rank)
+        ):  # fmt: skip
             if (mesh := meshes.get(mesh_id)) is not None:
                 check_ranks(host, mesh, [rank])
         case wire.StoreAnswer(mesh_id, rank):

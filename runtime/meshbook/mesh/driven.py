@@ -16,7 +16,9 @@ from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
 from meshbook.controller.controller import Controller, OutputSource
 from meshbook.controller.mesh_state import Repaired
-from meshbook.errors import HostsEndedError, SpawnError, UsageError
+from meshbook.curves.recorder import own
+from meshbook.curves.table import MetricsTable
+from meshbook.errors import HostsEndedError, MeshError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.lifecycle import MeshPhase
@@ -189,6 +191,19 @@ def set_start_display(show: Callable[[str], object] | None) -> None:
 def current_procs() -> ProcMesh:
     """The processes that the notebook calls current, with their axes there. Raises: UsageError where there are none."""
     return _driven.front_end.current()
+
+
+def metrics(mesh: ProcMesh | None = None) -> MetricsTable:
+    """Return the table of the scalars that `meshbook.log` has recorded.
+
+    mesh: the mesh whose ranks logged them; without it the current mesh, and this process itself.
+    """
+    if mesh is not None:
+        return MetricsTable([mesh._mesh.metrics])
+    try:
+        return MetricsTable([current_procs()._mesh.metrics, own])
+    except MeshError:
+        return MetricsTable([own])
 
 
 def procs_of_sizes(sizes: dict[str, int]) -> ProcMesh:

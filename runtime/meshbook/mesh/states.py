@@ -11,6 +11,7 @@ from meshbook.calls.call import OpenCall
 from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unresponsive
 from meshbook.controller.host_state import HostState
 from meshbook.controller.queries import ask_rank, look
+from meshbook.curves.series import Metrics
 from meshbook.errors import RankDeath
 from meshbook.formatting import group_ranks
 from meshbook.mesh.proc_view import ProcView, ask
@@ -146,6 +147,11 @@ def asked_for(procs: ProcView) -> tuple[dict[str, str], str]:
     """Return the environment and the folder that were asked for; no folder for that of the program or the host."""
     recipe = procs._mesh.recipe
     return dict(recipe.asked_environment), recipe.asked_cwd
+
+
+def metrics(procs: ProcView) -> Metrics:
+    """Return the scalars that ranks of the whole mesh have logged."""
+    return procs._mesh.metrics
 
 
 def stopped_ranks(procs: ProcView) -> StoppedRanks:

@@ -22,11 +22,13 @@ import os
 import select
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.concurrency.background import refuse_in_peek
+from meshbook.curves.recorder import DEVICE_S, recorder
+from meshbook.curves.series import LoggedPoints
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
 from meshbook.errors.advice import advice
@@ -77,6 +79,9 @@ class OutputSink(Protocol):
 
     def mark_place(self) -> None:
         """Mark a place in the output: later text on fd 1 and 2 comes behind earlier text on either."""
+
+    def scalars(self, output: int, batches: Sequence[LoggedPoints]) -> None:
+        """Hand on scalars that were logged, 0 as output for no cell."""
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         """Show text that belongs to another cell than the running one. stream: ``stdout`` or ``stderr``."""
@@ -138,6 +143,7 @@ class RankShell:
         self._attribution = Attribution(sink.late_text, sink.mark_place)
         self._attribution.mark_threads()
         self._streams = install_streams(self._attribution)
+        recorder.begin(self._attribution.origin, sink.scalars)
         self._ends = select.poll()
         for fd in range(FIRST):
             self._ends.register(fd, 0)  # tells by itself of descriptors that are closed
@@ -297,11 +303,13 @@ class RankShell:
             stream.mark(mark)
 
     def flush(self) -> None:
-        """Show pending figures, then write out all text."""
+        """Show pending figures, then write out all text, and send what was logged."""
         backend = sys.modules.get("matplotlib_inline.backend_inline")
         if backend is not None:
             backend.flush_figures()
         self.flush_text()
+        if recorder.is_due:
+            recorder.flush(DEVICE_S)
 
     def reopen(self) -> None:
         """Open stdin, stdout and stderr again if user code has closed them; called on the main thread."""

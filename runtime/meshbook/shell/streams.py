@@ -29,6 +29,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING
 
 from meshbook.concurrency.forks import at_fork
+from meshbook.curves.recorder import recorder
 from meshbook.shell.attribution import BEGIN_AFTER, CELL_OF_CONTEXT, UNHEARD, Attribution
 from meshbook.system import descriptors
 from meshbook.wire.messages import JOINS
@@ -339,6 +340,8 @@ class OutputBeside:
             for stream in self._streams:
                 stream.flush(threading.get_ident())
                 stream.reopen()
+            if recorder.is_due:
+                recorder.flush()
         finally:
             CELL_OF_CONTEXT.reset(self._token)
 

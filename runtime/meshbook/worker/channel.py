@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from meshbook.calls.mailboxes import CallArguments
 from meshbook.concurrency import forks
 from meshbook.concurrency.interrupts import gate_of_this_thread
+from meshbook.curves.series import LoggedPoints
 from meshbook.errors import Failure, MessageTooLarge
 from meshbook.formatting import format_bytes
 from meshbook.shell.shell import RankShell
@@ -154,6 +155,13 @@ class WorkerOutput:
                 return
             if place:
                 self._shell.mark_text(self.marker + SHOWN_HERE + b"%d\n" % place)
+
+    def scalars(self, output: int, batches: Sequence[LoggedPoints]) -> None:
+        logged = [
+            wire.Scalars(name, count, *(column.tobytes() for column in points)) for name, count, points in batches
+        ]
+        with self._gate.shield:
+            self._lane().send(wire.Logged(0, wire.OWN_RANK, output), [wire.encode(logged)])
 
     def mark_place(self) -> None:
         with self._gate.shield:

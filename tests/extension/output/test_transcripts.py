@@ -14,6 +14,8 @@ from meshbook_extension.output.transcripts import CELL_LIMIT, LONG_S, Transcript
 class Sink:
     """A front end that keeps each message in words."""
 
+    replaces = True
+
     def __init__(self) -> None:
         self.shown: list[str] = []
 

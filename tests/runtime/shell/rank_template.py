@@ -37,6 +37,9 @@ class RecordingSink:
     def mark_place(self) -> None:
         """Only one pipe is looked at in these tests."""
 
+    def scalars(self, output: int, batches: Any) -> None:
+        """Nothing here logs."""
+
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         self.late.append((stream, text, cell_id))
 

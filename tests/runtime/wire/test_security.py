@@ -307,6 +307,7 @@ def _lies(mesh: int, call: int) -> dict[str, list[bytes]]:
         "a batch of 4 GB": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\xff\xff\xff\xff"],
         "a batch that is cut": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\x10\x00\x00\x00"],
         "a display without content": [_message(1, 1, wire.DisplayData(0, 1, False, False))],
+        "scalars of another's rank": [_message(1, 1, wire.Logged(mesh, 0, 1)), b"\x90"],
         "bulk without data": [_message(1, 1, wire.Bulk(1, 10, 0, True))],
         "bulk of 1 EB": [_message(1, 1, wire.Bulk(1, 1 << 60, 0, False)), b"x"],
         "bulk before its beginning": [_message(1, 1, wire.Bulk(1, 10, -5, False)), b"x"],

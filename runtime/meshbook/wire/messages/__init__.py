@@ -31,16 +31,16 @@ ToHost: TypeAlias = (
 )  # fmt: skip
 FromHost: TypeAlias = (
     Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnProgress | SpawnFailed
-    | WorkerExited | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | StoreRequest
-    | StoreAnswer | AskPeers | PeerAddress | Unread
+    | WorkerExited | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | Logged
+    | StoreRequest | StoreAnswer | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
     Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
     | Moved | LaneOffer | LaneOpened | LaneLost | ControllerGone
 )  # fmt: skip
 FromWorker: TypeAlias = (
-    Begun | Reply | DisplayData | StreamText | Prompted | RankStore | SegmentFree | Call | Cancel | AskLane | TakeLane
-    | CutLane | CameEarly | ToldAll
+    Begun | Reply | DisplayData | StreamText | Prompted | Logged | RankStore | SegmentFree | Call | Cancel | AskLane
+    | TakeLane | CutLane | CameEarly | ToldAll
 )  # fmt: skip
 BetweenWorkers: TypeAlias = Call | Cancel | Reply
 PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
@@ -93,6 +93,7 @@ def name_of(header: bytes) -> tuple[str, int]:
 
 
 decode_bundle = msgspec.msgpack.Decoder(Bundle).decode
+decode_scalars = msgspec.msgpack.Decoder(list[Scalars]).decode
 decode_death = msgspec.msgpack.Decoder(DeathCause).decode
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode

@@ -84,6 +84,24 @@ class DisplayData(Header, frozen=True, tag="display"):
     transient: dict[str, object] = {}
 
 
+class Scalars(msgspec.Struct, array_like=True):
+    """The points of one name that a rank has logged since the message before; float64 in the order of its machine."""
+
+    name: str
+    count: int  # of points that were logged, some of which may have been left out
+    steps: bytes
+    times: bytes  # in seconds since the epoch
+    values: bytes
+
+
+class Logged(Header, frozen=True, tag="logged"):
+    """Scalars that one output of a rank has logged; they travel as a list of `Scalars`, which agents do not read."""
+
+    mesh: int
+    rank: int
+    output: int
+
+
 class AtPrompt(NamedTuple):
     """A rank waits for a line at its prompt ``number``; without a place it has gone on, and waits at none."""
 

@@ -1,0 +1,138 @@
+"""The curves of logged scalars below a running cell: drawn again at most three times a second, while they are watched.
+
+ranks ──> `Metrics` of their mesh ──names──> `CurveView` of the cell that logs ──> a display that is replaced
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshbook.curves.recorder import on_own, own, recorder
+from meshbook.curves.series import Metrics
+from meshbook.curves.table import Summary
+from meshbook_extension.output.curve_picture import DEFAULT_LOOK, Curve, Look, bundle
+from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+INTERVAL_S = 0.34
+"""The time between two pictures in one cell."""
+DRAWING_SHARE = 8
+"""A picture that takes long is drawn more rarely: it takes at most this part of the time."""
+
+
+@dataclass
+class WatchedNames:
+    """The names that a person watches in this notebook."""
+
+    names: tuple[str, ...] | None = None
+    """The names; an empty tuple means everything that is logged, and None nothing."""
+    look: Look = DEFAULT_LOOK
+
+    def wants(self, names: Collection[str]) -> bool:
+        """Whether one of these names is watched."""
+        return self.names is not None and (not self.names or not set(self.names).isdisjoint(names))
+
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Return the names that are watched, in the order in which the person gave them."""
+        if self.names is None:
+            return []
+        return [name for name in self.names or names if name in names]
+
+
+def curves_of(metrics: Metrics, names: Sequence[str]) -> list[Curve]:
+    """Return the last runs of names that were logged."""
+    return [Curve(Summary.of(name, series), metrics.latest(name)) for name in names if (series := metrics.series(name))]
+
+
+class CurveView:
+    """The picture in one cell. `note` may be called by any thread, `show` by the publisher's."""
+
+    def __init__(self, watch: WatchedNames, metrics: Metrics) -> None:
+        self._watch, self._metrics = watch, metrics
+        self._display_id = ""
+        self._names: dict[str, None] = {}
+        """The names that were logged in this cell, in order."""
+        self._next_at = 0.0
+        self._has_news = False
+
+    def note(self, names: Sequence[str]) -> bool:
+        """Note news of these names; returns whether one of them is watched."""
+        if not self._watch.wants(names):
+            return False
+        self._names.update(dict.fromkeys(names))
+        self._has_news = True
+        return True
+
+    @property
+    def due_at(self) -> float | None:
+        """The time at which to draw again; None where there is no news."""
+        return self._next_at if self._has_news else None
+
+    def show(self, sink: CellSink, now: float, *, at_once: bool = False) -> None:
+        """Draw the news, if it is time. at_once: the cell ends."""
+        if not self._has_news or not (at_once or (now >= self._next_at and sink.replaces)):
+            return
+        self._has_news = False
+        began = time.monotonic()
+        curves = curves_of(self._metrics, self._watch.chosen(list(self._names)))
+        if curves:
+            is_first, self._display_id = not self._display_id, self._display_id or uuid.uuid4().hex
+            sink.display(bundle(curves, self._watch.look), {}, self._display_id, update=not is_first)
+        now = time.monotonic()
+        self._next_at = now + max(INTERVAL_S, DRAWING_SHARE * (now - began))
+
+
+class OwnCurves(Scheduled):
+    """The picture of scalars that the notebook's process logs itself, in the cell that does."""
+
+    def __init__(self, shell: InteractiveShell, watch: WatchedNames, publisher: Publisher) -> None:
+        self._shell, self._watch, self._publisher = shell, watch, publisher
+        self._cell = 0
+        self._view: CurveView | None = None
+        self._sink: CellSink
+
+    def begin(self) -> None:
+        """Show what is logged from now on."""
+        recorder.origin = self._cell_here
+        on_own.append(self._on_logged)
+
+    def end(self) -> None:
+        """Show no more of it."""
+        recorder.origin = lambda: 0
+        on_own.remove(self._on_logged)
+
+    def _cell_here(self) -> int:
+        """Return the number of the running cell; called at each `log`."""
+        if self._view is None and threading.current_thread() is threading.main_thread():
+            self._view, self._sink = CurveView(self._watch, own), sink_for(self._shell)
+        return self._cell
+
+    def _on_logged(self, names: tuple[str, ...]) -> None:
+        view = self._view
+        if view is not None and view.note(names):
+            self._publisher.schedule(self, view.due_at or 0.0)
+
+    def begin_cell(self, *_: object) -> None:
+        """Note that another cell begins, on the thread of cells."""
+        self._cell += 1
+
+    def end_cell(self, *_: object) -> None:
+        """Show the last state before the cell is done."""
+        if recorder.is_due:
+            recorder.flush()
+        view, self._view = self._view, None
+        if view is not None:
+            view.show(self._sink, time.monotonic(), at_once=True)
+
+    def pump(self, now: float) -> float | None:
+        if (view := self._view) is None:
+            return None
+        view.show(self._sink, now)
+        return view.due_at if self._sink.replaces else None
