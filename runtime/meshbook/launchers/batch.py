@@ -14,10 +14,8 @@ controller, as agents do; the next one knows them by their numbers.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,13 +26,13 @@ from meshbook.formatting import did_you_mean
 from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
 from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
+from meshbook.launchers.engines.clients import wait_for_end
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import describe_shell_exit
+from meshbook.system.user_folders import write_private
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
-LOOK_S = 0.05
-"""The pause between two looks for the end of an agent."""
 _SAID_LINES, _SAID_CHARS = 4, 400
 _ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _NO_FOLDER = "meshbook: no folder"
@@ -122,9 +120,8 @@ class BatchHost:
 
     def close(self, timeout_s: float) -> None:
         """Wait for the agent, which was told, and cancel the job of one that does not end or has not begun."""
-        deadline = time.monotonic() + timeout_s
-        while self.job and self._files.node and self.failure() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+        if self.job and self._files.node:
+            wait_for_end(self.failure, timeout_s)
         if self.job and (self.failure() is None or self._is_queued_again()):
             self._queue.cancel(self.job)
         self._queue.forget(self.job)
@@ -176,12 +173,8 @@ class BatchFiles:
 
     def write(self, ticket: Ticket, agent: str) -> None:
         """Write the script and the ticket. Raises: OSError."""
-        for path, data in (
-            (self._script, self.script(agent).encode()),
-            (self._ticket, encode_ticket(elsewhere(ticket)) + b"\n"),
-        ):
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
+        write_private(self._script, self.script(agent).encode())
+        write_private(self._ticket, encode_ticket(elsewhere(ticket)) + b"\n")
 
     @property
     def node(self) -> str:

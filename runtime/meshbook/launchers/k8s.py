@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ import msgspec
 from meshbook.errors import SpawnError
 from meshbook.launchers.agent_start import NO_PYTHON, own_ip
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
-from meshbook.launchers.engines.clients import END_S, LOOK_S, DrivenHost, DriverClient, DriverLog
+from meshbook.launchers.engines.clients import END_S, DrivenHost, DriverClient, DriverLog, wait_for_end
 from meshbook.launchers.engines.k8s_manifests import (
     NO_CLIENT,
     NO_TICKET,
@@ -97,18 +96,16 @@ class KubernetesClient(DriverClient[K8sLog]):
     def end(self, timeout_s: float) -> None:
         """Wait until it ends, as it does with its agents, then tell it to; never by force: it removes its Jobs."""
         self.close_stdin()
-        self._await_end(timeout_s)
+        wait_for_end(self._has_ended, timeout_s)
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            self._await_end(END_S)
+            wait_for_end(self._has_ended, END_S)
         if self.poll() is None:  # the API server is slow
             self.release()
 
-    def _await_end(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+    def _has_ended(self) -> bool:
+        return self.poll() is not None
 
     def adopt(self, other: KubernetesClient) -> None:
         """Go on with another driver of the same hosts."""

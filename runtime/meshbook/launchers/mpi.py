@@ -12,7 +12,6 @@ started again by an mpirun of its own.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -32,6 +31,7 @@ from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
 from meshbook.system.exits import end_process
 from meshbook.system.processes import describe_exit, describe_shell_exit
+from meshbook.system.user_folders import write_private
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
 ANSWER_S = 10.0
@@ -188,8 +188,7 @@ class MPILauncher(EngineLauncher[MPIHost]):
         own = [msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True) for ticket in tickets]
         data = encode_tickets(own) + b"\n"
         tickets_file = log.with_suffix(".tickets")
-        with open(os.open(tickets_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
+        write_private(tickets_file, data)
         client = MPIClient.start(log, [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)])
         if by_stdin:
             client.write(data)

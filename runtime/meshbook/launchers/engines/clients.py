@@ -13,7 +13,7 @@ import subprocess
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,9 +34,16 @@ END_S = 5.0
 ASK_S = 5.0
 """The time within which a driver has to answer a request."""
 LOOK_S = 0.02
-"""The pause between two looks into a log while a host ends."""
+"""The pause between two looks while a host ends."""
 
 _SAID_LINES = 3
+
+
+def wait_for_end(has_ended: Callable[[], object], timeout_s: float) -> None:
+    """Wait until it has ended, at most ``timeout_s``, where looking again is the only way to know."""
+    deadline = time.monotonic() + timeout_s
+    while not has_ended() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
 
 
 class ClientLog(ABC):
@@ -250,10 +257,8 @@ class DriverClient(Client[AnyDriverLog]):
 
     def leave(self, host_id: str, timeout_s: float) -> None:
         super().leave(host_id, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while self.hosts and not self.said.end_of(host_id) and self.poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
         if self.hosts:
+            wait_for_end(lambda: self.said.end_of(host_id) or self.poll() is not None, timeout_s)
             self.ask({"end": host_id})
 
 
