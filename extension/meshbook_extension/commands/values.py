@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
@@ -63,7 +63,7 @@ undone. A rank that runs native code for more than 0.5 s says where.""",
 )
 def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     expression = _VARIABLE.sub(lambda found: _written(session, found), arguments.tail)
-    _check(session, expression)
+    check_expression(session, expression, arguments.grammar.name)
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, expression)
     values = peeks.values if peeks else answer(session, procs.evaluate(expression), procs, LOOKS)
@@ -78,7 +78,7 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     return values
 
 
-def _check(session: Session, expression: str) -> None:
+def check_expression(session: Session, expression: str, command: str) -> None:
     """Refuse a text that is no expression; targets stand in front of one. Raises: UsageError."""
     try:
         ast.parse(expression.strip(), mode="eval")
@@ -87,13 +87,13 @@ def _check(session: Session, expression: str) -> None:
         *words, last = expression.split()
         hint = ""
         if rest and (first in session.slices or first in session.meshes):
-            hint = f"\n  the ranks of a slice: %mesh eval --at {first} {rest}"
+            hint = f"\n  the ranks of a slice: {command} --at {first} {rest}"
         elif words and PAIR.fullmatch(last):
-            hint = f"\n  ranks come first: %mesh eval {last} {' '.join(words)}"
+            hint = f"\n  ranks come first: {command} {last} {' '.join(words)}"
         lines = expression.strip().splitlines()
         shown = lines[min(error.lineno or 1, len(lines)) - 1]
         caret = " " * (error.offset - 1 if error.offset else len(shown)) + "^"
-        raise UsageError(f"%mesh eval: {error.msg}\n    {shown}\n    {caret}{hint}") from None
+        raise UsageError(f"{command}: {error.msg}\n    {shown}\n    {caret}{hint}") from None
     except (ValueError, MemoryError, RecursionError):
         return  # the ranks say it with their own words
 
@@ -171,6 +171,26 @@ def _peek(arguments: Arguments, procs: ProcMesh, expression: str) -> Peeks | Non
     if timeout_s is not None and not is_now:
         raise arguments.grammar.refuse("--timeout says how long --now may take; without that there is no limit.")
     return peek(procs, expression, TIMEOUT_S if timeout_s is None else timeout_s) if is_now else None
+
+
+def look(
+    session: Session, arguments: Arguments, procs: ProcMesh, expression: str, show: Callable[[ValueMesh[Any]], T]
+) -> T | None:
+    """Show the values of an expression, with ``--now`` those of the ranks that gave one, and where these were.
+
+    Raises: as `answer`; the error of a peek, when the values are shown.
+    """
+    if (peeks := _peek(arguments, procs, expression)) is None:
+        return show(answer(session, procs.evaluate(expression), procs, LOOKS))
+    values = peeks.values
+    missed = (
+        (rank, row.why) for rank, row in zip(values.ranks, values.values(), strict=True) if rank not in peeks.places
+    )
+    for why, ranks in group_ranks(missed).items():
+        print(label_block(ranks, f"no value: {why}"))
+    shown = show(values.select([rank for rank in values.ranks if rank in peeks.places])) if peeks.places else None
+    _end(session, peeks)
+    return shown
 
 
 def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:

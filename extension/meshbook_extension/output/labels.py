@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import NamedTuple
 
 from meshbook.errors import Failure, FailureKind, RankDeath, UsageError, describe_deaths, group_failures
@@ -128,6 +130,28 @@ def columns(rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     forms = [f"{side}{width}" for side, width in zip(sides.ljust(len(widths), "<"), widths, strict=True)]
     return ["  ".join(f"{cell:{form}}" for cell, form in zip(row, forms, strict=True)).rstrip() for row in rows]
+
+
+_CELL = "padding:2px 8px;text-align:{side};white-space:nowrap;max-width:30em;overflow:hidden;text-overflow:ellipsis"
+
+
+def show_table(sink: CellSink, heads: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> None:
+    """Show a table. sides: ``>`` for columns aligned right."""
+    data = {"text/plain": "\n".join(columns([heads, *rows], sides)), "text/html": to_html(heads, rows, sides)}
+    sys.stdout.flush()  # what was printed stands above
+    sink.display(data, {})
+
+
+def to_html(heads: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
+    """Return a table as HTML; long cells end with an ellipsis, and show all of it to a pointer."""
+    styles = [_CELL.format(side="right" if side == ">" else "left") for side in sides.ljust(len(heads))]
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        shown = zip(cells, styles, strict=True)
+        return "".join(f'<{tag} style="{style}" title="{escape(cell)}">{escape(cell)}</{tag}>' for cell, style in shown)
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table><thead><tr>{line(heads, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
 TOGETHER_S = 0.02
