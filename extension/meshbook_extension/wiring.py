@@ -1,4 +1,4 @@
-"""The magics of a notebook, and its session with all that listens to it."""
+"""This module makes a notebook's session and magics, and connects the listeners to the session."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def why_no_prompt(shell: InteractiveShell) -> str:
 
 
 class CellPrompt:
-    """The prompt of a cell that is waited for."""
+    """The pdb prompt of a cell, open while the notebook waits for the cell."""
 
     def __init__(self, session: Session, cell: RunningCell) -> None:
         self._cell = cell

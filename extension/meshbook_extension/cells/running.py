@@ -233,7 +233,7 @@ def verdict(error: CallError, *, again: bool = True) -> list[str]:
 
 
 def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
-    """Have ``error`` shown with the rest of the mesh of ``procs``, and advice."""
+    """Have IPython show ``error`` with the ranks that are lost, and with advice for the mesh of ``procs``."""
     mesh = procs.base()
     steps = next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])
     if not is_current:

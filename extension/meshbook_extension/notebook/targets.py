@@ -169,7 +169,7 @@ class Setups:
         self._owed.pop(mesh, None)
 
     def owe(self, mesh: str, ranks: Collection[int]) -> tuple[int, ...]:
-        """Note that ``ranks`` have yet to run the cells; returns all ranks of the mesh that have."""
+        """Note that ``ranks`` have yet to run the setup cells; returns all ranks of the mesh that owe a run."""
         self._owed.setdefault(mesh, set()).update(ranks)
         return tuple(sorted(self._owed[mesh]))
 

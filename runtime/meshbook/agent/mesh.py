@@ -47,7 +47,10 @@ class AgentMesh:
     def __init__(
         self, spawn: wire.Spawn, host: HostResources, mail: AgentMail, on_stopped: Callable[[int], None]
     ) -> None:
-        """spawn: the first of its workers. on_stopped: called when the mesh was told to end and has no process left."""
+        """spawn: the order for the first workers of the mesh.
+
+        on_stopped: called when the mesh was told to end and has no process left.
+        """
         self.id = spawn.mesh
         self.is_up = False  # whether it can be attached, so that it waits for another controller (`wire.MeshUp`)
         self.environment = spawn.environment

@@ -3,7 +3,7 @@ turn.
 
 A call that goes there may overtake messages that are on their way by the agent. So only a call goes there that meets
 nothing: none of its ranks has another call to answer, and no message without an answer may be on its way to a mailbox
-there. Any message that is sent to the host after it has the call before it (`HostLink.deferred`). A call to several
+there. Before any later message the host hears of the calls that went past it (`HostLink.deferred`). A call to several
 ranks is one datagram to each, of the same bytes; until all have answered, none of them gets another call past the
 agent: else the agent, which may be told of the call after that, would not get the answer of a rank that has given it.
 """

@@ -78,7 +78,7 @@ class HostRef(MeshView):
         return HostRef(members, self._python, self._sent)
 
     def with_python_executable(self, python_executable: str | os.PathLike[str]) -> HostRef:
-        """The same host, where processes run another interpreter; it must have meshbook. Raises: UsageError."""
+        """Return the same hosts with another interpreter, which must have meshbook. Raises: UsageError."""
         return HostRef(members_of(self), checked_python(python_executable), self._sent)
 
     def __eq__(self, other: object) -> bool:
@@ -152,7 +152,7 @@ class HostRef(MeshView):
 def find_hosts(
     session: str, hosts: tuple[str, ...], sizes: Mapping[str, int], env: Mapping[str, str], python: str
 ) -> HostMesh | HostRef:
-    """The hosts that a reference means. Raises: UsageError where another session is driven here."""
+    """Return the hosts that a reference names. Raises: UsageError where this process drives another session."""
     members = Region.of(sizes)
     if is_rank():
         return HostRef(members, python, SentHosts(session, hosts, env))

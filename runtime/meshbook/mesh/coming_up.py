@@ -80,7 +80,7 @@ def _tell(controller: Controller, procs: ProcMesh, arrival: MeshArrival, error: 
 def _start(
     controller: Controller, procs: ProcMesh, bootstrap: Callable[[], object] | None, progress: StartProgress
 ) -> None:
-    """Raises: SpawnError."""
+    """Wait for the workers, form their groups and run ``bootstrap``. Raises: SpawnError."""
     mesh = procs._mesh
     try:
         progress.await_workers(controller.recruit(mesh))

@@ -41,7 +41,7 @@ ATTACH_TIMEOUT_S = 10.0
 
 
 class DrivenSessions:
-    """There is one, `_driven`: a process has one answer to "which host is this"."""
+    """The sessions that this process drives. `_driven` is the only instance, so "which host is this" has one answer."""
 
     def __init__(self) -> None:
         self.front_end = ProcessFrontEnd()

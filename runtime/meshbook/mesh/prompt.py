@@ -89,7 +89,7 @@ class DebugPrompt:
         )
 
     def attend(self, is_over: Callable[[], bool], first: int | None = None) -> bool:
-        """Have the person type for as long as a rank is stopped and not ``is_over()``; whether they detached.
+        """Let the person type until no rank is stopped or ``is_over()`` holds; returns whether they detached.
 
         first: the rank to begin with. Raises: KeyboardInterrupt.
         """

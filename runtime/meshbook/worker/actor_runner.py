@@ -318,8 +318,7 @@ class ActorRunner:
         return True
 
     def _describe(self, serial: int, error: BaseException) -> Failure:
-        """Describe an error that a message has raised; an interrupt reaches the text of the error too,
-        which may wait."""
+        """Describe an error that a message has raised. The error's text may wait, and an interrupt ends that too."""
         gate = self.gate
         assert gate is not None
         try:

@@ -136,7 +136,7 @@ def evaluate(worker: Worker, expression: str, names: dict[str, object] | None = 
 
 
 def form_group(worker: Worker, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
-    """Form the default process group and the DeviceMesh, and prove it with a collective. groups: only these."""
+    """Form the default process group and the DeviceMesh, and prove it with a collective. groups: form only these."""
     identity = worker.identity
     worker.groups.form(worker.control.store_rpc, identity, epoch=epoch, groups=groups)
     return set_axes(worker, call, identity.axes, identity.sizes)

@@ -164,7 +164,7 @@ class RDMAAction:
         return self._add(src.reading_into, dst, reads=True)
 
     def write_remote(self, dst: RDMABuffer, src: object) -> RDMAAction:
-        """Add a copy of ``src`` to the begin of ``dst``. Raises: as `read_remote`."""
+        """Add a copy of ``src`` to the first bytes of ``dst``. Raises: as `read_remote`."""
         return self._add(dst.writing_from, src, reads=False)
 
     def fetch_add(self, src: RDMABuffer, dst: object, add: int) -> RDMAAction:

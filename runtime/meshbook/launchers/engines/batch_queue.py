@@ -72,7 +72,10 @@ class BatchQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, command: str, folder: Path, name: str) -> str:
-        """Submit a job; returns its number. folder: for the scheduler's files. Raises: SpawnError, with its words."""
+        """Submit a job; returns its number. folder: the place of the job's files.
+
+        Raises: SpawnError, with the scheduler's words.
+        """
         program_of(self.scheduler.title, self.scheduler.program)
         with self._lock, _said() as said:
             self._provider.script_dir = str(folder)

@@ -113,7 +113,10 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """mask_type: 0 for places, 1 for padding of the keys, 2 for both together, for each head."""
+    """Compute multi-head attention as torch's own function does.
+
+    mask_type: 0 if the mask covers pairs of places, 1 if it covers padded keys, 2 if it covers both for each head.
+    """
     out, weights = functional.multi_head_attention_forward(
         query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1),
         embed_dim, heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias, training=False,

@@ -205,7 +205,7 @@ class LocalPart(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """Operations that a rank has not done, one behind the other, and never will."""
+    """A row of operations, by their numbers, that a rank has not done and never will do."""
 
     first: int
     end: int

@@ -83,7 +83,7 @@ class KnownStep:
         self._times = self._traced = 0
 
     def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
-        """Begin the planned run; None where there is no plan, or tensors lie in another way."""
+        """Begin the planned run; returns None without a plan, or where tensors have other layouts."""
         run = self._plan.begin(tensors) if self._plan is not None else None
         self._trace = None
         if run is None:
