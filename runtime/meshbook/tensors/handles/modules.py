@@ -115,6 +115,15 @@ def _spec(style: Style, module: torch.nn.Module, path: str, name: str, axis: str
     return (None, axis) if style == "row" and parameter.dim() > 1 else (axis,)
 
 
+class ShownText(str):
+    """A text that a notebook shows as it stands, not quoted."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def show_plan(module: torch.nn.Module) -> str:
     """Return a table of a module's parameters: shape, placements, and how much of each a rank holds.
 
@@ -133,7 +142,8 @@ def show_plan(module: torch.nn.Module) -> str:
         rows.append((name, str(tuple(parameter.shape)), ", ".join(map(repr, placements)), format_bytes(size_bytes)))
     rows.append(("all", "", "", format_bytes(total)))
     styles = [(each.path, each.style, str(each)) for part in module.modules() for each in layouts_of(part)]
-    return _in_columns(rows) + ("\n\n" + _in_columns([("module", "style", "layouts"), *styles]) if styles else "")
+    below = "\n\n" + _in_columns([("module", "style", "layouts"), *styles]) if styles else ""
+    return ShownText(_in_columns(rows) + below)
 
 
 def _in_columns(rows: Sequence[Sequence[str]]) -> str:

@@ -136,6 +136,7 @@ def test_a_scaler_of_gradients_scales_and_leaves_out_steps_as_in_one_process(gri
 def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
     meshbook.module_to_mesh(model, grid, {"up": "column"})
+    assert repr(show_plan(model)) == show_plan(model)
     lines = show_plan(model).splitlines()
     assert lines[1].split("  ")[0] == "up.weight"
     assert "Replicate(), Shard(dim=0)" in lines[1]
