@@ -128,6 +128,18 @@ def load(page: Page, sizes: Mapping[str, int], **options: Any) -> None:
     page.evaluate(LOAD, [code, simulate(sizes, **options).layout(), live_of(sizes, **options)])
 
 
+def test_a_widget_whose_kernel_has_gone_turns_grey_and_says_so(page: Page) -> None:
+    page.clock.install()
+    load(page, {"gpus": 4})
+    page.clock.run_for(6_000)
+    assert page.locator(".mb-phase").inner_text().startswith("no news for ")
+    assert page.locator(".mb-buttons button:enabled").count() > 0
+    page.clock.run_for(12_000)
+    assert page.locator(".mb-phase").inner_text().endswith(": has the kernel restarted? Run %mesh again")
+    assert page.locator(".mb-buttons button:enabled").count() == 0
+    assert page.locator(".mb-body").evaluate("body => getComputedStyle(body).opacity") == "0.5"
+
+
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [

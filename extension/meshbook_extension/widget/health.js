@@ -16,6 +16,7 @@ const STATES = {
 };
 const ORDER = Object.keys(STATES);
 const ACTIONS = { interrupt: "Interrupt", stacks: "Stacks", pdb: "pdb", logs: "Logs", heal: "Heal" };
+const GONE_S = 15; // without news for so long, the widget shows the past
 const LOOK_AGAIN_MS = 10_000;
 const LARGE = 64; // up to here each rank has a tile with its number
 const SINGLE = 256; // up to here each rank has a tile
@@ -424,9 +425,14 @@ class HealthView {
     if (!this.live) return;
     const silent = (Date.now() - this.arrived) / 1000;
     let phase = this.live.phase;
-    if (phase === "live" && this.visible && silent > 4 * this.live.tick_s) phase = "late";
+    if (phase === "live" && this.visible && silent > 4 * this.live.tick_s) phase = silent > GONE_S ? "gone" : "late";
+    if ((this.root.dataset.phase === "gone") !== (phase === "gone")) {
+      this.root.dataset.phase = phase;
+      this.showButtons();
+    }
     this.phase.dataset.phase = phase;
-    setText(this.phase, phase === "late" ? `no news for ${seconds(Math.round(silent))}` : phase);
+    const silence = `no news for ${seconds(Math.round(silent))}`;
+    setText(this.phase, phase === "late" ? silence : phase === "gone" ? `${silence}: has the kernel restarted? Run %mesh again` : phase);
   }
 
   showButtons() {
@@ -447,7 +453,7 @@ class HealthView {
     const working = this.live.cells.length > 0 || ["B", "C", "X", "P", "T", "U"].some((letter) => counts[letter]);
     for (const button of this.buttons.children) {
       const action = button.dataset.action;
-      button.disabled = this.live.phase === "ended" || (["interrupt", "pdb"].includes(action) && !working) || (action === "heal" && !counts.D);
+      button.disabled = this.live.phase === "ended" || this.root.dataset.phase === "gone" || (["interrupt", "pdb"].includes(action) && !working) || (action === "heal" && !counts.D);
       button.dataset.urgent = action === "heal" && counts.D ? "D" : action === "pdb" && counts.P ? "P" : "";
       const chosen = this.chosenRanks();
       button.title = chosen.length && action !== "interrupt" && action !== "heal" ? `${ACTIONS[action]}: ${nameRanks(chosen)}` : ACTIONS[action];
