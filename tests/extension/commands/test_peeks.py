@@ -89,12 +89,12 @@ def test_idle_ranks_answer_too(notebook: Notebook) -> None:
 
 
 def test_what_waits_behind_a_cell_says_so_once(notebook: Notebook) -> None:
-    ran = notebook.run("%%mesh --async gpus=1:3\nimport time; time.sleep(2.5)")
+    ran = notebook.run("%%mesh --async gpus=1:3\nimport time; time.sleep(4)")
     number = notebook.shell.execution_count - 1
     ran = notebook.run("%mesh eval world_size")
     assert ran.stdout == f"waits behind cell {number} on ranks 1,2; --now looks anyway\n[0-3] 4\n"
     notebook.run("words = ['a']")
-    notebook.run("%%mesh --async\ntime.sleep(2)")
+    notebook.run("%%mesh --async\ntime.sleep(4)")
     number = notebook.shell.execution_count - 1
     shown = notebook.run("%mesh push words").stdout
     assert shown == f"waits behind cell {number} on ranks 0-3; an interrupt drops it\nwords on ranks 0-3\n"

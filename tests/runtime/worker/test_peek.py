@@ -126,11 +126,11 @@ def test_the_error_of_the_cell_is_not_in_that_of_the_peek(pair: ProcMesh) -> Non
 
 
 def test_a_rank_in_native_code_says_where_and_the_others_answer(pair: ProcMesh) -> None:
-    running = pair.run("import ctypes, time\nctypes.CDLL(None).sleep(3) if rank == 0 else time.sleep(3)")
+    running = pair.run("import ctypes, time\nctypes.CDLL(None).sleep(4) if rank == 0 else time.sleep(4)")
     time.sleep(0.5)
     started = time.monotonic()
     peeks = peek(pair, "rank")
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 2.5
     told = peeks.values.get(0)
     assert isinstance(told, NoValue) and "a cell, line 2" in told.why and peeks.values.get(1) == 1
     assert running.get(20).values() == [0, None]  # the sleep was not cut short
@@ -146,8 +146,8 @@ def test_a_rank_whose_native_code_holds_the_gil_says_so(pair: ProcMesh) -> None:
 
 
 def test_a_rank_that_waits_in_a_collective_answers(pair: ProcMesh) -> None:
-    running = pair.run("if rank == 0: time.sleep(2)\nx = torch.ones(1); dist.all_reduce(x); x.item()")
-    time.sleep(0.5)
+    running = pair.run("if rank == 0: time.sleep(4)\nx = torch.ones(1); dist.all_reduce(x); x.item()")
+    time.sleep(1)
     peeks = peek(pair, "rank")
     assert peeks.values.values() == [0, 1] and peeks.places[1] == "a cell, line 2"
     assert running.get(20).values() == [2.0, 2.0]
@@ -156,13 +156,13 @@ def test_a_rank_that_waits_in_a_collective_answers(pair: ProcMesh) -> None:
 def test_an_interrupt_that_comes_during_a_peek_reaches_the_cell(pair: ProcMesh) -> None:
     running = pair.run("while True: time.sleep(0.01)")
     time.sleep(0.3)
-    looked = pair.evaluate("time.sleep(1.5)", now=True)
-    time.sleep(0.3)
+    looked = pair.evaluate("time.sleep(20)", now=True, timeout_s=20)
+    time.sleep(0.5)
     started = time.monotonic()
     with pytest.raises(errors.CallInterrupted):
         raise running.interrupt()  # type: ignore[attr-defined]
     running.exception(5)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     with pytest.raises(errors.CallFailed, match="interrupted meanwhile"):
         looked.get(10)
 
