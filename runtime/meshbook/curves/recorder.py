@@ -243,7 +243,7 @@ def _number(name: str, value: Any) -> float | OnDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(value.device))
         return OnDevice(copy, event)
-    item = value.detach().item() if hasattr(value, "detach") else value.item()
+    item = value.item()
     if not isinstance(item, numbers.Real):
         raise TypeError(f"{name} is {item!r}, not a real number")
     return float(item)
