@@ -12,6 +12,7 @@ from collector import Collector
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, BufferKindError, endpoint
+from meshbook.curves.series import Series
 from meshbook.mesh import states
 from meshbook.mesh.profiles import collect
 from meshbook.mesh.rank_calls import start_cell
@@ -185,3 +186,23 @@ def test_a_preload_that_initialises_cuda_is_imported_by_each_rank(
             True,
             1.0,
         )
+
+
+def test_a_scalar_on_the_device_is_logged_without_a_wait_for_it(rank: ProcMesh) -> None:
+    code = f"""
+import meshbook, time
+x = torch.zeros((), device="cuda")
+began = time.monotonic()
+{KERNEL_OF_A_SECOND}
+for step in range(100):
+    meshbook.log(of_device=x + step, step=step)
+waited = time.monotonic() - began
+torch.cuda.synchronize()
+waited
+"""
+    assert only(rank, code) < 0.5
+    deadline = time.monotonic() + 20
+    while len(states.metrics(rank).series("of_device").get(0, Series()).points().values) < 100:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert states.metrics(rank).latest("of_device")[0].values.tolist() == list(range(100))

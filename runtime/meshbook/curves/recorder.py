@@ -223,27 +223,28 @@ def _step(step: Any) -> float:
 
 def _number(name: str, value: Any) -> float | OnDevice:
     """Return a scalar as a number, or its copy that a device makes. Raises: TypeError, ValueError."""
-    if isinstance(value, numbers.Real):  # bool and NumPy's numbers too
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} has more digits than a float holds") from None
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "item"):
-        advice = f": log {name}.mean()" if isinstance(value, (list, tuple)) else ""
-        raise TypeError(f"{name} is a {type(value).__name__}, not a number{advice}")
-    if math.prod(shape) != 1:
+        return _plain_number(name, value)
+    if shape and math.prod(shape) != 1:
         kind = "a tensor" if hasattr(value, "requires_grad") else "an array"
         raise TypeError(f"{name} is {kind} of shape {tuple(shape)}: log {name}.mean()")
-    torch = sys.modules.get("torch")
-    if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cuda:
-        if value.is_complex():
-            raise TypeError(f"{name} is complex: log {name}.abs()")
-        copy = value.detach().to("cpu", non_blocking=True)  # into pinned memory
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(value.device))
-        return OnDevice(copy, event)
+    if getattr(value, "is_cuda", False):
+        torch = sys.modules["torch"]
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_complex():
+            copy = value.detach().to("cpu", non_blocking=True)  # into pinned memory
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(value.device))
+            return OnDevice(copy, event)
     item = value.item()
-    if not isinstance(item, numbers.Real):
-        raise TypeError(f"{name} is {item!r}, not a real number")
-    return float(item)
+    return item if type(item) is float else _plain_number(name, item)
+
+
+def _plain_number(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):  # bool is one
+        advice = f": log {name}.mean()" if isinstance(value, (list, tuple)) else ""
+        raise TypeError(f"{name} is a {type(value).__name__}, not a number{advice}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} has more digits than a float holds") from None

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.concurrency.background import refuse_in_peek
-from meshbook.curves.recorder import DEVICE_S, recorder
+from meshbook.curves.recorder import recorder
 from meshbook.curves.series import LoggedPoints
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
@@ -303,13 +303,11 @@ class RankShell:
             stream.mark(mark)
 
     def flush(self) -> None:
-        """Show pending figures, then write out all text, and send what was logged."""
+        """Show pending figures, then write out all text."""
         backend = sys.modules.get("matplotlib_inline.backend_inline")
         if backend is not None:
             backend.flush_figures()
         self.flush_text()
-        if recorder.is_due:
-            recorder.flush(DEVICE_S)
 
     def reopen(self) -> None:
         """Open stdin, stdout and stderr again if user code has closed them; called on the main thread."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, cast
 from meshbook.actor.actor_mesh import ask_controller
 from meshbook.calls.mailboxes import Outcome, pack
 from meshbook.concurrency import forks
+from meshbook.curves.recorder import DEVICE_S, recorder
 from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MeshError
 from meshbook.errors.advice import set_advice
@@ -210,6 +211,8 @@ class Worker:
         if answer.failure is not None:
             self.groups.note_failed(call.id)
         self.shell.flush()
+        if recorder.is_due:
+            recorder.flush(DEVICE_S)  # here no interrupt can come in the midst of it
         self.shell.reopen()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
