@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 import meshbook_extension.widget
+from meshbook.curves.series import LoggedPoints, Metrics, Points
 from meshbook.mesh.states import RankStatus
 from meshbook.system.devices import GpuUse
+from meshbook_extension.cells.curves import WatchedNames, picture_of
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress
 from meshbook_extension.widget.snapshot import CellNow, History, Snapshot
@@ -215,6 +218,25 @@ def test_charts_tell_memory_traffic_and_gpus_in_words_too(page: Page) -> None:
 def test_charts_without_anything_to_show_are_left_out(page: Page) -> None:
     load(page, {"gpus": 1}, calm=True)
     assert page.locator(".mb-chart:visible").count() == 1
+
+
+def test_curves_that_are_watched_stand_below_the_ranks(page: Page) -> None:
+    load(page, {"gpus": 4})
+    assert page.locator(".mb-curves").is_hidden()
+    metrics, watch = Metrics(), WatchedNames(())
+    for size in (2, 5):
+        columns = (array("d", range(size)) for _ in range(3))
+        metrics.add(size, 0, [LoggedPoints("<b>loss", size, Points(*columns))])
+        page.evaluate(
+            "(live) => { window.model.values.live = live; window.model.tell('change:live'); }",
+            live_of({"gpus": 4}) | {"curves": picture_of(watch, metrics)},
+        )
+        line = page.locator(".mb-curves svg path[stroke-width='1.6']")
+        line.wait_for()
+        assert (line.get_attribute("d") or "").count("L") == size - 1
+    assert page.locator(".mb-curves b").count() == 0
+    watch.names = None
+    assert picture_of(watch, metrics) == ""
 
 
 def test_what_a_button_brought_can_be_copied(page: Page) -> None:

@@ -51,6 +51,12 @@ def curves_of(metrics: Metrics, names: Sequence[str]) -> list[Curve]:
     return [Curve(Summary.of(name, series), metrics.latest(name)) for name in names if (series := metrics.series(name))]
 
 
+def picture_of(watch: WatchedNames, metrics: Metrics) -> str:
+    """Return the picture of all that is watched, as HTML; empty where nothing of it was logged."""
+    curves = curves_of(metrics, watch.chosen(metrics.names()))
+    return str(bundle(curves, watch.look)["text/html"]) if curves else ""
+
+
 class CurveView:
     """The picture in one cell. `note` may be called by any thread, `show` by the publisher's."""
 

@@ -273,6 +273,7 @@ class HealthView {
     this.memberBox = make("div", "mb-members", this.memberTitle, this.members.element);
     this.detail = make("div", "mb-detail");
     this.charts = { memory_mb: chartElement(), moved_kb_s: chartElement(), gpu_percent: chartElement(100) };
+    this.curves = make("div", "mb-curves");
     this.errors = make("ul", "mb-errors");
     this.answerTitle = make("b");
     this.answerText = make("pre");
@@ -293,7 +294,7 @@ class HealthView {
     const charts = make("div", "mb-charts", ...Object.values(this.charts).map((chart) => chart.element));
     this.body = make("div", "mb-body", this.left, this.detail, charts);
     const head = make("div", "mb-head", this.name, this.meta, this.phase, this.buttons);
-    this.card = make("div", "mb-card", head, this.counts, this.cells, this.body, this.errors, this.answer, this.note);
+    this.card = make("div", "mb-card", head, this.counts, this.cells, this.body, this.curves, this.errors, this.answer, this.note);
     this.root = make("div", "meshbook", this.card);
     el.append(this.root);
   }
@@ -417,8 +418,16 @@ class HealthView {
     this.showDetail();
     this.showCharts();
     this.showErrors();
+    this.showCurves(live.curves ?? "");
     setText(this.note, live.note);
     this.note.hidden = !live.note;
+  }
+
+  showCurves(picture) {
+    this.curves.hidden = !picture;
+    if (picture === this.picture) return;
+    this.picture = picture;
+    this.curves.innerHTML = picture; // SVG that the kernel has drawn; names in it are escaped there
   }
 
   showPhase() {

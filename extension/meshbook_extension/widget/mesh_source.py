@@ -12,6 +12,7 @@ from meshbook.errors import Failure, FailureKind, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
+from meshbook_extension.cells.curves import WatchedNames, picture_of
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import merge_bars
@@ -63,6 +64,7 @@ class MeshSource:
             errors=errors,
             at=time.time(),
             moved=self._throughput.rates(statuses, time.monotonic()),
+            curves=picture_of(self._session.part(WatchedNames), states.metrics(procs)),
         )
 
     def _cells(self) -> list[RunningCell]:

@@ -87,6 +87,8 @@ class Snapshot:
     """The time in seconds since the epoch."""
     moved: Sequence[int] = ()
     """The bytes per second through the process groups, per rank; empty where they are not known."""
+    curves: str = ""
+    """The picture of the scalars that are watched, as HTML; empty where none was logged."""
 
     @property
     def states(self) -> str:
@@ -145,6 +147,7 @@ class Snapshot:
             "gpu_percent": self.gpu_percent,
             "gpu_used_mb": self._of_gpus(lambda gpu: round(gpu.used_bytes / MB) if gpu is not None else 0),
             "gpu_own_mb": self._of_gpus(lambda gpu: round(gpu.own_bytes / MB) if gpu is not None else 0),
+            "curves": self.curves,
             "texts": texts,
             "text_of": text_of,
             "cells": [asdict(cell) | {"progress": cell.progress and cell.progress._asdict()} for cell in self.cells],
