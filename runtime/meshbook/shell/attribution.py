@@ -6,8 +6,8 @@ Where the main thread prints many lines in a row on one stream, a function of a 
     print ──> begin_run.write ──> TextIOWrapper      C code: the same descriptor, and each line is in it when print
                                                      returns, as before
 
-The second way costs about half as much. It is taken where nothing can come up that only the first one knows how to do,
-and left before that begins: another stream is printed on, a thread starts, an event loop runs (it may have tasks of
+The second way costs three fifths as much. It is taken where nothing can come up that only the first one knows how to
+do, and left before that begins: another stream is printed on, a thread starts, an event loop runs (it may have tasks of
 other cells), text is to be dropped, the process forks, another call begins.
 """
 
