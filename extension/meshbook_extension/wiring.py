@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import sys
 from types import FrameType
@@ -64,6 +65,9 @@ class MeshMagics:
 
 def _is_statement(frame: FrameType) -> bool:
     """Whether the line of a frame is a magic alone, whose value IPython would show below the command's own text."""
+    if frame.f_code.co_filename.startswith("<timed "):  # %%time shows the value of an expression, and keeps no source
+        following = (each.opname for each in dis.get_instructions(frame.f_code) if each.offset > frame.f_lasti)
+        return next(following, "") == "RETURN_VALUE"
     try:
         (statement,) = ast.parse(linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()).body
     except (SyntaxError, ValueError):

@@ -265,6 +265,10 @@ def test_commands_give_their_values_and_show_them_once(notebook) -> None:
     assert notebook["v"] is notebook["_mesh"] and notebook["v"][3] == 6
     assert notebook.run("%mesh eval rank * 0").stdout == "[0-3] 0\n"
     assert notebook.run("for i in range(2):\n    %mesh eval rank * $i * 0").stdout == "[0-3] 0\n[0-3] 0\n"
+    assert "Out" not in notebook.run("%%time\n%mesh eval rank * 0").stdout
+    assert "ValueMesh" not in notebook.run("%time %mesh eval rank * 0").stdout
+    notebook.run("%%time\ntimed = %mesh eval rank")
+    assert notebook["timed"][3] == 3
     notebook.run("%%mesh\npulled, other = rank, 1")
     notebook.run("one = %mesh pull pulled\ntwo = %mesh pull pulled other")
     assert notebook["one"][2] == 2 and notebook["two"]["other"].values() == [1] * 4
