@@ -259,7 +259,7 @@ def init_in_a_cell(me: Rank) -> Any:
     group = dist.group.WORLD
     from torch.distributed import init_process_group
 
-    with contextlib.redirect_stderr(io.StringIO()) as notes:
+    with contextlib.redirect_stdout(io.StringIO()) as notes:
         for call in (dist.init_process_group, init_process_group, dist.distributed_c10d.init_process_group):
             call("gloo")
         dist.init_process_group()
