@@ -82,6 +82,7 @@ SEEDS: tuple[wire.FromHost, ...] = (
     wire.StreamTexts((wire.SharedText((0,), "stdout", "text" * 10, 1, 0),)),
     wire.OutputDropped(0, 100, "log", 1),
     wire.DisplayData(0, 1, False, True),
+    wire.Logged(1, 0, 1),
     wire.StoreRequest(1, 0, 1, StoreOp("set", ("key",), (b"value",))),
     wire.Replies(3, (wire.RankReply(0, wire.OK, 0, 0.0, None, None, wire.encode("text")),)),
 )
@@ -93,7 +94,9 @@ class Mutator:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.headers = [wire.encode(seed) for seed in SEEDS]
-        self.payloads = [b"", pickle.dumps(Canary()), wire.encode({"data": {}, "metadata": {}, "transient": {}})]
+        scalars = wire.encode([wire.Scalars("loss", 1, b"8 bytes.", b"8 bytes.", b"8 bytes.")])
+        bundle = wire.encode({"data": {}, "metadata": {}, "transient": {}})
+        self.payloads = [b"", pickle.dumps(Canary()), bundle, scalars]
 
     def mutate(self, data: bytes) -> bytes:
         """``data``, somewhat changed."""

@@ -26,6 +26,8 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 348, 26, 162
 """The edges of the ground on which it draws."""
 COLUMNS, POINTS_DRAWN = 160, 4000
 """The most columns of a line, and the most points of all lines of a panel."""
+LARGEST = 1e300
+"""The values from here on are not drawn, as infinity is not."""
 DOTS = 40
 """The most points that are drawn as dots, each with its values as a tooltip."""
 PANELS = 12
@@ -149,7 +151,7 @@ def _columns(ranks: Ranks, at: Mapping[int | None, Sequence[float]], lines: int)
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return value if abs(value) < LARGEST else None
 
 
 def _log10(value: float) -> float | None:

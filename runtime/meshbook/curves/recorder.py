@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from meshbook.concurrency.background import attempt, hidden_thread
 from meshbook.concurrency.forks import at_fork
-from meshbook.curves.series import LoggedPoints, Metrics, Points, extremes
+from meshbook.curves.series import STEP_MAX, LoggedPoints, Metrics, Points, extremes
 
 FLUSH_S = 0.1
 """The time that a point waits for more."""
@@ -37,7 +37,6 @@ NAMES_MAX, NAME_CHARS = 1000, 200
 """The most names of a process, and the most characters of one."""
 RUNS_MAX = 256
 """The number of cell runs whose calls of `log` are counted."""
-STEP_MAX = 1 << 53
 DEVICE_S = 0.5
 """The time that the end of a call waits for scalars that a device still computes."""
 
@@ -216,8 +215,8 @@ def log(step: float | None = None, **scalars: Any) -> None:
 def _step(step: Any) -> float:
     number = _number("step", step)
     number = float(number.copy.item()) if isinstance(number, OnDevice) else number
-    if not math.isfinite(number):
-        raise ValueError(f"step is {number}: give a finite number")
+    if not abs(number) <= STEP_MAX:
+        raise ValueError(f"step is {number:g}: give a number of at most 2**53")
     return number
 
 

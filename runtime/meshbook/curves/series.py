@@ -18,6 +18,8 @@ TOTAL_POINTS = 4_000_000
 """The most points of all series together, roughly: they take 24 bytes each."""
 LEAST_POINTS = 64
 """The least points of one series, however many there are."""
+STEP_MAX = 1 << 53
+"""The furthest step from 0."""
 RUNS_KEPT = 4
 """The number of runs of one name that are kept."""
 
@@ -40,6 +42,10 @@ class Points(NamedTuple):
         points = cls(*(array("d", column) for column in columns))
         if not points.values or len({len(column) for column in points}) > 1:
             raise ValueError("columns of different lengths, or none")
+        if not all(
+            abs(step) <= STEP_MAX and math.isfinite(at) for step, at in zip(points.steps, points.times, strict=True)
+        ):
+            raise ValueError("steps or times that cannot be")
         return points
 
     def extend(self, other: Points) -> None:

@@ -32,7 +32,7 @@ def spread(values: Sequence[float]) -> str:
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the finite values, NaN where there are none."""
     finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
+    return sum(value / len(finite) for value in finite) if finite else math.nan
 
 
 class Summary(NamedTuple):

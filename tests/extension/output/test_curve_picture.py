@@ -85,7 +85,15 @@ def test_ranks_whose_times_differ_share_the_columns() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [[1.0], [0.0, 0.0, 0.0], [math.nan], [math.nan, math.inf], [1e300, -1e300], [5e-324, 0.0], [1e16, 1e16 + 2]],
+    [
+        [1.0],
+        [0.0, 0.0, 0.0],
+        [math.nan],
+        [math.nan, math.inf],
+        [1.7e308, -1.7e308, 1.0],
+        [5e-324, 0.0],
+        [1e16, 1e16 + 2],
+    ],
     ids=["one", "constant", "nothing", "nothing finite", "large", "tiny", "close"],
 )
 @pytest.mark.parametrize("look", [Look(), Look(log=True), Look(by_time=True), Look(by_rank=True, smooth=0.5)], ids=str)

@@ -116,8 +116,8 @@ def test_many_series_share_the_memory() -> None:
 
 @pytest.mark.parametrize(
     "columns",
-    [(b"", b"", b""), (b"x" * 8, b"x" * 8, b"x" * 16), (b"x" * 7, b"x" * 7, b"x" * 7)],
-    ids=["nothing", "of different lengths", "torn"],
+    [(b"", b"", b""), (b"x" * 8, b"x" * 8, b"x" * 16), (b"x" * 7, b"x" * 7, b"x" * 7), (b"\xff" * 8,) * 3],
+    ids=["nothing", "of different lengths", "torn", "no step"],
 )
 def test_columns_that_do_not_fit_are_refused(columns: tuple[bytes, bytes, bytes]) -> None:
     with pytest.raises(ValueError):
