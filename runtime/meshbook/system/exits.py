@@ -127,6 +127,7 @@ CRASH_REPORT_LINES = 200
 """The limit is enough for the output of `faulthandler`, of which `meshbook.system.exits.last_words` keeps the gist."""
 
 
+_FILE = '  File "'
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CRASH_LINES = 150
 """A report has up to 100 frames."""
@@ -252,14 +253,14 @@ def last_words(log: str, lines: int) -> str:
 def _frames(report: list[str]) -> list[str]:
     """The innermost frames, and then those of cells; without those of ours and of IPython."""
     frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
-    ours = (PACKAGE, "<frozen ")
-    foreign = [
-        f
-        for f in frames
-        if not f["file"].startswith(ours) and "/IPython/" not in f["file"] and not f["file"].endswith(_THREADING)
-    ]
+    foreign = [f for f in frames if not _is_below_cells(f["file"])]
     places = [(name_line(f["file"], int(f["line"])) or f"{f['file']}, line {f['line']}", f) for f in foreign]
     return [f"  {place}, in {f['function']}" for place, f in places[:_CRASH_FRAMES]]
+
+
+def _is_below_cells(file: str) -> bool:
+    """Whether a file is ours or IPython's, or runs threads: such frames stand in every report."""
+    return file.startswith((PACKAGE, "<frozen ")) or "/IPython/" in file or file.endswith(_THREADING)
 
 
 FATAL = "Fatal Python error: "
@@ -270,7 +271,7 @@ _MODULES = "Extension modules: "
 
 
 class CrashReportCut:
-    """A filter that takes the names of modules out of the stderr of a rank; the log keeps them."""
+    """A filter that takes the names of modules, and frames below cells, out of a rank's stderr; the log keeps them."""
 
     def __init__(self) -> None:
         self._crashed = False
@@ -285,11 +286,15 @@ class CrashReportCut:
                 return text
         lines = (self._held + text).split("\n")
         self._held, last = "", lines.pop()
-        shown = "".join(f"{line}\n" for line in lines if not line.startswith(_MODULES))
-        if last and (last.startswith(_MODULES) or _MODULES.startswith(last)):
+        shown = "".join(f"{line}\n" for line in lines if not self._is_cut(line))
+        if last and any(last.startswith(begin) or begin.startswith(last) for begin in (_MODULES, _FILE)):
             self._held = last
             return shown
         return shown + last
+
+    def _is_cut(self, line: str) -> bool:
+        frame = _FRAME.fullmatch(line)
+        return line.startswith(_MODULES) or (frame is not None and _is_below_cells(frame["file"]))
 
 
 TAIL_BYTES = 256 << 10

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from meshbook.agent.output import BURST_BYTES, RankOutput, _Stream
 from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
 from meshbook.agent.worker import TRICKLE_S, AgentWorker
+from meshbook.source.location import PACKAGE
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import log_tail
 from meshbook.wire.messages import OWN_RANK, StreamText
@@ -125,16 +126,17 @@ def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: P
 
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
-def test_the_modules_that_a_crash_report_names_are_in_the_log_only(output: RankOutput, piece: int) -> None:
+def test_the_modules_and_common_frames_of_a_crash_report_are_in_the_log_only(output: RankOutput, piece: int) -> None:
     report = 'Fatal Python error: Aborted\n\n  File "a.py", line 3 in step\n\n'
+    below = f'  File "/lib/IPython/core.py", line 1 in run_code\n  File "{PACKAGE}worker/worker.py", line 9 in main\n'
     output.feed("stderr", b"Fatal Python error: is what it prints\n", 0.0)
-    written = (report + "Extension modules: numpy, torch._C (total: 2)\n" + "Extra\n").encode()
+    written = (report + below + "Extension modules: numpy, torch._C (total: 2)\n" + "Extra\n").encode()
     for at in range(0, len(written), piece):
         output.feed("stderr", written[at : at + piece], 0.0)
     pieces, _ = output.take(0.0, final=True)
     assert "".join(one.text for one in pieces) == "Fatal Python error: is what it prints\n" + report + "Extra\n"
     output.log.settle()
-    assert "Extension modules: numpy" in output.log.path.read_text()
+    assert "Extension modules: numpy" in output.log.path.read_text() and below in output.log.path.read_text()
 
 
 @pytest.fixture
