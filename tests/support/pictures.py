@@ -89,6 +89,36 @@ SCENES = {
         ),
         (output("look: %mesh stacks"),),
     ),
+    "curves": Scene(
+        """
+get_ipython().run_line_magic('mesh', 'spawn gpus=4 --device cpu')
+get_ipython().run_cell_magic('mesh', '', '''
+import time, meshbook
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+digits = load_digits()
+images, labels = torch.tensor(digits.data, dtype=torch.float32)[rank::4] / 16, torch.tensor(digits.target)[rank::4]
+def batches():
+    for _ in range(400):
+        time.sleep(0.02)  # as if from a disk, so that the machine has time to draw
+        chosen = torch.randint(len(images), (32,))
+        yield images[chosen], labels[chosen]
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+torch.manual_seed(rank)
+''')
+""",
+        (
+            "%mesh watch loss accuracy",
+            "%%mesh\nfor x, y in batches():\n    scores = model(x)\n    loss = cross_entropy(scores, y)\n"
+            "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+            "    meshbook.log(loss=loss, accuracy=(scores.argmax(1) == y).float().mean())",
+        ),
+        (output("not logged yet"), ".jp-OutputArea-output svg text:text-is('200')"),
+    ),
     "widget": Scene(
         """
 get_ipython().run_line_magic('mesh', 'spawn replicas=2 gpus=4 --device cpu')
