@@ -5,21 +5,30 @@ ranks ──> `Metrics` of their mesh ──names──> `CurveView` of the cell
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshbook.curves.recorder import on_own, own, recorder
-from meshbook.curves.series import Metrics
+from meshbook.calls.output import NewScalars
+from meshbook.concurrency.background import run_in_background
+from meshbook.curves.recorder import number_of, on_own, own, recorder
+from meshbook.curves.series import LoggedPoints, Metrics, Points
 from meshbook.curves.table import Summary
+from meshbook.errors import MeshError
+from meshbook.mesh import states
+from meshbook.mesh.peeks import NoValue, peek
 from meshbook_extension.output.curve_picture import DEFAULT_LOOK, Curve, Look, bundle
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from meshbook_extension.cells.running import RunningCell
 
 INTERVAL_S = 0.34
 """The time between two pictures in one cell."""
@@ -34,6 +43,9 @@ class WatchedNames:
     names: tuple[str, ...] | None = None
     """The names; an empty tuple means everything that is logged, and None nothing."""
     look: Look = DEFAULT_LOOK
+    expression: str = ""
+    """The expression that is evaluated on ranks while they run a cell; it is one of the names."""
+    every_s: float = 1.0
 
     def wants(self, names: Collection[str]) -> bool:
         """Whether one of these names is watched."""
@@ -93,6 +105,59 @@ class CurveView:
             sink.display(bundle(curves, self._watch.look), {}, self._display_id, update=not is_first)
         now = time.monotonic()
         self._next_at = now + max(INTERVAL_S, DRAWING_SHARE * (now - began))
+
+
+PEEK_S = 1.0
+"""The longest that one evaluation of a watched expression holds a rank up."""
+TRIES = 5
+"""The evaluations without a number behind which a cell says why."""
+_outputs = itertools.count(-1, -1)
+"""Numbers for cells whose expression is watched; outputs of ranks have positive ones."""
+
+
+class WatchedExpression(Scheduled):
+    """The expression of `%mesh watch --eval` in one running cell. The publisher's thread times the looks."""
+
+    def __init__(self, cell: RunningCell, watch: WatchedNames, publisher: Publisher) -> None:
+        """Watch the expression until the cell ends."""
+        self._cell, self._watch, self._publisher = cell, watch, publisher
+        self._output = next(_outputs)
+        self._looks = self._numbers = 0
+        publisher.schedule(self, time.monotonic() + min(INTERVAL_S, watch.every_s))
+        cell.run.future.add_done_callback(lambda _future: publisher.forget(self))
+
+    def pump(self, now: float) -> float | None:
+        """Begin a look, which schedules the next one: ranks may take their time."""
+        if self._watch.expression and not self._cell.run.future.done() and not self._publisher.is_stopping:
+            run_in_background(self._look)
+        return None
+
+    def _look(self) -> None:
+        due, at, name = time.monotonic() + self._watch.every_s, time.time(), self._watch.expression
+        try:
+            values = peek(self._cell.procs, name, PEEK_S).values
+        except MeshError:  # the mesh was stopped, or detached: the cell says so
+            return
+        why = ""
+        found: dict[int, float] = {}
+        for rank, value in zip(self._cell.procs.ranks, values.values(), strict=True):
+            try:
+                found[rank] = float(number_of(name, value))  # type: ignore[arg-type]  # no value is on a device here
+            except (TypeError, ValueError) as error:
+                why = why or f"rank {rank}: {value.why if isinstance(value, NoValue) else error}"
+        metrics = states.metrics(self._cell.procs)
+        for rank, number in found.items():
+            point = Points(array("d", [self._looks]), array("d", [at]), array("d", [number]))
+            metrics.add(self._output, rank, [LoggedPoints(name, 1, point)])
+        self._looks += 1
+        self._numbers += bool(found)
+        if found:
+            self._cell.output.receive(NewScalars((name,)))
+        elif self._looks == TRIES and not self._numbers:
+            self._cell.output.note(f"%mesh watch --eval {name}: no number so far; {why}")
+        self._publisher.schedule(self, due)
+        if self._cell.run.future.done():  # perhaps since the look began, so that nothing takes it off any more
+            self._publisher.forget(self)
 
 
 class OwnCurves(Scheduled):

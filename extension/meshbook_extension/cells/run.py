@@ -12,6 +12,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
+from meshbook_extension.cells.curves import WatchedExpression, WatchedNames
 from meshbook_extension.cells.hang_watch import WatchedCell
 from meshbook_extension.cells.names import SentCells, push_hints
 from meshbook_extension.cells.output import open_output, page_of
@@ -204,6 +205,7 @@ def wait_for(
     """
     session.part(Jobs).foreground.append(cell)
     WatchedCell(cell, session.publisher)
+    watch_expression(session, cell)
     cell.prompt = CellPrompt(session, cell)
     cell.is_current = lambda: session.current == cell.procs.name
     cell.hints = lambda error: push_hints(session, error)
@@ -251,6 +253,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and report its end in the output of its cell."""
     WatchedCell(job.cell, session.publisher, f"%mesh cancel {job.number}")
+    watch_expression(session, job.cell)
 
     def on_end(_future: object) -> None:  # on the thread that completes the future, where nothing may wait
         try:
@@ -275,6 +278,12 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
     job.cell.output.note(text, "stdout" if error is None else "stderr")
     if show_time and (times := times_of(job.cell.run)):
         job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"), "stdout")
+
+
+def watch_expression(session: Session, cell: RunningCell) -> None:
+    """Draw the curve of the expression that `%mesh watch --eval` names, if there is one, while a cell runs."""
+    if (watch := session.part(WatchedNames)).expression:
+        WatchedExpression(cell, watch, session.publisher)
 
 
 TELLS_ITSELF = ("%mesh wait", "%mesh jobs", "%mesh output")

@@ -9,10 +9,13 @@ from meshbook.errors import MeshError
 from meshbook.formatting import did_you_mean
 from meshbook.mesh import states
 from meshbook_extension.cells.curves import WatchedNames, curves_of
+from meshbook_extension.cells.run import watch_expression
+from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import Command
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
+from meshbook_extension.output.labels import parse_duration
 from meshbook_extension.output.publisher import sink_for
 
 
@@ -34,6 +37,8 @@ def _sources(session: Session) -> list[Metrics]:
         Option("--smooth", "a running mean: the weight of earlier values, from 0 to below 1", float, "W"),
         Option("--log", "a logarithmic axis of values"),
         Option("--x", "what the curves are drawn over", str, choices=("step", "time")),
+        Option("--eval", "evaluate this on the ranks while they run a cell, and draw its curve", str, "EXPR"),
+        Option("--every", "the time between two evaluations, by default 1s", str, "TIME"),
         Option("--stop", "draw none from now on"),
     ),
     examples=(
@@ -41,6 +46,7 @@ def _sources(session: Session) -> list[Metrics]:
         "%mesh watch loss lr",
         "%mesh watch loss --smooth 0.9 --log",
         "%mesh watch loss --ranks --x time",
+        '%mesh watch --eval "loss.item()" --every 2s',
         "%mesh watch --stop",
     ),
     notes="""
@@ -50,17 +56,19 @@ What was logged before is drawn at once. The numbers: %mesh metrics, or meshbook
 def watch(session: Session, arguments: Arguments) -> None:
     watched = session.part(WatchedNames)
     if arguments.flag("--stop"):
-        watched.names = None
+        watched.names, watched.expression = None, ""
         return
     smooth = arguments.number("--smooth") or 0.0
     if smooth >= 1:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
     watched.look = Look(arguments.flag("--ranks"), smooth, arguments.flag("--log"), arguments.text("--x") == "time")
-    watched.names = tuple(dict.fromkeys(arguments.words))
+    watched.expression = _expression(arguments)
+    watched.every_s = parse_duration(arguments.text("--every") or "1s", "--every")
+    watched.names = tuple(dict.fromkeys([*arguments.words, *filter(None, [watched.expression])]))
     sources = _sources(session)
     known = [name for source in sources for name in source.names()]
     for name in watched.names:
-        if name not in known:
+        if name not in (*known, watched.expression):
             have = f" Logged so far: {', '.join(dict.fromkeys(known))}." if known else ""
             print(
                 f'"{name}" was not logged yet.{did_you_mean(name, known)}{have} Its curve comes with the first value.'
@@ -68,8 +76,21 @@ def watch(session: Session, arguments: Arguments) -> None:
     curves = [curve for source in sources for curve in curves_of(source, watched.chosen(source.names()))]
     if curves:
         sink_for(session.shell).display(bundle(curves, watched.look), {})
-    elif not watched.names:
+    for job in session.part(Jobs).running():
+        watch_expression(session, job.cell)
+    if not curves and not watched.names:
         print("nothing was logged yet; the curves come with the first meshbook.log(loss=loss)")
+
+
+def _expression(arguments: Arguments) -> str:
+    """Return the expression to watch. Raises: UsageError where it is no expression."""
+    expression = (arguments.text("--eval") or "").strip()
+    try:
+        if expression:
+            compile(expression, "<expression>", "eval")
+    except (SyntaxError, ValueError) as error:
+        raise arguments.grammar.refuse(f"--eval takes an expression: {error}.", "--eval") from None
+    return expression
 
 
 @Command(

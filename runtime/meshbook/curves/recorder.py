@@ -201,7 +201,7 @@ def log(step: float | None = None, **scalars: Any) -> None:
     now = time.time()
     for name, value in scalars.items():
         if type(value) is not float:
-            value = _number(name, value)
+            value = number_of(name, value)
         if name not in recorder.names:
             recorder.admit(name)
         if counts is not None:
@@ -213,14 +213,14 @@ def log(step: float | None = None, **scalars: Any) -> None:
 
 
 def _step(step: Any) -> float:
-    number = _number("step", step)
+    number = number_of("step", step)
     number = float(number.copy.item()) if isinstance(number, OnDevice) else number
     if not abs(number) <= STEP_MAX:
         raise ValueError(f"step is {number:g}: give a number of at most 2**53")
     return number
 
 
-def _number(name: str, value: Any) -> float | OnDevice:
+def number_of(name: str, value: Any) -> float | OnDevice:
     """Return a scalar as a number, or its copy that a device makes. Raises: TypeError, ValueError."""
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "item"):

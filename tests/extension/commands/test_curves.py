@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -57,9 +58,26 @@ def test_a_loop_of_the_notebook_shows_its_own_curve(notebook: Notebook) -> None:
     assert again["text/plain"] == "mine 1 at step 1"
 
 
+def test_an_expression_is_watched_on_busy_ranks(notebook: Notebook) -> None:
+    assert notebook.run('%mesh watch --eval "len(seen) + rank" --every 1s').stdout == ""
+    code = "%%mesh\nimport time\nseen = []\nfor n in range(30):\n    time.sleep(0.1); seen.append(n)"
+    shown = notebook.run(code).displays[-1]["text/plain"]
+    assert re.match(r"len\(seen\) \+ rank [\d.]+ \(0-3: \d+\.\.\d+\) at step [1-9]", shown), shown
+    notebook.run("%mesh watch --stop")
+    assert notebook.run(code.replace("30", "12")).displays == []
+
+
+def test_an_expression_that_gives_no_number_says_why(notebook: Notebook) -> None:
+    notebook.run('%mesh watch --eval "unknown" --every 1s')
+    said = notebook.run("%%mesh\nimport time\ntime.sleep(7)").stderr
+    assert "%mesh watch --eval unknown: no number so far; rank 0: NameError: name 'unknown' is not defined" in said
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ('%mesh watch --eval "a b"', "--eval takes an expression: invalid syntax"),
+        ("%mesh watch --eval a --every soon", '--every: "soon" is no duration'),
         ("%mesh watch loss --smooth 1", "--smooth takes a weight below 1, not 1"),
         ("%mesh watch loss --smooth much", 'takes a number, not "much"'),
         ("%mesh watch loss --x size", 'takes step or time, not "size"'),

@@ -209,7 +209,7 @@ def test_a_flood_is_thinned_where_it_begins_and_keeps_its_spikes(mesh4: ProcMesh
         assert series.logged == 100_000, rank
         assert series.high == 1000.0, rank
     assert len(latest(mesh4, "flood")[0].values) < 4000
-    assert min(costs_s.values()) < 20e-6, "about 1 us on a quiet machine"
+    assert min(costs_s.values()) < 100e-6, f"about 1 us on a quiet machine: {costs_s}"
 
 
 @pytest.mark.slow
@@ -243,6 +243,5 @@ def _log_many(names: dict[str, int]) -> None:
 def test_this_process_logs_without_a_rank() -> None:
     for i in range(3):
         meshbook.log(own_loss=i)
-    until(lambda: own.names())
-    until(lambda: own.latest("own_loss")[None].values.tolist() == [0, 1, 2])
+    until(lambda: [values.values.tolist() for values in own.latest("own_loss").values()] == [[0, 1, 2]])
     assert [row.rank for row in meshbook.metrics() if row.name == "own_loss"] == [None] * 3
