@@ -19,11 +19,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 76_000,
-    "product: statements": 51_500,
-    "product: kB": 3_290,
-    "product: modules": 356,
-    "tests and benchmarks: lines": 63_500,
+    "product: lines": 75_200,
+    "product: statements": 51_000,
+    "product: kB": 3_262,
+    "product: modules": 355,
+    "tests and benchmarks: lines": 63_000,
     "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,
