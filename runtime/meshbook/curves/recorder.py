@@ -186,7 +186,7 @@ def log(step: float | None = None, **scalars: Any) -> None:
     """Record scalars under their names, to be watched while the program runs: ``meshbook.log(loss=loss, lr=lr)``.
 
     It works on ranks, in actors and in their threads, and in the notebook's own process; it never waits.
-    ``%mesh watch`` draws the curves, `meshbook.metrics` has the numbers.
+    A notebook draws the curves, `meshbook.metrics` has the numbers.
     step: a number; without it each name counts its own calls in one cell run. A step that goes back is kept as it is.
     scalars: numbers, or tensors with one element; NaN and infinity are kept. A tensor on a GPU is read when the device
     has computed it, any other at once.

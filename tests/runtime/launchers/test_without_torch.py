@@ -103,7 +103,7 @@ def test_collectives_and_groups_are_refused_in_words(clean_end: None) -> None:
         for refused in (
             lambda: mesh.run("dist.all_reduce(1)").get(30),
             lambda: mesh.rebuild_groups(),
-            lambda: mesh.run("x = 1").get(30) and mesh.broadcast("x", 0).get(30),
+            lambda: (mesh.run("x = 1").get(30), mesh.broadcast("x", 0).get(30)),
         ):
             with pytest.raises(errors.MeshError, match="this mesh was spawned without torch"):
                 refused()
