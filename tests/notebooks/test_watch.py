@@ -18,7 +18,8 @@ SAID = {
     "diff": ["model (19.2 kB): 4 of 4 parts equal on ranks 0-3"],
     "vars": ["images", "DistributedDataParallel", "equal on 0-3"],
 }
-cells, test_what_each_cell_says, test_outputs_in_git = checks_of("watch.ipynb", SAID)
+cells, test_what_each_cell_says, _ = checks_of("watch.ipynb", SAID)
+"""The outputs in git are not compared: an interrupt may find a tensor half reduced, and says so then."""
 
 
 def test_the_training_shows_its_curves(cells: dict[str, Any]) -> None:

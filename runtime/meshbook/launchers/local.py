@@ -22,6 +22,9 @@ from meshbook.system.exits import CRASH_REPORT_LINES, end_process, last_words, l
 from meshbook.system.processes import MEMORY_VARIABLE, describe_exit, is_same_process, start_time
 from meshbook.wire.ticket import Ticket, encode_ticket
 
+REAP_S = 5.0
+"""The time for the last threads of an agent whose main thread has ended."""
+
 
 class LocalLauncher(Launcher):
     """Agents as child processes on this machine, each in a session of its own so that Ctrl-C passes them by.
@@ -140,9 +143,14 @@ class LocalHost(LaunchedHost):
     def close(self, timeout_s: float) -> None:
         """Close the lifeline, wait, then kill; idempotent."""
         self._lifeline.close()
-        if self._process.poll() is None:
-            end_process(self.pid, self.started, timeout_s)
-            self._process.poll()  # it is reaped
+        if self._process.poll() is not None:
+            return
+        end_process(self.pid, self.started, timeout_s)
+        if isinstance(self._process, subprocess.Popen):  # its main thread may end before the others
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(REAP_S)
+        else:
+            self._process.poll()
 
     def release(self) -> None:
         """Close the lifeline. It stays our child until it ends, and is reaped when another one is started."""
