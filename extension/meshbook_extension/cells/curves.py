@@ -46,6 +46,8 @@ class WatchedNames:
     expression: str = ""
     """The expression that is evaluated on ranks while they run a cell; it is one of the names."""
     every_s: float = 1.0
+    turn: int = 0
+    """The number of changes so far; an expression is watched until the next one."""
 
     def wants(self, names: Collection[str]) -> bool:
         """Whether one of these names is watched."""
@@ -123,12 +125,13 @@ class WatchedExpression(Scheduled):
         self._cell, self._watch, self._publisher = cell, watch, publisher
         self._output = next(_outputs)
         self._looks = self._numbers = 0
+        self._turn = watch.turn
         publisher.schedule(self, time.monotonic() + min(INTERVAL_S, watch.every_s))
         cell.run.future.add_done_callback(lambda _future: publisher.forget(self))
 
     def pump(self, now: float) -> float | None:
         """Begin a look, which schedules the next one: ranks may take their time."""
-        if self._watch.expression and not self._cell.run.future.done() and not self._publisher.is_stopping:
+        if self._watch.turn == self._turn and not self._cell.run.future.done() and not self._publisher.is_stopping:
             run_in_background(self._look)
         return None
 

@@ -56,6 +56,7 @@ What was logged before is drawn at once. The numbers: %mesh metrics, or meshbook
 def watch(session: Session, arguments: Arguments) -> None:
     watched = session.part(WatchedNames)
     if arguments.flag("--stop"):
+        watched.turn += 1
         watched.names, watched.expression = None, ""
         return
     smooth = arguments.number("--smooth") or 0.0
@@ -63,6 +64,7 @@ def watch(session: Session, arguments: Arguments) -> None:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
     watched.look = Look(arguments.flag("--ranks"), smooth, arguments.flag("--log"), arguments.text("--x") == "time")
     watched.expression = _expression(arguments)
+    watched.turn += 1  # running cells leave the former expression
     watched.every_s = parse_duration(arguments.text("--every") or "1s", "--every")
     watched.names = tuple(dict.fromkeys([*arguments.words, *filter(None, [watched.expression])]))
     sources = _sources(session)

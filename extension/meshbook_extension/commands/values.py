@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
@@ -186,8 +186,7 @@ def look(
     missed = (
         (rank, row.why) for rank, row in zip(values.ranks, values.values(), strict=True) if rank not in peeks.places
     )
-    for why, ranks in group_ranks(missed).items():
-        print(label_block(ranks, f"no value: {why}"))
+    _tell_missed(missed)
     shown = show(values.select([rank for rank in values.ranks if rank in peeks.places])) if peeks.places else None
     _end(session, peeks)
     return shown
@@ -197,8 +196,7 @@ def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:
     """Return the values of each name; none where no rank gave any. Say why some did not."""
     rows = ((rank, peeks.values.get(rank)) for rank in peeks.values.ranks if rank not in peeks.failed)
     missed = ((rank, row.why) for rank, row in rows if isinstance(row, NoValue))
-    for why, ranks in group_ranks(missed).items():
-        print(label_block(ranks, f"no value: {why}"))
+    _tell_missed(missed)
     if not peeks.places:
         return {}
     if len(names) == 1:
@@ -208,6 +206,12 @@ def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:
         return peeks.values.map(lambda row: row if isinstance(row, NoValue) else row[at])
 
     return {name: column(at) for at, name in enumerate(names)}
+
+
+def _tell_missed(missed: Iterable[tuple[int, str]]) -> None:
+    """Print why ranks gave no value, equal reasons once."""
+    for why, ranks in group_ranks(missed).items():
+        print(label_block(ranks, f"no value: {why}"))
 
 
 def _end(session: Session, peeks: Peeks) -> None:

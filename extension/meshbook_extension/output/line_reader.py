@@ -180,8 +180,8 @@ class LineReader:
         for line in ended:
             continues = tail.begun and "\r" not in line.rstrip("\r")
             shown = _last_state(line)
-            if shown or continues or not line.endswith((_HIDE, _SHOW)):  # an ended bar, which tools write to stderr, is
-                is_bar = "\r" in line.rstrip("\r")  # good news
+            if shown or continues or not line.endswith((_HIDE, _SHOW)):
+                is_bar = "\r" in line.rstrip("\r")  # tools draw bars on stderr, but an ended bar is no error
                 lines.append(Line(rank, "stdout" if is_bar else stream, shown + "\n", continues))
             tail.begun = tail.bar = False
         if ended or not tail.text:

@@ -160,7 +160,7 @@ class RankOutput:
         return any(stream.output == output for stream in self._streams.values())
 
     def _keep(self, output: int, data: bytes, now: float) -> None:
-        self.log.write(data.replace(_JOINS, b""), now)
+        self.log.write(data.replace(_JOINS, b"") if _JOINS in data else data, now)
         self._last = output
 
     @property

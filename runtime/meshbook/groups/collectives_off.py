@@ -63,7 +63,8 @@ def public_name(operation: str) -> str:
 
 def refuse_if_off(operation: str) -> None:
     """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
-    refuse_in_peek(operation)
+    if peeking:
+        refuse_in_peek(operation)
     if _depth:
         _refuse(operation)
     if _parent is not None:

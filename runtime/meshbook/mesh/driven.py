@@ -22,6 +22,7 @@ from meshbook.errors import HostsEndedError, MeshError, SpawnError, UsageError
 from meshbook.launchers.base import Launcher
 from meshbook.launchers.local import LocalLauncher
 from meshbook.lifecycle import MeshPhase
+from meshbook.mesh import states
 from meshbook.mesh.actor_router import ControllerRouter
 from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
 from meshbook.mesh.host_agents import launch_hosts
@@ -199,9 +200,9 @@ def metrics(mesh: ProcMesh | None = None) -> MetricsTable:
     mesh: the mesh whose ranks logged them; without it the current mesh, and this process itself.
     """
     if mesh is not None:
-        return MetricsTable([mesh._mesh.metrics])
+        return MetricsTable([states.metrics(mesh)])
     try:
-        return MetricsTable([current_procs()._mesh.metrics, own])
+        return MetricsTable([states.metrics(current_procs()), own])
     except MeshError:
         return MetricsTable([own])
 

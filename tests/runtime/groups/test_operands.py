@@ -48,7 +48,7 @@ def test_nobody_need_wait_for_what_goes_on_by_itself(mesh2: ProcMesh) -> None:
 
 
 def test_a_wait_reaches_the_operation_where_the_device_waits_for_it(mesh2: ProcMesh) -> None:
-    """As with NCCL, whose streams wait for what C++ is told to wait for, and for nothing else."""
+    """NCCL's streams wait only for the operations whose wait reaches C++."""
     code = "import time\nb = torch.ones(2)\nif rank: time.sleep(0.5)\nwork = dist.all_reduce(b, async_op=True)\n"
     code += "work.on_stream = True\nwork.wait()\nwork.is_completed(), b.tolist()"
     assert run(mesh2, code) == [(True, [2.0, 2.0])] * 2
