@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,14 @@ for step in range(80):
 if rank == 0:
     print("first logged at", first)"""
 LINE = ".jp-OutputArea-output svg path[stroke-width='1.6']"
+QUICKSTART = Path(__file__).parents[2] / "notebooks" / "quickstart.ipynb"
+NOTE_THIRD_POINT = f"""() => new MutationObserver(() => {{
+  const lines = [...document.querySelectorAll(".jp-CodeCell")].filter((cell) => cell.querySelector("{LINE}"));
+  const drawn = lines[0]?.querySelector("{LINE}").getAttribute("d").split("L").length;
+  if (window.thirdPoint || !(drawn >= 3)) return;
+  window.thirdPoint = {{at: Date.now() / 1000, prompt: lines[0].querySelector(".jp-InputPrompt").textContent}};
+}}).observe(document.body, {{subtree: true, childList: true, attributes: true}})"""
+FIRST_LOGGED = "print('first logged at', min(row.time for row in __import__('meshbook').metrics()))"
 
 
 def test_a_busy_cell_shows_a_curve_of_three_points_within_three_seconds(lab: Any, browser: Any) -> None:
@@ -43,5 +53,26 @@ def test_a_busy_cell_shows_a_curve_of_three_points_within_three_seconds(lab: Any
         assert page.locator(LINE).count() == 1, "the other name is not watched"
         box = page.locator(".jp-OutputArea-output svg").first.bounding_box()
         assert box is not None and 100 < box["width"] <= 360 and box["height"] > 100
+    finally:
+        page.close()
+
+
+def test_the_quickstart_draws_its_loss_while_the_training_cell_is_busy(lab: Any, browser: Any) -> None:
+    notebook = json.loads(QUICKSTART.read_text())
+    trains = next(at for at, cell in enumerate(notebook["cells"]) if "meshbook.log(" in "".join(cell["source"]))
+    notebook["cells"] = notebook["cells"][: trains + 1]
+    notebook["cells"].append({**notebook["cells"][trains], "id": "first-logged", "source": FIRST_LOGGED})
+    (lab.root / "quickstart.ipynb").write_text(json.dumps(notebook))
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    try:
+        lab.open(page, "quickstart.ipynb")
+        page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+        page.evaluate(NOTE_THIRD_POINT)
+        page.evaluate("() => void window.jupyterapp.commands.execute('notebook:run-all-cells')")
+        done = page.locator(".jp-OutputArea-output", has_text="first logged at")
+        done.wait_for(timeout=SOON_MS)
+        seen = page.evaluate("() => window.thirdPoint")
+        assert seen["prompt"] == "[*]:"
+        assert seen["at"] - float(done.inner_text().split()[-1]) < 3
     finally:
         page.close()
