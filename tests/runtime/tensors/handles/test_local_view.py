@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import meshbook
-from meshbook import ProcMesh, errors, heal_mesh, this_host
+from meshbook import ProcMesh, errors, heal_mesh, this_host, this_proc
 from meshbook.actor import Actor, endpoint
 from meshbook.distributed import Mesh, TensorError, TensorLost, fetch_shard, inspect, remote
 from meshbook.errors import WorkerLost
@@ -126,6 +126,33 @@ def test_what_endpoints_of_actors_return_stays_on_the_ranks(square: ProcMesh, ow
     with pytest.raises(errors.UsageError, match="Its signature is ones"):
         scalers.ones.rref()
     scalers.stop().get()
+
+
+class Learner(Actor):
+    """An actor of the program's process that drives tensors on processes of its own."""
+
+    def __init__(self) -> None:
+        self.procs: ProcMesh = this_host().spawn_procs({"learners": 2}, name="learners")
+        with self.procs.activate():
+            self.policy = torch.zeros(2, requires_grad=True)
+
+    @endpoint
+    def learn(self) -> list[float]:
+        with self.procs.activate():
+            for _ in range(3):
+                rewards = self.procs.rank_tensor("learners") + torch.tensor([1.0, 3.0])
+                self.policy.grad = None
+                (self.policy * rewards).sum().backward()  # type: ignore[no-untyped-call]
+                self.policy.grad.reduce_("learners", "avg")  # type: ignore[attr-defined]
+                with torch.no_grad():
+                    self.policy.sub_(self.policy.grad, alpha=2.0)
+        learned: list[float] = inspect(self.policy.detach(), learners=1).tolist()
+        return learned
+
+
+def test_an_actor_of_this_process_drives_tensors(clean_end: None) -> None:
+    learner = this_proc().spawn("learner", Learner)
+    assert learner.learn.call_one().get(60) == [-9.0, -21.0]
 
 
 @pytest.mark.slow

@@ -103,6 +103,27 @@ def test_a_part_is_repaired_whichever_rank_ended(hurt: ProcMesh, rank: int) -> N
             assert tensor.sum().item() == total
 
 
+def test_a_slice_is_returned_when_the_whole_was_healed(capsys: pytest.CaptureFixture[str]) -> None:
+    with meshbook.Mesh(shape=(2, 2), mesh_dim_names=("rows", "columns")) as mesh:
+        part = mesh.slice(rows=0)
+        everywhere = meshbook.ones(4, mesh=mesh)
+        assert everywhere.sum().item() == mesh.size() == 4 and part.last_repair is None
+        os.kill(mesh.procs.status()[2].pid, signal.SIGKILL)  # not in the slice
+        with pytest.raises(DeviceMeshError, match=r"rank 2 on .* killed by SIGKILL"):
+            mesh.execute(os.getpid)
+        capsys.readouterr()
+        assert meshbook.heal_mesh(part) is part
+        said = capsys.readouterr().err
+        assert said.startswith('mesh "procs": rank 2 started again, all 4 ranks joined in ')
+        repaired = mesh.last_repair
+        assert repaired is not None and repaired.ranks == (2,)
+        assert part.last_repair is mesh.procs.last_repair is repaired
+        assert (everywhere + 1).tolist() == [2.0] * 4
+        assert mesh.execute(lambda x: x.sum(), torch.full((3,), 2.0)).values() == [6.0] * 4
+    with pytest.raises(DeviceMeshError, match="was stopped"):
+        meshbook.heal_mesh(mesh)
+
+
 def test_a_mesh_that_has_grown_or_shrunk_can_be_called_when_tensors_of_before_are_freed() -> None:
     with this_host().spawn_procs({"dp": 3}, name="resized") as procs:
         mesh = Mesh(procs)

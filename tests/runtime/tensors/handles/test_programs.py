@@ -157,15 +157,6 @@ def test_views_of_a_gradient_see_what_optimizers_do_to_it(square: ProcMesh, dims
     assert [pytest.approx(each) for each in wanted] == got
 
 
-def test_a_sparse_tensor_is_refused_by_name(square: ProcMesh) -> None:
-    x = meshbook.ones(3, 3, mesh=square)
-    for operation in (x.to_sparse, lambda: torch.sparse.mm(torch.eye(3).to_sparse(), x)):
-        with pytest.raises(UsageError, match=r"sparse.*(to_dense|full_tensor)"):
-            operation()
-    with pytest.raises(UsageError, match=r"as_strided.*stft"):
-        torch.stft(meshbook.ones(64, mesh=square), 16, return_complex=True)
-
-
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="this torch does not have it")
 def test_an_operator_that_torch_defines_late_is_known_to_the_ranks(square: ProcMesh) -> None:
     lines = ("t2 = F.linear_cross_entropy(t0, t1, t0.detach().argmax(-1))",)
