@@ -32,15 +32,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshbook.errors import MeshError
 from meshbook.groups import factory, rank_groups
 from meshbook.groups.broadcast import broadcast_value
 from meshbook.groups.rank_groups import RankGroups
 from meshbook.groups.store_client import LinkStore
-from meshbook.source.location import add_cell, describe_frame
 from meshbook.system.processes import thread_count
 from meshbook.wire.frames import FrameSocket
 from meshbook.wire.kv_store import StoreOp, StoreResult
@@ -235,22 +233,6 @@ def _train(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
     return losses
 
 
-def fully_sharded(me: Rank, axes: dict[str, int]) -> Any:
-    me.form(axes)
-    inputs, targets, model = _data_and_model()
-    alone = _data_and_model()[2]
-    _train(alone, inputs, targets)
-    mesh = me.groups.device_mesh(list(axes), list(axes.values()))
-    for layer in (model[0], model[2], model):  # type: ignore[index]
-        fully_shard(layer, mesh=mesh)
-    share = slice(2 * me.rank, 2 * me.rank + 2)
-    _train(model, inputs[share], targets[share])
-    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        assert isinstance(mine, DTensor)
-        torch.testing.assert_close(mine.full_tensor(), expected.detach())
-    return "same"
-
-
 # ---- what cells do to the default group ------------------------------------------------------------------------------
 
 
@@ -435,20 +417,6 @@ def values_that_cannot_be_had(me: Rank) -> Any:
     me.groups.close()
     errors.append(raised(lambda: broadcast_value("x", namespace, 1, me.groups)))
     return namespace["learning_rate"], errors
-
-
-def seen_in_a_collective(me: Rank) -> Any:
-    """Rank 0 comes late; what do the others' main threads do meanwhile, as their control threads see it?"""
-    me.form()
-    if me.rank == 0:
-        time.sleep(0.6)
-        count()
-        return ""
-    main, seen = threading.get_ident(), []
-    threading.Timer(0.3, lambda: seen.append(describe_frame(sys._current_frames()[main]))).start()
-    cell = "\n\n\n\ndist.all_reduce(torch.ones(3))"
-    exec(compile(cell, add_cell(cell, 7), "exec"), {"dist": dist, "torch": torch})
-    return seen[0]
 
 
 # ---- being forked ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -280,7 +279,8 @@ def forming_is_aborted(me: Rank) -> Any:
 
 def training_goes_on(me: Rank, kind: str, cut: str) -> Any:
     """An iteration that was cut off on all ranks leaves no trace in DDP and FSDP2 modules."""
-    me.form()
+    axes = {"replicate": 2, "shard": 2}
+    me.form(axes)
     inputs, targets, model = _data_and_model()
     alone = _data_and_model()[2]
     reference = _train(alone, inputs, targets) + _train(alone, inputs, targets)
@@ -289,7 +289,7 @@ def training_goes_on(me: Rank, kind: str, cut: str) -> Any:
         model = DistributedDataParallel(model)
     else:
         for layer in (model[0], model[2], model):  # type: ignore[index]
-            fully_shard(layer, mesh=me.groups.device_mesh(["gpus"], [me.size]))
+            fully_shard(layer, mesh=me.groups.device_mesh(list(axes), list(axes.values())))
     losses = _train(model, inputs[share], targets[share])
     if me.rank:
         threading.Timer(0.5, me.groups.abort, (0, REASON)).start()
@@ -298,7 +298,7 @@ def training_goes_on(me: Rank, kind: str, cut: str) -> Any:
         handle = _raise_in(model, cut)
         assert raised(lambda: _train(model, inputs[share], targets[share]), ValueError) == "bad batch"
         handle.remove()
-    me.form(epoch=1)
+    me.form(axes, epoch=1)
     losses += _train(model, inputs[share], targets[share])
     means = torch.tensor(me.everyone(losses)).mean(0)
     torch.testing.assert_close(means, torch.tensor(reference))
@@ -355,37 +355,3 @@ def another_size(me: Rank) -> Any:
     if me.rank < 2:
         errors.append(raised(lambda: dist.barrier(group=held), either))
     return count(), errors
-
-
-def recoveries(me: Rank, times: int) -> Any:
-    """Threads and descriptors before and after many recoveries."""
-    me.form({"dp": 2, "tp": 2})
-    held = Handles(me)
-    kinds = ["all_reduce", "recv", "big", "dtensor", "sub-group"]
-    held_by_process = []
-    for epoch in range(1, times + 1):
-        if me.rank == epoch % 4:
-            time.sleep(0.03)
-            threading.Timer(0.0, me.groups.abort, (epoch - 1, REASON)).start()
-        else:
-            threading.Timer(0.05, me.groups.abort, (epoch - 1, REASON)).start()
-            if kinds[epoch % 5] != "recv" or me.rank:
-                raised(lambda epoch=epoch: WAITS[kinds[epoch % 5]](me, held), GroupAborted)  # type: ignore[misc]
-        time.sleep(0.06)
-        me.form({"dp": 2, "tp": 2}, epoch=epoch)
-        if epoch % 10 == 0:
-            held.check(me)
-            me.everyone(0)
-            held_by_process.append(_settled())
-    return held_by_process
-
-
-def _settled() -> tuple[int, int]:
-    """Threads and descriptors, once disposal and idle helpers have had their time."""
-    deadline, last, steady = time.monotonic() + 15, (0, 0), 0
-    while time.monotonic() < deadline and steady < 4:  # a listening socket stays 2 s longer than its group
-        now = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        steady = steady + 1 if now == last else 0
-        last = now
-        time.sleep(1.0)
-    return last

@@ -94,10 +94,6 @@ def test_a_mesh_of_two_axes_has_a_group_per_axis(ranks: Ranks) -> None:
         assert "a=2, b=3 is no layout of 4 ranks" in got["wrong sizes"]
 
 
-def test_fsdp_on_two_axes_trains_as_one_process_does(ranks: Ranks) -> None:
-    assert ranks.run("fully_sharded", axes={"replicate": 2, "shard": 2}) == ["same"] * 4
-
-
 # ---- what cells do to the default group ------------------------------------------------------------------------------
 
 
@@ -166,8 +162,3 @@ def test_a_value_that_cannot_be_had_is_an_error_on_every_rank(ranks: Ranks) -> N
         assert 'there is no "learning_rte" on rank 1. Did you mean "learning_rate"?' in misspelt
         assert unpicklable.startswith("lock is a ") and "cannot be sent" in unpicklable
         assert "there is no rank 9" in no_such_rank and "there is no process group" in no_group
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_in_a_collective_says_which_and_where(ranks: Ranks) -> None:
-    assert ranks.run("seen_in_a_collective")[1:] == ["in all_reduce (cell 7, line 5)"] * 3
