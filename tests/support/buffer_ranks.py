@@ -48,16 +48,6 @@ class Owner(Actor):
         self.buffer.drop().get(5)
 
     @endpoint
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @endpoint
-    def spin(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            pass
-
-    @endpoint
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

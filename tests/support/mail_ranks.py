@@ -17,7 +17,7 @@ from meshbook import ProcMesh
 from meshbook.actor.router import current_router
 from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import RequestFuture
-from meshbook.calls.mailboxes import CONTROLLER, CONTROLLER_MESH, LoadArgs, Outcome, ReplyTo
+from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.shape.members import Members, members_of
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
@@ -89,12 +89,6 @@ class Desk:
 
     def size(self, value: Any) -> int:
         return len(value)
-
-    def fail(self) -> None:
-        raise ValueError("bad shard")
-
-    def die(self) -> None:
-        os._exit(7)
 
     def wait_for_cancel(self) -> None:
         if not self.cancelled.wait(20):
@@ -227,31 +221,12 @@ def chatter(there: There, threads: int, messages: int, seed: int) -> None:
         thread.join()
 
 
-def cancel_after(there: There, seconds: float) -> str:
-    """Cancel a call that waits for that; how it ends."""
-    future = there.call("wait_for_cancel")
-    time.sleep(seconds)
-    future.cancel()
-    return f"{type(error := future.exception(20)).__name__}: {error}"
-
-
 def flood(there: There, messages: int, size: int) -> float:
     """Send faster than anybody reads; how long it took."""
     started = time.monotonic()
     for number in range(messages):
         there.post("take_note", rank(), 0, number, np.full(size, number % 251, np.uint8), size)
     return time.monotonic() - started
-
-
-def tell_controller(mailbox: int, messages: int, size: int) -> None:
-    """Numbered messages to a mailbox of the controller's process, none of them answered."""
-    there = There(CONTROLLER_MESH, CONTROLLER, mailbox)
-    for number in range(messages):
-        there.post("note", (rank(), number, np.full(size, number % 251, np.uint8)))
-
-
-def ask_controller(mailbox: int, endpoint: str, *args: Any) -> Any:
-    return There(CONTROLLER_MESH, CONTROLLER, mailbox).call(endpoint, *args).get(20).get(0)
 
 
 class Talk:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper, mark_process
+from actor_classes import Caller, Counter, Delegate, Parent, PingPong, Relay, Sleeper
 from collector import Collector
 from patience import wait_until
 
 import meshbook.actor
-from meshbook import ProcMesh, this_host
+from meshbook import ProcMesh
 from meshbook.actor import ActorError, ArgumentsError, Channel, MeshFailure, send
 from meshbook.actor.classes import EndpointInfo, params_of
 from meshbook.calls.output import OutputTarget
@@ -93,9 +93,11 @@ def test_an_actor_spawns_actors_beside_it_and_on_other_processes(mesh4: ProcMesh
     assert children.ranks == (2, 3)
 
 
-def test_two_actors_throw_a_ball_and_report_to_the_notebook(mesh4: ProcMesh) -> None:
-    left = mesh4.slice(gpus=0).spawn("left", PingPong)
-    right = mesh4.slice(gpus=3).spawn("right", PingPong)
+@pytest.mark.parametrize("hosts", ["mesh4", "mesh2x2"])
+def test_two_actors_throw_a_ball_and_report_to_the_notebook(request: pytest.FixtureRequest, hosts: str) -> None:
+    mesh: ProcMesh = request.getfixturevalue(hosts)
+    left = mesh.select([0]).spawn("left", PingPong)
+    right = mesh.select([3]).spawn("right", PingPong)
     port, receiver = Channel[list[int]].open()
     right.join.call_one(left, port).get(20)
     left.start.call_one(right, 100, port).get(20)
@@ -133,26 +135,13 @@ def test_a_response_port_can_be_passed_on(mesh4: ProcMesh) -> None:
 def test_a_failure_that_no_owner_handles_reaches_the_notebook(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[MeshFailure] = []
     monkeypatch.setattr(meshbook.actor, "unhandled_fault_hook", seen.append)
-    parent = mesh4.slice(gpus=1).spawn("parent", Parent, handles=False)
-    parent.spawn_beside.call_one(0).get(20)
-    parent.break_child.call_one().get(20)
+    for name, handles in (("heedful", True), ("parent", False)):
+        parent = mesh4.slice(gpus=1).spawn(name, Parent, handles=handles)
+        parent.spawn_beside.call_one(0).get(20)
+        parent.break_child.call_one().get(20)
+        wait_until(lambda parent=parent: parent.reports.call_one().get(20) == ["child (1,) child.fail"])  # type: ignore[misc]
     wait_until(lambda: bool(seen))
-    assert (seen[0].mesh_name, seen[0].what, seen[0].ranks) == ("parent", "child.fail", (1,))
-    assert parent.reports.call_one().get(20) == ["child (1,) child.fail"]
-
-
-def test_an_actor_is_told_of_the_death_of_processes_whose_actors_it_owns(mesh2: ProcMesh) -> None:
-    parent = mesh2.slice(gpus=0).spawn("parent", Parent)
-    children = parent.spawn_on.call_one(mesh2.slice(gpus=1)).get(20)
-    children.die.broadcast()
-    wait_until(lambda: parent.reports.call_one().get(20) == ["children (1,) children"])
-
-
-def test_an_actor_is_told_of_failures_of_what_it_owns(mesh4: ProcMesh) -> None:
-    parent = mesh4.slice(gpus=1).spawn("parent", Parent)
-    parent.spawn_beside.call_one(0).get(20)
-    parent.break_child.call_one().get(20)
-    wait_until(lambda: parent.reports.call_one().get(20) == ["child (1,) child.fail"])
+    assert [(each.mesh_name, each.what, each.ranks) for each in seen] == [("parent", "child.fail", (1,))]
 
 
 @pytest.mark.parametrize("how", ["plainly", "waiting", "late"])
@@ -202,12 +191,6 @@ def test_a_mesh_of_processes_comes_back_as_what_it_was(mesh4: ProcMesh) -> None:
     assert back.run("rank").get(20).values() == [1, 2]
 
 
-def test_bootstrap_runs_in_every_process_first() -> None:
-    with this_host().spawn_procs({"gpus": 2}, name="set", group=False, bootstrap=mark_process) as mesh:
-        assert mesh.evaluate("__import__('os').environ['MARK']").get(20).values() == ["marked"] * 2
-        mesh.stop("done with it").get()
-
-
 # ---- across hosts ----------------------------------------------------------------------------------------------------
 
 
@@ -221,15 +204,6 @@ def test_actors_of_other_hosts_are_called_as_those_of_this_one(mesh2x2: ProcMesh
     parent = mesh2x2.slice(hosts=0, gpus=0).spawn("parent", Parent)
     children = parent.spawn_on.call_one(mesh2x2.slice(hosts=1)).get(20)
     assert children.add.call(1).get(20).values() == [6, 6]
-
-
-def test_a_ball_crosses_hosts(mesh2x2: ProcMesh) -> None:
-    left = mesh2x2.slice(hosts=0, gpus=0).spawn("left", PingPong)
-    right = mesh2x2.slice(hosts=1, gpus=1).spawn("right", PingPong)
-    port, receiver = Channel[list[int]].open()
-    right.join.call_one(left, port).get(20)
-    left.start.call_one(right, 100, port).get(20)
-    assert receiver.recv().get(20) == list(range(100, -1, -2))
 
 
 def test_an_actor_on_one_host_is_told_of_deaths_on_another(mesh2x2: ProcMesh) -> None:

@@ -127,6 +127,10 @@ def test_constructors_that_raise_are_told_in_a_line_and_each_call_says_why(
         assert isinstance(raised.value, SupervisionError)
         again = pickle.loads(pickle.dumps(raised.value))
         assert (str(again), again.ranks) == (str(raised.value), (0, 1, 2, 3))
+    partly = mesh4.spawn("partly", Broken, 2)
+    with pytest.raises(ActorError, match="rank 2 raised RuntimeError"):
+        partly.initialized.get(20)
+    assert partly.slice(gpus=0).get.call_one().get(20) == "there"
 
 
 def test_endpoints_that_raise_leave_their_actors_there(mesh2: ProcMesh) -> None:

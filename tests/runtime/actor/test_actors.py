@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from actor_classes import AsyncActor, Broken, Cleaner, Counter, Reserved, Sleeper
+from actor_classes import AsyncActor, Cleaner, Counter, Reserved, Sleeper
 from collector import Collector
 from patience import wait_until
 
@@ -44,6 +44,7 @@ from meshbook.errors import (
     CallInterrupted,
     CallTimeout,
     LayoutError,
+    MeshStoppedError,
     SerializationError,
     UsageError,
 )
@@ -73,13 +74,6 @@ def test_each_actor_keeps_its_own_state(mesh4: ProcMesh) -> None:
     assert counters.slice(gpus=2).add.call_one(5, times=2).get(20) == 21
     assert counters.get.call().get(20).values() == [11, 11, 21, 11]
     assert counters.slice(gpus=slice(1, 3)).get.call().get(20).ranks == (1, 2)
-
-
-def test_spawn_does_not_wait_and_initialized_does(mesh4: ProcMesh) -> None:
-    started = time.monotonic()
-    counters = mesh4.spawn("counters", Counter)
-    assert time.monotonic() - started < 1
-    counters.initialized.get(20)
 
 
 def test_an_actor_is_not_kept_waiting_by_a_running_cell(mesh4: ProcMesh) -> None:
@@ -230,19 +224,6 @@ def test_an_error_carries_the_remote_traceback_the_exception_and_the_other_resul
     assert set(error.partial.values()) <= {"fine"}
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert counters.get.call().get(20).values() == [0] * 4
-
-
-def test_a_constructor_that_fails_fails_every_call_with_its_traceback(mesh4: ProcMesh) -> None:
-    broken = mesh4.spawn("broken", Broken)
-    for _ in range(2):
-        with pytest.raises(ActorError, match="raised RuntimeError: no such file"):
-            broken.get.call().get(20)
-    with pytest.raises(ActorError, match="no such file"):
-        broken.initialized.get(20)
-    partly = mesh4.spawn("partly", Broken, 2)
-    with pytest.raises(ActorError, match="rank 2 raised RuntimeError"):
-        partly.get.call().get(20)
-    assert partly.slice(gpus=0).get.call_one().get(20) == "there"
 
 
 @pytest.mark.parametrize(
@@ -397,25 +378,26 @@ def test_a_cancelled_call_that_waits_in_the_queue_never_runs(mesh4: ProcMesh) ->
 # ---- ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_death_of_a_process_is_told_by_rank_and_cause(mesh2: ProcMesh) -> None:
-    counters = mesh2.spawn("counters", Counter)
-    counters.initialized.get(20)
+def test_the_death_of_a_process_is_told_by_rank_and_cause_before_and_after_its_repair(mesh2: ProcMesh) -> None:
+    counters, stopped = mesh2.spawn("counters", Counter), mesh2.spawn("stopped", Counter)
+    dying = counters.slice(gpus=1)
     with pytest.raises(SupervisionError, match=r"rank 1 .*SIGKILL(.|\n)*the actors \"counters\" of rank 1") as caught:
-        counters.slice(gpus=1).die.call_one().get(20)
+        dying.die.call_one().get(20)
     assert caught.value.ranks == (1,)
     with pytest.raises(SupervisionError, match="rank 1"):
         counters.get.call().get(20)
     assert counters.slice(gpus=0).get.call_one().get(20) == 0
-
-
-def test_after_a_repair_the_actors_of_the_new_process_are_said_to_be_gone(mesh2: ProcMesh) -> None:
-    counters = mesh2.spawn("counters", Counter)
-    with pytest.raises(SupervisionError):
-        counters.slice(gpus=1).die.call_one().get(20)
+    stopped.stop().get(20)
     mesh2.heal()
     with pytest.raises(ActorStoppedError, match='the actors "counters" ended with rank 1, which was started again'):
-        counters.slice(gpus=1).get.call_one().get(20)
+        dying.get.call_one().get(20)
     assert counters.slice(gpus=0).get.call_one().get(20) == 0
+    others = mesh2.slice(gpus=0).spawn("others", Counter)
+    mesh2.stop()
+    with pytest.raises(MeshStoppedError, match='mesh "two" was stopped') as gone:
+        others.get.call()
+    assert isinstance(gone.value, SupervisionError)
+    others.stop().get(20)
 
 
 def test_stopped_actors_clean_up_and_refuse_calls(mesh4: ProcMesh, tmp_path: Path) -> None:
@@ -425,19 +407,11 @@ def test_stopped_actors_clean_up_and_refuse_calls(mesh4: ProcMesh, tmp_path: Pat
     cleaners.stop("no longer needed").get(20)
     assert last.get(20).values() == ["pong"] * 4
     assert path.read_text() == "cleaned\n" * 4
-    with pytest.raises(ActorStoppedError, match=r'the actors "cleaners" were stopped \(no longer needed\)'):
+    with pytest.raises(ActorStoppedError, match=r'the actors "cleaners" were stopped \(no longer needed\)') as stopped:
         cleaners.ping.call()
+    assert isinstance(stopped.value, SupervisionError)
+    assert (stopped.value.ranks, stopped.value.cause) == ((), "stopped")
     cleaners.stop().get(20)
-
-
-def test_actors_of_which_some_have_died_can_be_stopped(mesh2: ProcMesh) -> None:
-    counters = mesh2.spawn("counters", Counter)
-    with pytest.raises(SupervisionError):
-        counters.slice(gpus=1).die.call_one().get(20)
-    counters.stop().get(20)
-    others = mesh2.slice(gpus=0).spawn("others", Counter)
-    mesh2.stop()
-    others.stop().get(20)
 
 
 def test_actors_are_stopped_at_the_end_of_an_async_block(mesh4: ProcMesh) -> None:

@@ -18,7 +18,6 @@ from meshbook.actor import (
     ActorError,
     ActorMesh,
     Channel,
-    SupervisionError,
     concurrent_endpoint,
     endpoint,
     send,
@@ -57,24 +56,6 @@ def test_a_mesh_of_actors_is_generic(mesh4: ProcMesh) -> None:
     assert holders.type_of.call(1).get(20).values() == ["int"] * 4
     cast(ActorMesh[Holder[int]], holders).stop().get(20)
     assert isinstance(holders, ActorMesh)
-
-
-def test_calls_to_what_was_stopped_are_supervision_errors(mesh2: ProcMesh) -> None:
-    counters, others = mesh2.spawn("counters", Counter), mesh2.spawn("others", Counter)
-    counters.stop().get(20)
-    with pytest.raises(SupervisionError, match='"counters" were stopped') as stopped:
-        counters.get.call()
-    assert (stopped.value.ranks, stopped.value.cause) == ((), "stopped")
-    others.initialized.get(20)
-    waiting = mesh2.spawn("waiting", Counter).give.call("nothing")
-    mesh2.stop()
-    with pytest.raises(SupervisionError, match='mesh "two" was stopped') as gone:
-        others.get.call()
-    assert isinstance(gone.value, MeshStoppedError)
-    try:
-        waiting.get(20)
-    except SupervisionError:
-        pass  # it had not been answered when the mesh was stopped
 
 
 def test_bootstrap_is_the_second_argument_and_may_be_async() -> None:

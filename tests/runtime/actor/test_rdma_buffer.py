@@ -175,19 +175,6 @@ def test_a_copy_beyond_the_buffer_is_refused(mesh2: ProcMesh, size_bytes: int) -
         transfers.finish(target, transfers.begin(target, "stream read", (tuple(listener.door), size_bytes)), 20)
 
 
-def test_the_owner_may_be_busy(mesh4: ProcMesh) -> None:
-    owner, reader = owner_and_reader(mesh4, {"gpus": 0}, {"gpus": 2})
-    buffer = owner.make.call_one(1000, 1.5).get(20)
-    asleep = owner.sleep.call_one(2.0)
-    running = mesh4.slice(gpus=0).run("import time; time.sleep(2)")
-    began = time.monotonic()
-    assert reader.read.call_one(buffer).get(20) == (1.5, 1.5, 1.5)
-    assert time.monotonic() - began < 1.5
-    assert not asleep.done()
-    asleep.get(20)
-    running.get(20)
-
-
 def test_the_owner_takes_no_part_on_its_own_host(mesh2: ProcMesh) -> None:
     owner, reader = owner_and_reader(mesh2, {"gpus": 0}, {"gpus": 1})
     buffer = owner.make.call_one(BIG, 1.5).get(20)
