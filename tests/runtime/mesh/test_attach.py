@@ -192,13 +192,6 @@ say("ranks", cell.ranks, cell.waiting, sorted(cell.durations_s))
     driver.wait()
 
 
-def test_a_script_that_ends_takes_its_meshes_along_unless_it_detaches(zygote: Zygote, watch: Watch) -> None:
-    driver, family = _start(zygote, watch, "")
-    driver.wait()
-    assert _gone(family, 5)
-    assert sessions() == []
-
-
 def test_meshes_end_with_their_lease_and_leave_nothing(zygote: Zygote, watch: Watch) -> None:
     driver, family = _start(zygote, watch, "mesh.push({'big': bytearray(1 << 22)}).get(30)\ndetach(lease_s=1.5)")
     session = _the_session()
@@ -314,11 +307,10 @@ def test_ranks_and_hosts_that_ended_meanwhile_are_told(zygote: Zygote, watch: Wa
     driver, family = _start(zygote, watch, "mesh.run('import time; time.sleep(1)'); time.sleep(0.2); say('go'); wait()")
     driver.expect("go")
     driver.kill()
-    pids = [process.pid for process in family if "worker" in " ".join(process.cmdline()) or True]
     kept = meshbook.attach("kept")
     mesh = kept.mesh("kept")
     pid = mesh.status()[1].pid
-    assert pid in pids
+    assert pid in [process.pid for process in family]
     session = meshbook.detach(60)
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.2)

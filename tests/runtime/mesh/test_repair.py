@@ -52,10 +52,6 @@ def test_a_dead_rank_comes_back_and_the_others_keep_their_state(mesh4: ProcMesh)
     assert mesh4.run(f"import os; {who}").get(30).values()[2] == (2, 2, 4, 2, "2", "4", 4)
 
 
-def test_a_whole_mesh_has_nothing_to_heal(mesh4: ProcMesh) -> None:
-    assert str(mesh4.heal()) == 'mesh "four" is whole: nothing to heal'
-
-
 def test_a_slice_is_returned_when_its_mesh_was_healed_and_a_script_is_told_on_stderr(
     mesh2: ProcMesh, capsys: pytest.CaptureFixture[str]
 ) -> None:
