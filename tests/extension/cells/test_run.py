@@ -116,24 +116,6 @@ def test_equal_tracebacks_are_shown_once_with_their_ranks(notebook) -> None:
     assert notebook["_mesh"] is None
 
 
-def test_a_failure_is_shown_while_other_ranks_run(notebook) -> None:
-    shown_after_s: list[float] = []
-    seen = threading.Event()
-
-    def watch(name: str, text: str) -> None:
-        if "bad shard" in text and not seen.is_set():
-            shown_after_s.append(time.monotonic())
-            seen.set()
-
-    from meshbook_extension.output.publisher import StreamSink
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StreamSink, "stream", lambda _sink, name, text: watch(name, text))
-        began = time.monotonic()
-        notebook.fail("%%mesh\nimport time\nif rank == 1: raise ValueError('bad shard')\ntime.sleep(1)")
-    assert shown_after_s[0] - began < 0.9 <= time.monotonic() - began
-
-
 def test_a_syntax_error_is_found_before_anything_runs(notebook) -> None:
     notebook.run("%%mesh\nflag = 0")
     text = notebook.fail("%%mesh\nflag = 1\nx = = 2")
@@ -218,27 +200,6 @@ def test_an_interrupt_just_after_the_sending_stops_the_ranks(
     monkeypatch.undo()
     notebook.run("%%mesh\nrank")
     assert notebook["_mesh"].values() == [0, 1, 2, 3]
-
-
-def test_ranks_that_do_not_stop_are_named_with_their_place(notebook, tmp_path: Path) -> None:
-    code = f"""
-import time, pathlib
-interrupted = []
-while not interrupted or (rank == 2 and time.monotonic() < interrupted[0] + 1.5):
-    try:
-        pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
-        time.sleep(0.05)
-    except KeyboardInterrupt:
-        interrupted.append(time.monotonic())
-        if rank != 2:
-            raise"""
-    thread = interrupt_when(lambda: len(os.listdir(tmp_path)) == 4)
-    ran = notebook.try_to_run(f"%%mesh{code}")
-    thread.join()
-    assert isinstance(ran.error, errors.CallInterrupted)
-    assert ran.error.obeyed == (0, 1, 3) and list(ran.error.stuck) == [2]
-    assert "rank 2 did not stop: in time.sleep (cell " in ran.stdout
-    notebook.run("%%mesh\nNone")  # it comes back by itself
 
 
 def test_a_cell_that_takes_too_long_is_interrupted(notebook) -> None:

@@ -314,8 +314,8 @@ def _with_start(pids: list[int]) -> list[tuple[int, int]]:
     return [(pid, started) for pid, started in recorded if started is not None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.quick("kill")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=["kill", "crash"])
 def test_an_agent_that_dies_takes_everything_with_it_and_the_next_spawn_starts_another(number: signal.Signals) -> None:
     mesh = this_host().spawn_procs({"gpus": 2}, group=False)
     agent = _agent_of(mesh)

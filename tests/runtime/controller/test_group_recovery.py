@@ -220,26 +220,6 @@ def notices(collector: Collector) -> list[str]:
     return [event.text for event in collector.events if isinstance(event, Notice)]
 
 
-def test_ranks_that_wait_for_one_that_has_ended_are_named_and_freed_by_an_interrupt(mesh4: ProcMesh) -> None:
-    collector = Collector()
-    code = "if rank != 0:\n    dist.barrier()"
-    run = start_cell(mesh4, code, on_output=collector, cell_number=7, line_offset=1)
-    started = time.monotonic()
-    wait_until(lambda: notices(collector))
-    assert 1.5 < time.monotonic() - started < 10
-    assert notices(collector) == [
-        "ranks 1-3 wait in barrier (cell 7, line 3), which rank 0 never entered: it has ended cell 7\n"
-        "  look: mesh.stacks()    stop: interrupt"
-    ]
-    started = time.monotonic()
-    run.interrupt()
-    with pytest.raises(errors.CallFailed) as caught:
-        run.future.get(30)
-    assert time.monotonic() - started < BACK_S
-    assert {*caught.value.ranks, *caught.value.freed} == {1, 2, 3} and dict(caught.value.partial) == {0: None}
-    assert len(notices(collector)) == 1
-
-
 def test_a_collective_of_a_part_that_needs_all_is_explained(mesh4: ProcMesh) -> None:
     collector = Collector()
     run = start_cell(mesh4.slice(gpus=slice(0, 2)), "dist.barrier()", on_output=collector, cell_number=7, line_offset=1)

@@ -44,11 +44,6 @@ def clients() -> Clients:
     return Clients()
 
 
-def test_get_returns_what_was_set(clients: Clients) -> None:
-    clients.ask("set", ["k"], b"v")
-    assert clients.result("get", ["k"]).values == (b"v",)
-
-
 def test_get_is_answered_by_the_set_that_it_waits_for(clients: Clients) -> None:
     get = clients.ask("get", ["k"], client="rank 1")
     assert get not in clients.answers and clients.store.waiting == 1
@@ -97,12 +92,6 @@ def test_add_to_text_is_an_error_and_changes_nothing(clients: Clients) -> None:
     clients.ask("set", ["n"], b"many")
     assert "does not hold a number" in clients.result("add", ["n"], amount=1).error
     assert clients.result("get", ["n"]).values == (b"many",)
-
-
-def test_append_starts_from_nothing(clients: Clients) -> None:
-    for piece in (b"x", b"yz"):
-        clients.ask("append", ["k"], piece)
-    assert clients.result("get", ["k"]).values == (b"xyz",)
 
 
 @pytest.mark.parametrize(

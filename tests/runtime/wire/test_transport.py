@@ -81,10 +81,3 @@ def test_nobody_else_is_let_in(controller: ControllerSocket, dial: Dial, keys: s
 def test_an_address_of_an_earlier_version_is_refused(controller: ControllerSocket) -> None:
     with pytest.raises(OSError, match="no address that this version listens at"):
         controller.bind("ipc:///tmp/control")
-
-
-def test_a_host_cannot_speak_for_another(controller: ControllerSocket, dial: Dial) -> None:
-    other, _ = controller.accept("host-2")
-    dial(controller.accept("host-1"), other)
-    assert _received(controller) == []
-    assert controller.rejected == 1

@@ -14,7 +14,7 @@ from patience import wait_until
 from meshbook import ProcMesh
 from meshbook.calls.call import CallRequest
 from meshbook.calls.call_future import CallFuture
-from meshbook.errors import CallFailed, CallInterrupted, CallTimeout, WorkerLost
+from meshbook.errors import CallFailed
 from meshbook.mesh import states
 from meshbook.shape.members import members_of
 from meshbook.values.pickling import dumps
@@ -36,12 +36,6 @@ class Desks:
         request = CallRequest(endpoint, members_of(mesh), body, endpoint, mailbox=mailbox or self.mailbox)
         return mesh._controller.call(mesh._mesh, request)
 
-    def post(self, endpoint: str, *args: Any, mesh: ProcMesh | None = None) -> None:
-        mesh = mesh or self.mesh
-        body = dumps((args, {}), what=endpoint)
-        request = CallRequest(endpoint, members_of(mesh), body, endpoint, mailbox=self.mailbox, reply=False)
-        mesh._controller.call(mesh._mesh, request)
-
 
 def lent_by(mesh: ProcMesh) -> set[int]:
     """Payloads of the controller in shared memory that somebody still looks at."""
@@ -59,39 +53,6 @@ def test_a_rank_has_no_mail_thread_before_its_first_mail(mesh2: ProcMesh) -> Non
     first, second = mesh2.execute(mail_ranks.threads).get(20).values()
     assert "meshbook.mail" not in first
     assert "meshbook.mail" in second
-
-
-def test_mail_does_not_wait_for_a_running_cell_nor_the_cell_for_mail(desks: Desks) -> None:
-    desks = Desks(desks.mesh)
-    cell = desks.mesh.run("import time; time.sleep(1.0)")
-    assert desks.call("echo", "hello").get(20).values() == ["hello"] * 4
-    assert not cell.done()
-    long = desks.call("wait_for_cancel")
-    cell.get(20)
-    assert desks.mesh.evaluate("1 + 1").get(20).values() == [2] * 4
-    assert not long.done()
-    long.cancel()
-
-
-def test_messages_of_the_controller_come_in_the_order_of_sending(desks: Desks) -> None:
-    big = np.zeros(200_000)
-    for number in range(300):
-        if number % 50 == 7:
-            desks.post("note", (number, big))
-        elif number % 3:
-            desks.post("note", (number, None))
-        else:
-            desks.call("note", (number, None))
-    for notes in desks.call("notes").get(30).values():
-        assert [number for number, _ in notes] == list(range(300))
-
-
-def test_an_exception_of_a_mailbox_is_that_of_its_rank(desks: Desks) -> None:
-    with pytest.raises(CallFailed, match="ValueError: bad shard") as caught:
-        desks.call("fail", mesh=desks.mesh.slice(gpus=2)).get(20)
-    (failure,) = caught.value.failures
-    assert failure.rank == 2
-    assert isinstance(failure.load(), ValueError)
 
 
 def test_a_mailbox_that_is_not_there_says_so(desks: Desks) -> None:
@@ -129,34 +90,6 @@ def test_arguments_of_mail_that_nobody_takes_are_freed(desks: Desks) -> None:
     wait_until(lambda: lent_by(desks.mesh) <= before)
 
 
-def test_the_death_of_a_rank_fails_its_mail(mesh2: ProcMesh) -> None:
-    desks = Desks(mesh2)
-    nap = desks.call("nap", 30, mesh=mesh2.slice(gpus=1))
-    desks.post("die", mesh=mesh2.slice(gpus=0))
-    with pytest.raises(WorkerLost, match=r"rank 0 on .* ended: exit code 7"):
-        desks.call("echo", 1).get(20)
-    assert not nap.done()
-
-
-def test_a_cancel_of_mail_reaches_its_mailbox(desks: Desks) -> None:
-    other = Desks(desks.mesh)
-    future = other.call("wait_for_cancel")
-    time.sleep(0.05)
-    cell = desks.mesh.run("import time; time.sleep(0.5); 'whole'")
-    future.cancel()
-    with pytest.raises(CallFailed) as caught:
-        future.get(20)
-    assert {failure.ename for failure in caught.value.failures} == {"KeyboardInterrupt"}
-    assert cell.get(20).values() == ["whole"] * 4
-
-
-def test_a_timeout_of_mail_names_the_silent(desks: Desks) -> None:
-    other = Desks(desks.mesh)
-    other.post("nap", 1.0, mesh=desks.mesh.slice(gpus=3))
-    with pytest.raises(CallTimeout, match=r"rank 3"):
-        other.call("echo", 1).get(0.3)
-
-
 def test_an_interrupt_names_who_does_not_end_a_call_to_its_mailbox(desks: Desks) -> None:
     other = Desks(desks.mesh)
     future = other.call("nap", 2.0, mesh=desks.mesh.slice(gpus=[1, 3]))
@@ -165,14 +98,3 @@ def test_an_interrupt_names_who_does_not_end_a_call_to_its_mailbox(desks: Desks)
     assert set(interrupted.stuck) == {1, 3}
     assert "it was told to stop and has not ended the call yet" in str(interrupted)
     assert states.interrupted(desks.mesh) == ()
-
-
-def test_an_interrupt_of_mail_is_told_apart_from_cells(desks: Desks) -> None:
-    other = Desks(desks.mesh)
-    cell = desks.mesh.run("import time; time.sleep(1.0)")
-    future = other.call("wait_for_cancel")
-    time.sleep(0.05)
-    interrupted = future.interrupt()
-    assert isinstance(interrupted, CallInterrupted)
-    assert set(interrupted.obeyed) == {0, 1, 2, 3}
-    cell.get(20)

@@ -17,7 +17,7 @@ from mail_ranks import open_desks
 from patience import wait_until
 
 from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
-from meshbook.errors import CallFailed, CallInterrupted
+from meshbook.errors import CallInterrupted
 
 
 @pytest.fixture(params=["one host", pytest.param("two hosts", marks=pytest.mark.slow)])
@@ -35,20 +35,6 @@ def mortal(clean_end: None) -> Iterator[ProcMesh]:
         yield mesh
 
 
-def test_ranks_call_each_other_and_themselves(mesh: ProcMesh) -> None:
-    there = open_desks(mesh)
-    for _ in range(3):
-        answers = mesh.execute(mail_ranks.ask, there, "echo", "hello").get(30).values()
-        assert answers == [dict.fromkeys(range(4), "hello")] * 4
-
-
-def test_a_rank_calls_ranks_of_another_mesh(mesh: ProcMesh, mesh2: ProcMesh) -> None:
-    there = open_desks(mesh2)
-    assert mesh.execute(mail_ranks.ask, there, "echo", 3).get(30).values() == [{0: 3, 1: 3}] * 4
-    back = open_desks(mesh)
-    assert mesh2.execute(mail_ranks.ask, back, "echo", 4).get(30).values() == [dict.fromkeys(range(4), 4)] * 2
-
-
 def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh: ProcMesh) -> None:
     there = open_desks(mesh)
     mesh.execute(mail_ranks.chatter, there, threads=3, messages=40, seed=1).get(120)
@@ -57,14 +43,6 @@ def test_messages_of_each_sender_come_in_order_to_each_mailbox(mesh: ProcMesh) -
             for sender, thread in itertools.product(range(4), range(3)):
                 mine = [number for came_from, of, number in notes[rank] if (came_from, of) == (sender, thread)]
                 assert mine == list(range(41))
-
-
-def test_an_exception_on_another_rank_is_raised_where_it_is_waited_for(mesh: ProcMesh) -> None:
-    with pytest.raises(CallFailed, match="ValueError: bad shard") as caught:
-        mesh.select([1]).execute(mail_ranks.ask, open_desks(mesh).on(3), "fail").get(30)
-    (failure,) = caught.value.failures
-    assert failure.rank == 1
-    assert isinstance(failure.load(), CallFailed)
 
 
 def test_who_waits_for_a_rank_that_dies_is_told_at_once(mesh4: ProcMesh) -> None:
@@ -95,18 +73,6 @@ def test_who_calls_a_mesh_while_it_is_being_stopped_is_told_too(mesh4: ProcMesh,
     assert "its mesh was stopped" in first
     assert "its mesh was stopped" in second
     assert seconds < 10.0
-
-
-def test_a_timeout_names_the_ranks_that_are_silent(mesh4: ProcMesh) -> None:
-    there = open_desks(mesh4)
-    mesh4.slice(gpus=0).execute(mail_ranks.There.post, there.on(2), "nap", 1.0).get(20)
-    with pytest.raises(CallFailed, match=r"CallTimeout: .*rank 2"):
-        mesh4.slice(gpus=0).execute(mail_ranks.ask, there, "echo", 1, timeout=0.3).get(30)
-
-
-def test_a_cancel_reaches_the_mailbox(mesh: ProcMesh) -> None:
-    text = mesh.select([0]).execute(mail_ranks.cancel_after, open_desks(mesh).on(2), 0.1).get(30).get(0)
-    assert "KeyboardInterrupt" in text
 
 
 def test_an_interrupt_of_a_cell_that_waits_cancels_what_it_waits_for(mesh4: ProcMesh) -> None:
