@@ -174,7 +174,11 @@ class InterruptGate:
             return
         is_visit = bool(self._visits)
         while self._visits:
-            self._visits.popleft()(frame)
+            try:
+                visit = self._visits.popleft()
+            except IndexError:  # a signal that came after the look has taken it
+                break
+            visit(frame)
         is_meant = self._running and self._target == self._running
         if not is_meant and (is_visit or self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
             return  # else user code has sent it, and waits for its handler
