@@ -80,20 +80,6 @@ def cell() -> Cell:
     return Cell()
 
 
-def test_equal_lines_are_shown_once_in_one_message(cell: Cell) -> None:
-    cell.receive(*(out(rank, "step 1\nstep 2\n") for rank in range(4)))
-    cell.pump()
-    assert cell.sink.messages == [("stdout", "[0-3] step 1\n[0-3] step 2\n")]
-
-
-def test_lines_of_single_ranks_come_after_the_window(cell: Cell) -> None:
-    cell.receive(out(2, "only me\n"))
-    due = cell.pump()
-    assert cell.sink.messages == [] and due is not None
-    cell.pump(later_s=0.2)
-    assert cell.sink.messages == [("stdout", "[2] only me\n")]
-
-
 def test_a_line_that_has_waited_is_shown_with_what_was_printed_meanwhile(cell: Cell) -> None:
     cell.holds_answers = True
     cell.receive(out(0, "same\n"))
@@ -185,19 +171,6 @@ def test_another_rank_begins_a_line_of_its_own(cell: Cell) -> None:
     assert cell.finish() == "[0] Loading\n[1] hello\n[0]  done\n"
 
 
-def test_the_end_of_the_cell_ends_the_line(cell: Cell) -> None:
-    cell.receive(out(0, "no newline"))
-    assert cell.finish() == "[0] no newline\n"
-
-
-def test_late_output_is_still_shown(cell: Cell) -> None:
-    cell.receive(*(done(rank) for rank in range(4)))
-    cell.finish()
-    cell.receive(out(1, "from a thread\n"))
-    cell.pump(later_s=0.2)
-    assert cell.sink.text() == "[1] from a thread\n"
-
-
 def test_late_lines_of_all_ranks_are_one(cell: Cell) -> None:
     cell.receive(out(0, "late\n"), *(done(rank) for rank in range(4)))
     cell.pump()
@@ -207,22 +180,6 @@ def test_late_lines_of_all_ranks_are_one(cell: Cell) -> None:
         cell.receive(out(rank, "later\n"))
     cell.pump(later_s=0.2)
     assert cell.sink.text() == "[0] late\n[0-3] later\n"
-
-
-def test_equal_results_are_shown_once_with_their_ranks(cell: Cell) -> None:
-    for rank in range(4):
-        cell.receive(shown(rank, {"text/plain": "4" if rank else "3"}, is_result=True), done(rank))
-    cell.finish()
-    assert cell.sink.messages == [
-        ("display", ({"text/plain": "[0] 3"}, None)),
-        ("display", ({"text/plain": "[1-3] 4"}, None)),
-    ]
-
-
-def test_further_lines_of_a_result_are_indented(cell: Cell) -> None:
-    cell.receive(shown(0, {"text/plain": "tensor([1,\n        2])"}, is_result=True))
-    cell.finish()
-    assert cell.sink.messages == [("display", ({"text/plain": "[0] tensor([1,\n            2])"}, None))]
 
 
 def test_a_plot_is_shown_below_its_rank(cell: Cell) -> None:
@@ -426,13 +383,6 @@ def test_notes_stand_on_a_line_of_their_own(cell: Cell) -> None:
     assert cell.sink.text() == "[0] half\njob 1 done\n"
 
 
-def test_blocks_per_rank() -> None:
-    cell = Cell(2, "rank")
-    for number in range(2):
-        cell.receive(*(out(rank, f"line {number}\n") for rank in range(2)))
-    assert cell.finish() == "[0] line 0\n[0] line 1\n[1] line 0\n[1] line 1\n"
-
-
 def test_an_update_is_not_sent_before_the_display_that_it_is_of(cell: Cell) -> None:
     half = shown(0, {"text/html": "50 %"}, display_id="bar", update=True)
     cell.receive(shown(0, {"text/html": "0 %"}, display_id="bar"), half)
@@ -446,18 +396,6 @@ def test_an_update_is_not_sent_before_the_display_that_it_is_of(cell: Cell) -> N
         ("update", {"text/html": "50 %"}),
         ("update", {"text/html": "100 %"}),
     ]
-
-
-def test_results_are_sorted_though_ranks_are_not_equally_fast(cell: Cell) -> None:
-    for at, rank in enumerate((3, 1, 0)):
-        value = shown(rank, {"text/plain": f"value {rank}"}, is_result=True)
-        cell.receive(out(rank, f"print {rank}\n"), value, done(rank))
-        cell.pump(later_s=at + 0.5)
-    assert "display" not in cell.sink.kinds() and cell.sink.text().count("print") == 3
-    cell.receive(shown(2, {"text/plain": "value 2"}, is_result=True), done(2))
-    cell.pump()
-    values = [message[1][0]["text/plain"] for message in cell.sink.messages if message[0] == "display"]
-    assert values == [f"[{rank}] value {rank}" for rank in range(4)]
 
 
 def test_a_rank_that_fails_is_shown_at_once_while_results_wait(cell: Cell) -> None:

@@ -48,11 +48,6 @@ def test_names_in_braces_stand_for_variables_of_the_notebook(notebook) -> None:
     assert notebook["_mesh"].values() == [2]
 
 
-def test_cells_are_ipython(notebook) -> None:
-    ran = notebook.run("%%mesh gpus=0\nimport asyncio\n!echo from the shell\nawait asyncio.sleep(0)\n%timeit -n1 -r1 1")
-    assert "[0] from the shell\n" in ran.stdout and "per loop" in ran.stdout
-
-
 def test_c_level_output_and_stderr_are_caught(notebook) -> None:
     ran = notebook.run("%%mesh\nimport os, sys\nos.write(1, b'from C\\n')\nprint('careful', file=sys.stderr);")
     assert [lines[0] for lines in by_rank(ran.stdout).values()] == ["from C"] * 4

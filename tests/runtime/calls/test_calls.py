@@ -36,12 +36,6 @@ def test_a_function_of_main_travels_in_its_newest_definition(mesh4: ProcMesh) ->
         assert mesh4.execute(namespace["f"], 10).get(30).values() == [result + 10] * 4  # type: ignore[arg-type]
 
 
-def test_push_and_pull_keep_values(mesh4: ProcMesh) -> None:
-    mesh4.push({"a": [1, 2], "b": torch.arange(3)}).get(30)
-    assert mesh4.pull("a").get(30).values() == [[1, 2]] * 4
-    assert all(torch.equal(b, torch.arange(3)) for b in mesh4.pull("b").get(30).values())
-
-
 def test_a_large_tensor_is_shared_and_written_by_one_rank_alone(mesh4: ProcMesh) -> None:
     big = torch.arange(1_000_000, dtype=torch.float32)
     mesh4.push({"big": big}).get(30)
@@ -99,11 +93,6 @@ def test_broadcast_moves_a_tensor_between_ranks(mesh4: ProcMesh) -> None:
     assert [w.tolist() for w in mesh4.pull("w").get(30).values()] == [[2.0] * 3] * 4
 
 
-def test_collectives_work_in_cells(mesh4: ProcMesh) -> None:
-    code = "t = torch.ones(2) * rank; dist.all_reduce(t); t.tolist()"
-    assert mesh4.run(code).get(60).values() == [[6.0, 6.0]] * 4
-
-
 def test_names_on_the_ranks(mesh4: ProcMesh) -> None:
     code = (
         "import os\n(rank, local_rank, world_size, point['gpus'], str(device), mesh.mesh_dim_names, os.environ['RANK'])"
@@ -127,25 +116,6 @@ def test_a_failing_rank_is_named_and_the_others_results_are_kept(mesh4: ProcMesh
     assert dict(caught.value.partial) == {0: 0, 2: 2}
     assert str(caught.value).startswith("ranks 1,3 raised ZeroDivisionError: division by zero")
     assert isinstance(caught.value.failures[0].load(), ZeroDivisionError)
-
-
-@pytest.mark.slow
-def test_a_failure_is_told_while_others_are_busy(mesh4: ProcMesh) -> None:
-    mesh4.run("import time").get(30)
-    started = time.monotonic()
-    with pytest.raises(errors.CallFailed):
-        mesh4.execute(_raise_on_rank_zero).get(30)
-    assert time.monotonic() - started < 2.0
-    mesh4.run("pass").get(30)
-
-
-def _raise_on_rank_zero() -> None:
-    import os
-    import time
-
-    if os.environ["RANK"] == "0":
-        raise ValueError("first")
-    time.sleep(3)
 
 
 def test_a_name_that_no_rank_has(mesh4: ProcMesh) -> None:
@@ -219,13 +189,3 @@ def test_shared_memory_comes_back_to_the_pool(mesh4: ProcMesh) -> None:
     while len(pool.in_use) > 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pool.in_use) <= 2  # the one that is bound, and what the last reply has not yet told
-
-
-def test_an_argument_that_cannot_travel_is_named(mesh4: ProcMesh) -> None:
-    with pytest.raises(errors.SerializationError, match=r"argument 2\.lock is a _thread\.lock"):
-        mesh4.execute(print, 1, _Holder())
-
-
-class _Holder:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()

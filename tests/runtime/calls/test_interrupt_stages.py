@@ -18,7 +18,6 @@ from collector import Collector
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.call_future import CellRun
 from meshbook.calls.rank_state import find_silence
-from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import descendants, is_same_process, start_time
 
@@ -156,15 +155,6 @@ def test_a_press_while_the_first_still_waits_insists_at_once(mesh2: ProcMesh) ->
     assert works(mesh2)
 
 
-def test_an_exception_that_is_being_handled_is_told_as_cleaning_up(mesh2: ProcMesh) -> None:
-    run = start(mesh2, "import time\ntry:\n    time.sleep(60)\nfinally:\n    time.sleep(2)\n    done = True")
-    report = interrupt(run)
-    place = "in time.sleep (cell 7, line 5); it is still cleaning up after KeyboardInterrupt"
-    assert report.stuck == {0: place, 1: place}
-    assert isinstance(run.future.exception(30), errors.CallFailed)
-    assert mesh2.pull("done").get(30).values() == [True, True]
-
-
 # ---- native code -----------------------------------------------------------------------------------------------
 
 
@@ -203,18 +193,6 @@ def test_native_code_that_goes_on_after_signals_is_told_from_code_that_catches_t
 
 
 # ---- stopped processes -----------------------------------------------------------------------------------------
-
-
-def test_a_stopped_rank_is_named_and_continued_by_the_second_interrupt(mesh2: ProcMesh) -> None:
-    run = start(mesh2, "import time\nx = rank\ntime.sleep(60)")
-    os.kill(mesh2.status()[1].pid, signal.SIGSTOP)
-    first = interrupt(run)
-    assert first.obeyed == (0,) and first.stuck == {1: "stopped by SIGSTOP"}
-    assert "rank 1 did not stop: stopped by SIGSTOP" in str(first)
-    assert states.where(mesh2)[1] == "stopped by SIGSTOP"
-    assert [status.state for status in mesh2.status()] == ["idle", "stopped"]
-    stop(run)
-    assert mesh2.pull("x").get(30).values() == [0, 1]
 
 
 # ---- waits of all kinds ----------------------------------------------------------------------------------------

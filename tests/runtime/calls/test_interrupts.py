@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 
 import pytest
@@ -22,16 +19,6 @@ def _busy(mesh: ProcMesh) -> None:
     while any(status.state != "busy" or "sleep" not in status.where for status in mesh.status()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_ctrl_c_while_waiting_reaches_the_ranks(mesh4: ProcMesh) -> None:
-    future = mesh4.execute(time.sleep, 60)
-    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(errors.CallInterrupted, match="ranks 0-3 stopped, all variables kept"):
-        future.get(30)
-    timer.join()
-    assert mesh4.run("rank").get(30).values() == [0, 1, 2, 3]
 
 
 def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -> None:
@@ -53,17 +40,6 @@ def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -
         run.future.get(10)
     assert time.monotonic() - started < 5
     assert mesh2.run("rank").get(30).values() == [0, 1]
-
-
-def test_a_cancelled_call_that_has_not_started_never_runs(mesh4: ProcMesh) -> None:
-    mesh4.run("ran = False").get(30)
-    busy = mesh4.run("import time; time.sleep(0.5)")
-    queued = mesh4.run("ran = True")
-    queued.cancel()
-    busy.get(30)
-    with pytest.raises(errors.CallFailed, match="cancelled before it started"):
-        queued.get(30)
-    assert mesh4.pull("ran").get(30).values() == [False] * 4
 
 
 def test_a_late_interrupt_hits_nobody(mesh4: ProcMesh) -> None:

@@ -19,58 +19,12 @@ def _run(mesh: ProcMesh, code: str) -> Collector:
     return collector
 
 
-def test_stdout_and_stderr_arrive_per_rank(mesh4: ProcMesh) -> None:
-    got = _run(mesh4, "import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)")
-    assert [got.text(r) for r in range(4)] == [f"out {r}\n" for r in range(4)]
-    assert [got.text(r, "stderr") for r in range(4)] == [f"err {r}\n" for r in range(4)]
-
-
-def test_c_prints_and_subprocesses_are_caught_in_order(mesh4: ProcMesh) -> None:
-    code = """
-import ctypes, os
-libc = ctypes.CDLL(None)
-print("python 1")
-libc.puts(b"from C"); libc.fflush(None)
-os.write(1, b"from the descriptor\\n")
-!echo from a child
-print("python 2")
-"""
-    got = _run(mesh4, code)
-    assert got.text(2) == "python 1\nfrom C\nfrom the descriptor\nfrom a child\npython 2\n"
-
-
 def test_all_text_comes_before_the_rank_is_done(mesh4: ProcMesh) -> None:
     got = _run(mesh4, "for i in range(2000): print(i)")
     for rank in range(4):
         events = [e for e in got.events if e.rank == rank]
         assert events[-1] is next(e for e in got.done if e.rank == rank)
         assert got.text(rank) == "".join(f"{i}\n" for i in range(2000))
-
-
-def test_late_output_belongs_to_the_cell_that_started_it(mesh4: ProcMesh) -> None:
-    first = Collector()
-    code = """
-import threading, time
-def late():
-    go.wait()
-    print("late from the first cell")
-go = threading.Event()
-thread = threading.Thread(target=late); thread.start()
-"""
-    run = start_cell(mesh4, code, on_output=first)
-    run.future.get(30)
-    second = _run(mesh4, "print('second'); go.set(); thread.join(); print('still second')")
-    first.wait_for(lambda: all("late" in first.text(r, output=run.id) for r in range(4)))
-    assert [second.text(r) for r in range(4)] == ["second\nstill second\n"] * 4
-
-
-@pytest.mark.slow
-def test_rich_results_and_plots_arrive_with_their_rank(mesh4: ProcMesh) -> None:
-    pytest.importorskip("matplotlib")
-    got = _run(mesh4, "import matplotlib.pyplot as plt\nplt.plot([1, rank])\n{'rank': rank}")
-    results = [e for e in got.displays if e.is_result]
-    assert {e.rank: e.data["text/plain"] for e in results} == {r: f"{{'rank': {r}}}" for r in range(4)}
-    assert {e.rank for e in got.displays if "image/png" in e.data} == {0, 1, 2, 3}
 
 
 def test_a_flood_is_bounded_counted_and_kept_in_the_log(mesh4: ProcMesh) -> None:
@@ -101,13 +55,6 @@ def test_logs_give_the_last_lines(mesh4: ProcMesh) -> None:
     _run(mesh4, "for i in range(10): print('line', i, 'of', rank)")
     logs = mesh4.slice(gpus=slice(1, 3)).logs(lines=2)
     assert logs == {r: f"line 8 of {r}\nline 9 of {r}" for r in (1, 2)}
-
-
-def test_durations_are_told_per_rank(mesh4: ProcMesh) -> None:
-    run = start_cell(mesh4, "import time; time.sleep(0.1 * rank)", on_output=Collector())
-    run.future.get(30)
-    assert sorted(run.durations_s) == [0, 1, 2, 3]
-    assert run.durations_s[3] > run.durations_s[0]
 
 
 DDP = """

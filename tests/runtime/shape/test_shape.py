@@ -78,10 +78,6 @@ def views(draw: st.DrawFn) -> Members:
     return members
 
 
-def test_numpy_axes_select_the_same() -> None:
-    assert same(Region.of({"hosts": 2, "gpus": 4}), np.arange(8).reshape(2, 4))
-
-
 @pytest.mark.slow
 @given(st.data())
 @quick
@@ -190,11 +186,6 @@ def test_encoding_of_ten_thousand_ranks_is_a_few_bytes() -> None:
         assert len(msgspec.msgpack.encode(view.encoded)) < 40
     assert len(mesh.slice(hosts=[*range(600), *range(700, 1250)], gpus=slice(0, 4)).encoded) == 2
     assert len(mesh.slice(hosts=[7, 3, 1], gpus=slice(None)).encoded) == 2
-
-
-def test_slices_cross_the_wire_as_they_are() -> None:
-    parts = Region.of({"gpus": 8}).slice(gpus=[0, 1, 5]).encoded
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=tuple[Piece, ...]) == parts
 
 
 def test_an_affine_list_is_a_region() -> None:

@@ -24,7 +24,7 @@ def squares(members: Members = MESH) -> ValueMesh[int]:
 
 def test_values_are_found_by_coordinates_and_by_base_rank() -> None:
     values = squares(MESH.slice(hosts=1))
-    assert values.item(gpus=2) == values.get(6) == 36
+    assert values.item(gpus=2) == values.get(6) == values[6] == 36
     assert values.item(gpus=-1) == 49
     assert (values.sizes, values.ranks, len(values)) == ({"gpus": 4}, (4, 5, 6, 7), 4)
     assert squares(MESH.slice(hosts=1, gpus=1)).item() == 25
@@ -105,13 +105,23 @@ def test_map_makes_a_mesh_of_results() -> None:
 
 
 def test_equality_compares_ranks_axes_and_all_elements() -> None:
-    assert squares() == squares()
+    assert (squares() == squares()) is True
+    assert (squares() != squares()) is False
     assert squares() != squares().rename(hosts="dp")
     assert squares(MESH.slice(hosts=0)) != ValueMesh(MESH.slice(hosts=1), [0, 1, 4, 9])
     two = Region.of({"gpus": 2})
     assert ValueMesh(two, [np.arange(3), np.ones(2)]) == ValueMesh(two, [np.arange(3), np.ones(2)])
     assert ValueMesh(two, [np.arange(3), np.ones(2)]) != ValueMesh(two, [np.arange(3), np.ones((2, 1))])
+    nested = ValueMesh(MESH, [squares()] * 8)
+    assert nested == ValueMesh(MESH, [squares()] * 8)
+    assert nested != squares()
+
+
+def test_several_values_have_no_truth() -> None:
     assert (squares() == 4).values() == [rank == 2 for rank in range(8)]
+    with pytest.raises(UsageError, match="no single truth"):
+        bool(squares() == 4)
+    assert squares(MESH.slice(hosts=0, gpus=2)) == 4
 
 
 def test_it_survives_pickling() -> None:
@@ -147,6 +157,10 @@ def test_wrong_requests_are_shape_errors() -> None:
         ValueMesh(MESH, range(7))
     with pytest.raises(RankError):
         squares().get(8)
+    with pytest.raises(RankError):
+        squares(MESH.slice(hosts=1))[0]
+    with pytest.raises(UsageError, match=r"\.item\(hosts=0\)    a part: \.slice\(hosts=slice\(0, 2\)\)"):
+        squares()[0:2]  # type: ignore[index]
     with pytest.raises(UnknownAxisError):
         squares().item(gpu=0)
     with pytest.raises(LayoutError, match="hosts is missing"):
@@ -162,15 +176,6 @@ def test_equal_values_in_a_row_are_pickled_once() -> None:
     mixed: list[object] = [1, True, 1.0, 1, 1, "1", b"1", None, None, [2], [2], float("nan")]
     again = pickle.loads(pickle.dumps(ValueMesh(Region.of({"gpus": len(mixed)}), mixed))).values()
     assert list(map(repr, again)) == list(map(repr, mixed)) and again[9] is not again[10]
-
-
-def test_a_value_is_found_by_the_number_of_its_rank() -> None:
-    assert squares()[2] == 4
-    assert squares(MESH.slice(hosts=1))[6] == 36
-    with pytest.raises(RankError):
-        squares(MESH.slice(hosts=1))[0]
-    with pytest.raises(UsageError, match=r"\.item\(hosts=0\)    a part: \.slice\(hosts=slice\(0, 2\)\)"):
-        squares()[0:2]  # type: ignore[index]
 
 
 def test_operators_act_on_the_value_of_each_rank() -> None:
@@ -193,18 +198,6 @@ def test_operators_of_numpy_and_torch_leave_the_ranks_apart() -> None:
     assert [list(value) for value in (np.ones(2) + values).values()] == [[1, 1], [2, 2], [5, 5], [10, 10]]
     torch = pytest.importorskip("torch")
     assert [value.tolist() for value in (torch.ones(1) + values).values()] == [[1], [2], [5], [10]]
-
-
-def test_two_meshes_are_equal_or_not_and_several_values_have_no_truth() -> None:
-    assert (squares() == squares()) is True
-    assert (squares() != squares()) is False
-    assert squares(MESH.slice(hosts=0)) != squares(MESH.slice(hosts=1))
-    nested = ValueMesh(MESH, [squares()] * 8)
-    assert nested == ValueMesh(MESH, [squares()] * 8)
-    assert nested != squares()
-    with pytest.raises(UsageError, match="no single truth"):
-        bool(squares() == 4)
-    assert squares(MESH.slice(hosts=0, gpus=2)) == 4
 
 
 def test_numpy_gets_the_axes_of_the_mesh_and_those_of_the_values() -> None:

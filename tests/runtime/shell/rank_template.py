@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,9 @@ class Rank:
 
     def __init__(self, shell: RankShell, rank: int) -> None:
         self.shell, self.sink = shell, RecordingSink()
-        started = time.perf_counter()
         shell.start_rank(
             rank=rank, host="a", sink=self.sink, namespace={"rank": rank, "torch": torch, "dist": torch.distributed}
         )
-        self.start_ms = (time.perf_counter() - started) * 1e3
 
     def run_cell(self, code: str, **options: Any) -> dict[str, Any]:
         before, before_late = len(self.sink.displays), len(self.sink.late)
@@ -85,7 +82,6 @@ class Rank:
     def facts(self) -> dict[str, Any]:
         return {
             "threads": threading.active_count(),
-            "start_ms": self.start_ms,
             "main": sys.modules["__main__"].__dict__ is self.shell.namespace,
         }
 
@@ -124,10 +120,8 @@ def serve_rank(shell: RankShell, descriptors: list[int], rank: int) -> None:
 
 def main(fd: int) -> None:
     requests = socket.socket(fileno=fd)
-    started = time.perf_counter()
     shell = RankShell()
     facts = {
-        "construct_ms": (time.perf_counter() - started) * 1e3,
         "threads": len(os.listdir("/proc/self/task")),
         "home": sorted(str(path) for path in Path.home().rglob("*")),
         "main": sys.modules["__main__"].__dict__.get("__doc__"),

@@ -72,9 +72,6 @@ def test_each_kind_of_rank_is_told_with_its_lines_and_the_odd_ones_are_named(han
     assert "[0,2] waiting in all_reduce (a cell, line 8) for " in text
     assert "guarded_work" not in text and "endpoints.py" not in text
     assert "endpoints.py" in stacks.text(all_frames=True)
-
-
-def test_a_view_shows_its_own_ranks_and_judges_by_all(hanging: ProcMesh) -> None:
     stacks = hanging.select([0]).stacks(all_threads=True)
     assert [one.rank for one in stacks] == [0]
     assert stacks.verdict is not None and stacks.verdict.odd == (1, 3)
@@ -125,10 +122,6 @@ def test_an_asynchronous_operation_that_one_rank_never_issues_names_it(mesh4: Pr
     future.get(20)
     assert texts[-1].startswith(named), texts
     assert " and is in time.sleep (a cell, line 4)\n" in texts[-1]
-
-
-def test_idle_ranks_take_one_line(mesh4: ProcMesh) -> None:
-    assert str(mesh4.stacks()) == "[0-3] idle"
 
 
 def test_many_stacks_fit_one_screen(mesh4: ProcMesh) -> None:

@@ -172,11 +172,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_an_error(op: StoreOp) ->
     assert len(store) == 0 and store.waiting == 0
 
 
-def test_ops_and_results_travel_and_an_unknown_op_does_not() -> None:
-    op = StoreOp("compare_set", ("k",), (b"\x00", b"\xff"), amount=-1, token=3)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(op), type=StoreOp) == op
-    result = StoreResult((b"v",), 2, "why")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StoreResult) == result
+def test_an_unknown_op_does_not_travel() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(["steal", []]), type=StoreOp)
 
@@ -213,21 +209,3 @@ def test_whatever_the_order_waiters_are_answered_exactly_when_their_keys_are_the
             if request in clients.answers:
                 del waiting[request]
     assert clients.store.waiting == len(waiting)
-
-
-@given(st.permutations(range(6)), st.data())
-def test_a_barrier_of_adds_lets_all_go_with_the_last(order: list[int], data: st.DataObject) -> None:
-    clients = Clients()
-    waits = []
-    for position, rank in enumerate(order):
-        arrived = clients.result("add", ["count"], amount=1).number
-        assert arrived == position + 1
-        early = data.draw(st.booleans())
-        if arrived == len(order):
-            if early:
-                waits.append(clients.ask("wait", ["all"], client=f"rank {rank}"))
-            clients.ask("set", ["all"], b"1")
-        else:
-            waits.append(clients.ask("wait", ["all"], client=f"rank {rank}"))
-            assert not set(waits) & clients.answers.keys()
-    assert set(waits) <= clients.answers.keys() and clients.store.waiting == 0

@@ -8,15 +8,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire.frames import READ_BYTES, MessageSocket, pack
-from meshbook.wire.lanes import routing_id
+from meshbook.wire.lanes import LaneName, routing_id
 from meshbook.wire.link import Link
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import ControllerSocket, Dialer, new_keys
+from meshbook.wire.transport import ControllerSocket, Dialer, Lane, new_keys
 from meshbook.wire.unix_transport import SCHEME, UnixLane
 
 PATIENCE_S = 20.0
@@ -54,6 +55,27 @@ def side(tmp_path: Path) -> Iterator[Side]:
     side = Side(tmp_path / "control")
     yield side
     side.close()
+
+
+Lanes: TypeAlias = dict[LaneName, Lane]
+
+
+@pytest.fixture
+def loop() -> EventLoop:
+    return EventLoop()
+
+
+@pytest.fixture
+def lanes(side: Side, loop: EventLoop) -> Iterator[Lanes]:
+    """The lanes of a host that the controller has heard."""
+    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
+    for lane in lanes.values():
+        lane.watch(loop)
+    lanes["calls"].beat()
+    assert side.serve(lambda: bool(side.received))
+    yield lanes
+    for lane in lanes.values():
+        lane.close()
 
 
 def dial(side: Side, *first: bytes) -> MessageSocket:
@@ -156,14 +178,9 @@ def test_a_broken_stream_costs_its_connection_only(side: Side) -> None:
     good.close()
 
 
-def test_large_messages_cross_both_ways_while_nobody_waits(side: Side) -> None:
+def test_large_messages_cross_both_ways_while_nobody_waits(side: Side, loop: EventLoop, lanes: Lanes) -> None:
     """More than the kernel keeps: the rest waits with its sender, in order, and blocks nobody."""
-    loop, got = EventLoop(), []
-    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
-    for lane in lanes.values():
-        lane.watch(loop)
-    lanes["calls"].beat()
-    assert side.serve(lambda: bool(side.received))
+    got = []
     ours, big = Link(1), bytes(range(256)) * (40 << 10)
     for number in range(3):
         side.sock.send("host", "calls", ours.send(b"%d" % number, [big]))
@@ -180,18 +197,11 @@ def test_large_messages_cross_both_ways_while_nobody_waits(side: Side) -> None:
     assert got == [(b"%d" % number, [big]) for number in range(3)]
     heard = [ours.receive(frames) for _, _, frames in side.received]
     assert [message for message in heard if message is not None] == got
-    for lane in lanes.values():
-        lane.close()
 
 
-def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> None:
+def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side, loop: EventLoop, lanes: Lanes) -> None:
     """Nothing else comes that would tell of the rest."""
-    loop, big = EventLoop(), bytes(3 * READ_BYTES)
-    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
-    for lane in lanes.values():
-        lane.watch(loop)
-    lanes["calls"].beat()
-    assert side.serve(lambda: bool(side.received))
+    big = bytes(3 * READ_BYTES)
     side.sock.send("host", "calls", Link(1).send(b"head", [big]))
     while not lanes["calls"].may_read:
         loop.run_once()
@@ -199,25 +209,16 @@ def test_a_message_that_takes_several_reads_is_read_at_one_edge(side: Side) -> N
     lanes["calls"].receive(lambda header, payload: got.append((header, payload)))
     assert got == [(b"head", [big])]
     assert not lanes["calls"].may_read
-    for lane in lanes.values():
-        lane.close()
 
 
-def test_the_last_words_of_an_end_that_has_closed_are_heard_by_who_was_speaking(side: Side) -> None:
+def test_the_last_words_of_an_end_that_has_closed_are_heard_by_who_was_speaking(side: Side, lanes: Lanes) -> None:
     """A goodbye, say: the other end sends it, closes, and has us among those to whom nobody listens."""
-    lanes = Dialer().dial(side.ticket(), lambda epoch: None)
-    for lane in lanes.values():
-        lane.watch(EventLoop())
-    lanes["calls"].beat()
-    assert side.serve(lambda: bool(side.received))
     side.sock.send("host", "calls", Link(1).send(b"goodbye"))
     side.sock.revoke("host")
     lanes["calls"].send(b"so long")
     got = []
     lanes["calls"].receive(lambda header, payload: got.append(header))
     assert got == [b"goodbye"]
-    for lane in lanes.values():
-        lane.close()
 
 
 def test_the_last_words_of_a_host_are_heard_though_it_reads_no_more(side: Side) -> None:
