@@ -21,6 +21,14 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
         time.sleep(0.01)
 
 
+def stays(condition: Callable[[], object], seconds: float) -> None:
+    """The condition holds for so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert condition()
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def beside(*actions: Callable[[], object], timeout_s: float = 90.0) -> Iterator[None]:
     """Do each of these on a thread of its own meanwhile; the first error is raised at the end."""

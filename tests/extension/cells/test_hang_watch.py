@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from patience import wait_until
 
 from meshbook_extension.output.publisher import StreamSink
 
@@ -49,10 +50,9 @@ def run_until_told(notebook, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         return notes
 
     yield run
-    deadline = time.monotonic() + 30
-    while any(one.state != "idle" for one in notebook.shell._meshbook_session.mesh().status()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(
+        lambda: all(one.state == "idle" for one in notebook.shell._meshbook_session.mesh().status()), timeout_s=30
+    )
     notebook.run("%%mesh\ndist.barrier()")
 
 

@@ -468,10 +468,19 @@ def test_prints_of_a_call_land_in_the_cell_that_made_it(kernel: Kernel) -> None:
     assert second.of("execute_result")[0]["data"]["text/plain"] == "[42, 42, 42, 42]"
 
 
+SLEEP = "import time\nprint('begun')\ntime.sleep(60)"
+
+
+def until_all_have_begun(kernel: Kernel, request: Request) -> None:
+    """Each of four ranks has said so, and has gone on to its next line."""
+    kernel.until(lambda: by_rank(request.text()) == each_of(4, "begun"), request)
+    kernel.listen(0.2)
+
+
 def test_an_interrupt_of_a_call_in_python_reaches_the_ranks(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
-    request = kernel.send("procs.run('import time; time.sleep(60)').get()")
-    kernel.listen(1.5)
+    request = kernel.send(f"procs.run({SLEEP!r}).get()")
+    until_all_have_begun(kernel, request)
     kernel.manager.interrupt_kernel()
     assert "ranks 0-3 stopped, all variables kept" in kernel.wait(request).reply["evalue"]
     assert (
@@ -481,8 +490,8 @@ def test_an_interrupt_of_a_call_in_python_reaches_the_ranks(kernel: Kernel) -> N
 
 def test_an_interrupt_of_an_awaited_call_reaches_the_ranks_at_once(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
-    request = kernel.send("await procs.run('import time; time.sleep(60)')")
-    kernel.listen(1.5)
+    request = kernel.send(f"await procs.run({SLEEP!r})")
+    until_all_have_begun(kernel, request)
     pressed = time.monotonic()
     kernel.manager.interrupt_kernel()
     reply = kernel.wait(request).reply
@@ -495,10 +504,10 @@ def test_an_interrupt_of_an_awaited_call_reaches_the_ranks_at_once(kernel: Kerne
 def test_an_interrupt_of_calls_that_are_awaited_together_reaches_all_of_them(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
     request = kernel.send(
-        "import asyncio\nslow = [procs.select([rank]).run('import time; time.sleep(60)') for rank in procs.ranks]\n"
+        f"import asyncio\nslow = [procs.select([rank]).run({SLEEP!r}) for rank in procs.ranks]\n"
         "await asyncio.gather(*slow)"
     )
-    kernel.listen(1.5)
+    until_all_have_begun(kernel, request)
     pressed = time.monotonic()
     kernel.manager.interrupt_kernel()
     assert kernel.wait(request).reply["status"] == "error"
@@ -509,19 +518,18 @@ def test_an_interrupt_of_calls_that_are_awaited_together_reaches_all_of_them(ker
 def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_interrupt(kernel: Kernel) -> None:
     kernel.run("%mesh use main --out procs")
     stuck = kernel.send(
-        "%%mesh\nimport time\nend = time.monotonic() + 8\n"
+        "%%mesh\nimport time\nprint('begun')\nend = time.monotonic() + 8\n"
         "while rank == 3 and time.monotonic() < end:\n    try:\n        time.sleep(60)\n"
         "    except KeyboardInterrupt:\n        end = time.monotonic() + 8; time.sleep(8)"
     )
-    kernel.listen(1.5)
+    until_all_have_begun(kernel, stuck)
     kernel.manager.interrupt_kernel()
     first = kernel.wait(stuck).reply
     number = first["execution_count"]
     assert "rank 3 did not stop: in time.sleep (cell " in first["evalue"]
     waiting = kernel.send("%%mesh\nran = True")
-    kernel.listen(4)
+    kernel.until(lambda: f"cell {number + 1} waits for that; an interrupt drops it" in waiting.text("stderr"), waiting)
     assert f"rank 3 is still in cell {number}: in time.sleep (cell {number}, line " in waiting.text("stderr")
-    assert f"cell {number + 1} waits for that; an interrupt drops it" in waiting.text("stderr")
     pressed = time.monotonic()
     kernel.manager.interrupt_kernel()
     second = kernel.wait(waiting).reply

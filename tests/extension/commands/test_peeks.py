@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import Notebook
+from patience import wait_until
 
 from meshbook.mesh.peeks import NoValue
 
@@ -25,9 +26,7 @@ while True:
 def job(notebook: Notebook) -> Iterator[Notebook]:
     """A job that fills a list on four ranks."""
     notebook.run(LOOP)
-    deadline = time.monotonic() + 10
-    while "ValueMesh" not in notebook.try_to_run("%mesh pull --now losses name").stdout:
-        assert time.monotonic() < deadline
+    wait_until(lambda: "ValueMesh" in notebook.try_to_run("%mesh pull --now losses name").stdout)
     yield notebook
     notebook.try_to_run("%mesh interrupt")
 

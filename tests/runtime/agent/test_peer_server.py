@@ -14,6 +14,7 @@ import pytest
 import strangers
 import zmq
 from mail_ranks import There
+from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.shape.members import Region, members_of
@@ -105,10 +106,7 @@ def test_strangers_cost_the_agent_nothing(port: Port) -> None:
         port.call()
     assert port.agent.memory_info().rss - before < 50 << 20
     port.forget(name)
-    deadline = time.monotonic() + 20
-    while port.agent.num_fds() > files:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: port.agent.num_fds() <= files)
 
 
 def _call(port: Port, endpoint: str, argument: object, mailbox: int) -> tuple[bytes, list[Buffer]]:

@@ -21,7 +21,7 @@ import torch
 from controllers import Zygote, alone
 from far_hosts import FarLauncher
 from mail_ranks import open_desks
-from patience import wait_until
+from patience import stays, wait_until
 
 import meshbook
 from benchmarks.faults.namespace import Namespace, make_namespace
@@ -103,10 +103,7 @@ def test_an_agent_that_stalls_is_suspect_and_taken_back_with_its_ranks(beside: P
         assert re.match(r"its host is silent for \d+ s: its agent is stopped or its machine is busy", status.where)
         with interrupted(), pytest.raises(CallInterrupted, match=_STILL_SILENT):
             beside.slice(hosts=1).run("1").get(30)
-        silent_until = time.monotonic() + MAX_SILENCE_S + 2
-        while time.monotonic() < silent_until:
-            assert not beside.lost
-            time.sleep(0.1)
+        stays(lambda: not beside.lost, MAX_SILENCE_S + 2)
         assert "nothing to heal; its process groups were not proved, since ranks are busy" in str(beside.heal())
     assert pending.get(60).values() == [43.0, 44.0]
     assert asked.get(60).values() == [{0: 2, 1: 2}]
@@ -163,10 +160,7 @@ def test_what_waits_for_a_host_elsewhere_fills_its_connection_and_arrives_once(e
         pushed = elsewhere.push({"payload": payload})
         calls = [elsewhere.execute(_note, number) for number in range(2000)]
         wait_until(lambda: states.suspects(elsewhere))
-        silent_until = time.monotonic() + MAX_SILENCE_S + 4
-        while time.monotonic() < silent_until:
-            assert not elsewhere.lost
-            time.sleep(0.1)
+        stays(lambda: not elsewhere.lost, MAX_SILENCE_S + 4)
     pushed.get(60)
     assert [call.get(60).values() for call in calls] == [[number, number] for number in range(2000)]
     assert all(torch.equal(each, payload) for each in elsewhere.pull("payload").get(60).values())
@@ -227,10 +221,7 @@ def test_a_host_behind_a_proxy_that_passes_nothing_on_is_suspect_until_it_is_giv
         former = psutil.Process(agent_of(mesh, 1))
         assert launcher.relay is not None
         launcher.relay.silence(600)
-        silent_until = time.monotonic() + MAX_SILENCE_S + 3
-        while time.monotonic() < silent_until:
-            assert not mesh.lost
-            time.sleep(0.1)
+        stays(lambda: not mesh.lost, MAX_SILENCE_S + 3)
         with interrupted(), pytest.raises(CallInterrupted, match=r"its host is silent for \d+ s"):
             mesh.slice(hosts=1).run("1").get(30)
         assert mesh.heal(force=True).ranks == (1,)
@@ -313,10 +304,7 @@ def test_a_connection_that_is_reset_after_a_silence_costs_nothing(clean_end: Non
         assert launcher.relay is not None
         launcher.relay.silence(600)
         calls = [mesh.run("rank") for _ in range(20)]
-        silent_until = time.monotonic() + MAX_SILENCE_S / 2
-        while time.monotonic() < silent_until:
-            assert not mesh.lost
-            time.sleep(0.1)
+        stays(lambda: not mesh.lost, MAX_SILENCE_S / 2)
         launcher.relay.cut()
         launcher.relay.silence(0)
         assert [call.get(30).values() for call in calls] == [[0, 1]] * 20
@@ -407,10 +395,7 @@ def test_a_stopped_controller_elsewhere_keeps_its_mesh_beyond_the_lease(monkeypa
         driver = zygote.start(STOPPED)
         worker = psutil.Process(int(driver.expect("pid")))
         with stalled(driver.pid):
-            silent_until = time.monotonic() + MAX_SILENCE_S + lease_s
-            while time.monotonic() < silent_until:
-                assert worker.is_running()
-                time.sleep(0.1)
+            stays(lambda: worker.is_running(), MAX_SILENCE_S + lease_s)
         driver.tell()
         assert driver.expect("value") == "42"
         driver.wait()

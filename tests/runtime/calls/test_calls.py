@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-import time
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from patience import wait_until
 
 from meshbook import ProcMesh, ValueMesh, errors
 from meshbook.mesh.rank_calls import set_axes
@@ -185,7 +185,5 @@ def test_shared_memory_comes_back_to_the_pool(mesh4: ProcMesh) -> None:
     pool = mesh4._controller._dispatcher.payloads._pool
     for _ in range(20):
         mesh4.push({"shared": big}).get(30)
-    deadline = time.monotonic() + 10
-    while len(pool.in_use) > 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(pool.in_use) <= 2)
     assert len(pool.in_use) <= 2  # the one that is bound, and what the last reply has not yet told

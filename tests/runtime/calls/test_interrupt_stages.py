@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from collector import Collector
+from patience import wait_until
 
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.call_future import CellRun
@@ -64,10 +65,7 @@ c.pthread_mutex_timedlock(lock, ctypes.byref(Timespec(int(time.time()) + {second
 def start(mesh: ProcMesh, code: str, number: int = 7) -> CellRun:
     """Start a cell and wait until all of its ranks are in it."""
     run = start_cell(mesh, code, on_output=Collector(), cell_number=number)
-    deadline = time.monotonic() + 20
-    while any(status.state == "idle" for status in mesh.status()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: all(status.state != "idle" for status in mesh.status()))
     time.sleep(0.1)
     return run
 
@@ -241,14 +239,10 @@ def sleeping_commands(mesh: ProcMesh) -> dict[int, int]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_end_with_their_cell(mesh4: ProcMesh, name: str) -> None:
     run = start(mesh4, COMMANDS[name])
-    deadline = time.monotonic() + 20
-    while len(commands := sleeping_commands(mesh4)) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(sleeping_commands(mesh4)) == 4)
+    commands = sleeping_commands(mesh4)
     stop(run)
-    while any(is_same_process(pid, started) for pid, started in commands.items()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not any(is_same_process(pid, started) for pid, started in commands.items()))
 
 
 def test_a_process_of_an_earlier_cell_outlives_an_interrupt(mesh2: ProcMesh) -> None:
@@ -381,10 +375,7 @@ def test_an_interrupted_spawn_leaves_nothing(mesh4: ProcMesh) -> None:
         with contextlib.suppress(KeyboardInterrupt), pressing(delay_s):
             this_host().spawn_procs({"gpus": 2}, name="never").stop()
         assert time.monotonic() - began < 10
-    deadline = time.monotonic() + 20
-    while set(descendants(os.getpid())) - before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: set(descendants(os.getpid())) <= before)
 
 
 def test_why_a_rank_is_silent_is_told_by_the_state_of_its_process() -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from collector import Collector
+from patience import wait_until
 
 from meshbook import ProcMesh, errors
 from meshbook.mesh import states
@@ -15,10 +16,7 @@ SLEEP = "import time\nmark = 'before'\ntime.sleep(60)\nmark = 'after'"
 
 
 def _busy(mesh: ProcMesh) -> None:
-    deadline = time.monotonic() + 20
-    while any(status.state != "busy" or "sleep" not in status.where for status in mesh.status()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: all(status.state == "busy" and "sleep" in status.where for status in mesh.status()))
 
 
 def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -> None:
@@ -29,10 +27,7 @@ def test_an_interrupt_frees_a_rank_that_waits_in_a_collective(mesh2: ProcMesh) -
         cell_number=7,
         line_offset=1,
     )
-    deadline = time.monotonic() + 20
-    while run.waiting != (0,) or states.where(mesh2)[0] != "in all_reduce (cell 7, line 4)":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: run.waiting == (0,) and states.where(mesh2)[0] == "in all_reduce (cell 7, line 4)")
     assert [one.in_collective for one in mesh2.status()] == [True, False]
     started = time.monotonic()
     run.interrupt()

@@ -26,17 +26,6 @@ def told(
     return RankProgress(doing, Collectives(1, 5, progress, waiting, ""))
 
 
-def test_the_rank_that_has_issued_fewer_operations_is_odd() -> None:
-    poll = {rank: told(41, "all_reduce") for rank in range(8)} | {3: told(40)}
-    verdict = find_stragglers(poll)
-    assert verdict is not None
-    assert (verdict.odd, verdict.waiting, verdict.circular) == ((3,), (0, 1, 2, 4, 5, 6, 7), False)
-    assert verdict.text == (
-        "ranks 0-2,4-7 wait in all_reduce (cell 7, line 5), operation 41;\n"
-        "  rank 3 has issued 40 and is in time.sleep (train.py:41)"
-    )
-
-
 def test_different_operations_under_one_number_are_a_mismatch() -> None:
     poll = {rank: told(41, "all_reduce") for rank in range(8)} | {3: told(41, "barrier", place="cell 7, line 9")}
     verdict = find_stragglers(poll)
@@ -45,14 +34,6 @@ def test_different_operations_under_one_number_are_a_mismatch() -> None:
         "rank 3 is in barrier (cell 7, line 9) as operation 41, "
         "where ranks 0-2,4-7 are in all_reduce (cell 7, line 5): they wait for each other"
     )
-
-
-def test_a_rank_that_does_not_answer_is_what_the_others_wait_for() -> None:
-    poll = {rank: told(41, "all_reduce") for rank in range(8)}
-    poll[5] = RankProgress("does not answer: native code holds the GIL (cell 7, line 3)", None)
-    verdict = find_stragglers(poll)
-    assert verdict is not None and verdict.odd == (5,)
-    assert verdict.text.endswith(";\n  rank 5 does not answer: native code holds the GIL (cell 7, line 3)")
 
 
 def test_waits_are_followed_to_their_end() -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from patience import wait_until
 
 from meshbook.shell import commands
 from meshbook.shell.shell import CellOutcome
@@ -380,9 +381,10 @@ def test_a_shell_that_is_interrupted_bit_by_bit_runs_no_further_command(monkeypa
         assert shell.stdin is not None and shell.stdout is not None
         shell.stdin.write("(sleep 77 | cat; true); echo unreachable\n")
         shell.stdin.close()
-        deadline = time.monotonic() + 60
-        while {"sleep", "cat"} - {child.name() for child in psutil.Process(shell.pid).children(recursive=True)}:
-            assert time.monotonic() < deadline
+        wait_until(
+            lambda: {"sleep", "cat"} <= {child.name() for child in psutil.Process(shell.pid).children(recursive=True)},
+            timeout_s=60,
+        )
         monkeypatch.setattr(commands.os, "kill", kill_slowly)
         commands._end(shell)  # type: ignore[arg-type]
         assert shell.stdout.read() == ""

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -117,11 +116,6 @@ def test_buffers_arrive_whole_and_on_pages(pool: SegmentPool, released: list[int
     assert [view.tobytes() for view in views] == [memoryview(buffer).tobytes() for buffer in buffers]
     assert all(offset % PAGE_BYTES == 0 for offset, _ in ref.spans)
     assert all(view.flags.writeable for view in views)
-
-
-def test_a_reference_survives_the_wire(pool: SegmentPool) -> None:
-    ref = pool.write([b"abc", b"d"])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=SegmentRef) == ref
 
 
 def test_each_payload_of_a_reused_segment_arrives_whole(pool: SegmentPool, released: list[int]) -> None:

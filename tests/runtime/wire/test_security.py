@@ -20,6 +20,7 @@ import psutil
 import pytest
 import strangers
 import zmq
+from patience import wait_until
 
 from benchmarks.faults.relay import Relay, RelayedLauncher
 from benchmarks.fuzz import NoProcess
@@ -55,17 +56,11 @@ class Front:
     def opened(self) -> Iterator[None]:
         """Expect a host that never comes, so that the port stays open."""
         self.controller.accept("late")
-        self.wait_until(lambda: self.door.is_open)
+        wait_until(lambda: self.door.is_open)
         try:
             yield
         finally:
             self.controller.ask(lambda: self.socket.revoke("late"))
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "not in time"
-            time.sleep(0.02)
 
     def bad(self) -> int:
         """All bad input so far."""
@@ -94,7 +89,7 @@ def front(mesh2x2: ProcMesh) -> Front:
 
 
 def test_the_port_is_shut_once_all_hosts_are_there(front: Front) -> None:
-    front.wait_until(lambda: not front.door.is_open or not front.door.can_shut)
+    wait_until(lambda: not front.door.is_open or not front.door.can_shut)
     if not front.door.can_shut:
         pytest.skip("this kernel lets only root set socket filters")
     assert strangers.dial(front.port, 0.3) is None
@@ -102,7 +97,7 @@ def test_the_port_is_shut_once_all_hosts_are_there(front: Front) -> None:
         sock = strangers.dial(front.port)
         assert sock is not None
         sock.close()
-    front.wait_until(lambda: not front.door.is_open)
+    wait_until(lambda: not front.door.is_open)
 
 
 def test_a_port_that_cannot_be_shut_stays_open() -> None:
@@ -124,10 +119,10 @@ def test_strangers_are_counted_and_slow_nobody(front: Front, attack: Callable[[i
     with front.opened():
         before, rss = front.bad(), psutil.Process().memory_info().rss
         with strangers.attacking(lambda: attack(front.port)) as rounds:
-            front.wait_until(lambda: rounds[0] >= 3)
+            wait_until(lambda: rounds[0] >= 3)
             attacked_s = front.call_s()
-        front.wait_until(lambda: front.bad() >= before + 3)
-        front.wait_until(lambda: front.door.strangers == 0)
+        wait_until(lambda: front.bad() >= before + 3)
+        wait_until(lambda: front.door.strangers == 0)
     assert attacked_s < 10 * usual_s + 0.05
     assert psutil.Process().memory_info().rss - rss < 100 << 20
 
@@ -140,7 +135,7 @@ def test_a_pickle_of_a_stranger_is_never_opened(front: Front, tmp_path: Path, ha
         key = front.socket.public_key if has_key else None
         for payload in (strangers.canary_pickle(canary), _message(1, 1, wire.Heartbeat()) + b"x"):
             strangers.dial_with_zmq(front.port, payload, key)
-        front.wait_until(lambda: front.bad() > before)
+        wait_until(lambda: front.bad() > before)
     assert front.call_s(3) < 1
     assert not canary.exists()
 
@@ -161,14 +156,14 @@ def test_slow_handshakes_are_few_and_end_after_five_seconds(front: Front) -> Non
         slow = strangers.Slow(front.port, 150)
         try:
             most = MAX_PER_ADDRESS + front.door._missing
-            front.wait_until(lambda: slow.alive() <= most)
+            wait_until(lambda: slow.alive() <= most)
             assert front.door.turned_away - turned_away >= len(slow.sockets) - most
             assert front.call_s() < 10 * usual_s + 0.05
-            front.wait_until(lambda: slow.alive() == 0, 10)
+            wait_until(lambda: slow.alive() == 0, 10)
         finally:
             slow.close()
-        front.wait_until(lambda: front.door.strangers == 0)
-    front.wait_until(lambda: psutil.Process().num_fds() <= descriptors + 2)
+        wait_until(lambda: front.door.strangers == 0)
+    wait_until(lambda: psutil.Process().num_fds() <= descriptors + 2)
 
 
 class RecordingRelay(Relay):
@@ -210,9 +205,7 @@ def test_a_gate_lets_few_strangers_in_and_answers_meanwhile() -> None:
                 come = socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0))
                 stack.enter_context(come)
             assert gate._door is not None
-            deadline = time.monotonic() + 30
-            while gate._door.turned_away < 200 - MAX_PER_ADDRESS and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: gate._door.turned_away >= 200 - MAX_PER_ADDRESS, timeout_s=30)
             assert gate._door.strangers <= MAX_PER_ADDRESS
             ask = f"print(ask_gate({gate.endpoint!r}, {gate.key!r}, b'who', 10).decode())"
             command = [sys.executable, "-c", f"from meshbook.wire.zmq_transport import ask_gate; {ask}"]
@@ -240,7 +233,7 @@ def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
         with front.opened():
             for said in recorded:
                 strangers.send(front.port, said[:64], said[64:], wait_s=0.3)
-            front.wait_until(lambda: front.bad() >= bad + 3)
+            wait_until(lambda: front.bad() >= bad + 3)
         assert mesh.pull("n").get(20).values() == [5]
     finally:
         mesh.stop()
@@ -328,7 +321,7 @@ def test_a_host_that_lies_is_lost_and_nobody_else(front: Front, liar: Liar, lie:
     frames = _lies(front.mesh._mesh.id, running.call.id)[lie]
     impossible = front.controller._dispatcher.impossible
     liar.dial(liar.ticket.public_key).send_multipart(frames)
-    front.wait_until(lambda: bool(liar.host.lost))
+    wait_until(lambda: bool(liar.host.lost))
     assert liar.host.lost.startswith("it sent something impossible: ")
     assert front.controller._dispatcher.impossible == impossible + 1
     assert running.get(20).values() == [1] * 4
@@ -355,7 +348,7 @@ def test_repeated_and_foreign_frames_are_ignored(front: Front, liar: Liar) -> No
     for frames in [first, first, first, [_message(2, 0, wire.Heartbeat())], [_message(3, 0, wire.Heartbeat())]]:
         sock.send_multipart(frames)
     theirs = liar.host._links["calls"]
-    front.wait_until(lambda: theirs.ignored == 4)
+    wait_until(lambda: theirs.ignored == 4)
     assert not liar.host.lost
 
 
@@ -366,7 +359,7 @@ def test_a_host_cannot_take_the_place_of_another(front: Front, liar: Liar) -> No
         for lane in ("calls", "urgent"):
             sock = liar.dial(host.id, "calls" if lane == "calls" else "urgent")
             sock.send_multipart([_message(1, 1, wire.Heartbeat())])
-    front.wait_until(lambda: front.socket.rejected >= rejected + 4)
+    wait_until(lambda: front.socket.rejected >= rejected + 4)
     assert front.call_s(5) < 2
     assert not any(host.lost for host in front.mesh._mesh.hosts)
 

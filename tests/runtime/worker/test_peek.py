@@ -25,9 +25,7 @@ def pair() -> Iterator[ProcMesh]:
 
 def _until(mesh: ProcMesh, expression: str) -> None:
     """Wait until a peek finds the expression true on all ranks."""
-    deadline = time.monotonic() + 20
-    while not all(value is True for value in peek(mesh, expression).values.values()):
-        assert time.monotonic() < deadline
+    wait_until(lambda: all(value is True for value in peek(mesh, expression).values.values()))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import IPython
 import numpy as np
 import pytest
 import torch
+from patience import wait_until
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -286,9 +286,7 @@ def test_a_stream_of_a_mesh_that_ended_says_so(mesh2: ProcMesh) -> None:
     batches = meshbook.stream((torch.ones(4) for _ in range(9)), mesh2)
     assert next(batches).sum().item() == 4
     os.kill(mesh2.status()[0].pid, signal.SIGKILL)
-    deadline = time.monotonic() + GRACE_S
-    while not mesh2.lost and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: mesh2.lost, timeout_s=GRACE_S)
     given = 1
     with pytest.raises(DeviceMeshError, match="rank 0"):
         while True:
