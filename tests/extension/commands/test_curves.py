@@ -67,9 +67,10 @@ def test_an_expression_is_watched_on_busy_ranks(notebook: Notebook) -> None:
     assert notebook.run(code.replace("30", "12")).displays == []
 
 
-def test_an_expression_that_gives_no_number_says_why(notebook: Notebook) -> None:
+def test_an_expression_that_gives_no_number_says_why(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshbook_extension.cells.curves.TRIES", 2)
     notebook.run('%mesh watch --eval "unknown" --every 1s')
-    said = notebook.run("%%mesh\nimport time\ntime.sleep(7)").stderr
+    said = notebook.run("%%mesh\nimport time\ntime.sleep(4)").stderr
     assert "%mesh watch --eval unknown: no number so far; rank 0: NameError: name 'unknown' is not defined" in said
 
 

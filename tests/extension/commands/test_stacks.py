@@ -26,7 +26,7 @@ step()"""
 def job(notebook) -> Iterator[int]:
     """A job whose rank 3 sleeps while the others wait for it."""
     number = int(re.search(r"job (\d+) runs", notebook.run(STEP).stdout)[1])
-    time.sleep(1.5)
+    wait_until(lambda: notebook.run("%mesh stacks").stdout.startswith("ranks 0-2 wait in all_reduce"))
     yield number
     notebook.run(f"%mesh cancel {number}")
     notebook.try_to_run(f"%mesh wait {number} --timeout 20")

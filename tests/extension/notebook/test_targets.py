@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.errors import RankError, UnknownAxisError, UsageError
+from meshbook.errors import RankError, UsageError
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.members import Members, Region
 from meshbook_extension.notebook.targets import choose, parse_selector
@@ -92,12 +92,6 @@ def test_rank_means_base_ranks_also_in_a_view() -> None:
         ranks(evens, "rank=1")
     with pytest.raises(UsageError, match=r"ranks 0,1 are not in this target, which has ranks 2,3,6,7\."):
         ranks(right, "rank=:2")
-
-
-def test_an_unknown_axis_is_answered_with_the_axes_and_the_near_match() -> None:
-    with pytest.raises(UnknownAxisError) as caught:
-        ranks(view(hosts=2, gpus=4), "gpu=0")
-    assert str(caught.value) == 'unknown axis "gpu"; this mesh has hosts=2, gpus=4. Did you mean gpus=0?'
 
 
 @pytest.mark.parametrize(

@@ -225,28 +225,23 @@ def _kernel(root: Path, cgroup: str, vmstat: int, events: dict[str, int]) -> Oom
     return OomWatch(root / "proc", root / "cgroup")
 
 
-def test_a_count_of_the_ranks_own_cgroup_is_blamed_once(tmp_path: Path) -> None:
-    events = "job/memory.events"
-    watch = _kernel(tmp_path, "0::/job\n", 5, {events: 2})
+@pytest.mark.parametrize(
+    ("cgroup", "events", "more_vmstat", "more_events", "blamed"),
+    [
+        ("0::/job\n", {"job/memory.events": 2}, 1, {"job/memory.events": 3}, True),
+        ("0::/job\n", {"job/memory.events": 2}, 4, {}, False),
+        ("3:cpu:/x\n", {}, 1, {}, True),
+    ],
+    ids=["own cgroup", "another container", "no cgroup"],
+)
+def test_a_kill_is_blamed_on_the_killer_once_and_where_it_counted(
+    tmp_path: Path, cgroup: str, events: dict[str, int], more_vmstat: int, more_events: dict[str, int], blamed: bool
+) -> None:
+    watch = _kernel(tmp_path, cgroup, 5, events)
     watch.sample([7])
     assert watch.blames(7) is False
-    _kernel(tmp_path, "0::/job\n", 6, {events: 3})
-    assert watch.blames(7) is True
-    assert watch.blames(7) is False
-
-
-def test_kills_of_other_containers_are_not_blamed(tmp_path: Path) -> None:
-    watch = _kernel(tmp_path, "0::/job\n", 5, {"job/memory.events": 2})
-    watch.sample([7])
-    _kernel(tmp_path, "0::/job\n", 9, {})
-    assert watch.blames(7) is False
-
-
-def test_without_a_memory_cgroup_the_machine_counts(tmp_path: Path) -> None:
-    watch = _kernel(tmp_path, "3:cpu:/x\n", 5, {})
-    watch.sample([7])
-    _kernel(tmp_path, "3:cpu:/x\n", 6, {})
-    assert watch.blames(7) is True
+    _kernel(tmp_path, cgroup, 5 + more_vmstat, more_events)
+    assert [watch.blames(7), watch.blames(7)] == [blamed, False]
 
 
 def test_without_counters_nobody_is_cleared() -> None:

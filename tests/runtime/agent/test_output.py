@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import select
 import time
 from collections.abc import Iterator
@@ -14,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshbook.agent.output import BURST_BYTES, RankOutput, _Stream
-from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RETRY_S, RankLog
+from meshbook.agent.output import RankOutput, _Stream
+from meshbook.agent.rank_log import PATIENCE_S, QUEUE_BYTES, RankLog
 from meshbook.agent.worker import TRICKLE_S, AgentWorker
 from meshbook.source.location import PACKAGE
 from meshbook.system.event_loop import EventLoop
@@ -63,66 +62,11 @@ def test_a_character_cut_in_two_is_put_together(output: RankOutput) -> None:
     assert "".join(piece.text for piece in pieces) == "naïve\n"
 
 
-def test_a_flood_is_cut_with_an_exact_count_and_kept_in_the_log(output: RankOutput) -> None:
-    line = b"x" * 99 + b"\n"
-    output.feed("stdout", MARKER + b"7\n", 0.0)
-    total, shown, cut = 0, 0, {}
-    for step in range(2000):
-        output.feed("stdout", line * 100, 0.0)
-        total += len(line) * 100
-        pieces, news = output.take(step * 0.001)
-        shown += sum(len(piece.text) for piece in pieces)
-        cut.update(news)
-    pieces, news = output.take(2.0, final=True)
-    shown += sum(len(piece.text) for piece in pieces)
-    cut.update(news)
-    assert cut[7] > 0
-    assert shown + cut[7] == total
-    assert shown < 4 * BURST_BYTES
-    assert output.log.path.stat().st_size == total
-
-
-def test_the_end_of_a_cell_sends_what_waits(output: RankOutput) -> None:
-    output.feed("stderr", MARKER + b"2\n" + b"y" * (BURST_BYTES + 10), 0.0)
-    output.take(0.0)
-    output.feed("stderr", b"last words", 0.0)
-    pieces, _ = output.take(0.0, final=True)
-    assert pieces[-1] == StreamText(OWN_RANK, "stderr", "last words", 2)
-    assert not output.waiting
-
-
 def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "none", 5) == ""
     (tmp_path / "log").write_text("a\nb\nc\n")
     assert log_tail(tmp_path / "log", 2) == "b\nc"
     assert log_tail(tmp_path / "log", 9, begin=4) == "c"
-
-
-def test_a_log_that_cannot_be_written_says_so_once_and_goes_on_later(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    output = RankOutput(MARKER, RankLog(tmp_path / "rank-0.log"), now=0.0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        output.feed("stdout", b"a" * 150, 0.0)
-        output.feed("stdout", b"b" * 50, 1.0)
-        output.log.settle()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    output.feed("stdout", b"c" * 10, 1.5)
-    output.log.settle()
-    note = "its log is incomplete from here on: file too large (the limit on the size of files was met: ulimit -f)\n"
-    pieces, cuts = output.take(1.5)
-    assert cuts == {0: 0} and output.log.lacks in note
-    assert pieces[0] == StreamText(OWN_RANK, "stderr", note, 0)
-    assert "".join(piece.text for piece in pieces[1:]) == "a" * 150 + "b" * 50 + "c" * 10
-    output.feed("stdout", b"d", 1.0 + RETRY_S + 1)
-    gap = (
-        "\n[meshbook: 110 bytes are missing here: file too large (the limit on the size of files was met: ulimit -f)]\n"
-    )
-    output.log.settle()
-    assert output.log.path.read_text() == "a" * 100 + gap + "d"
-    assert output.take(9.0) == ([StreamText(OWN_RANK, "stdout", "d", 0)], {}) and not output.log.lacks
-    output.log.close()
 
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])

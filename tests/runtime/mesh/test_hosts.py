@@ -15,23 +15,6 @@ from meshbook.monarch.job import ProcessJob
 from meshbook.system.processes import start_time
 
 
-def test_hosts_come_first_in_the_extent(mesh2x2: ProcMesh) -> None:
-    assert mesh2x2.sizes == {"hosts": 2, "gpus": 2}
-    values = mesh2x2.run("(rank, local_rank, dict(point))").get(60)
-    assert values.item(hosts=1, gpus=0) == (2, 0, {"hosts": 1, "gpus": 0})
-
-
-def test_a_slice_reaches_its_host_only(mesh2x2: ProcMesh) -> None:
-    mesh2x2.run("hit = 0").get(60)
-    mesh2x2.slice(hosts=1).run("hit = 1").get(60)
-    assert mesh2x2.pull("hit").get(60).values() == [0, 0, 1, 1]
-
-
-def test_collectives_cross_hosts(mesh2x2: ProcMesh) -> None:
-    code = "t = torch.ones(1); dist.all_reduce(t); (t.item(), mesh.mesh_dim_names)"
-    assert mesh2x2.run(code).get(60).values() == [(4.0, ("hosts", "gpus"))] * 4
-
-
 def test_large_payloads_cross_hosts_in_both_directions(mesh2x2: ProcMesh) -> None:
     big = torch.arange(3_000_000, dtype=torch.float32)
     mesh2x2.push({"big": big}).get(60)
