@@ -4,7 +4,9 @@ IPython's cleanup transformers get the lines of a cell and return others. Ours c
 
     auto mode (only while it is on)   x = 1          ->  %%mesh
                                                          x = 1
-    help and %%local (always)         %mesh spawn?   ->  %mesh help spawn
+    help and %%local (always)         # a comment    ->  %%mesh
+                                      %%mesh
+                                      %mesh spawn?   ->  %mesh help spawn
                                       %mesh eval x?  ->  %%mesh
                                                          x?
                                       %%local        ->  (an empty line)
@@ -55,6 +57,12 @@ def take_empty_cell(lines: list[str]) -> list[str]:
 
 # a console that asks whether the cell is complete wants to hear that it is not
 take_empty_cell.has_side_effects = True  # type: ignore[attr-defined]
+
+
+def drop_comments(lines: list[str]) -> list[str]:
+    """Drop comments above ``%%mesh``: IPython knows a cell magic on the first line only."""
+    first = _first_code_line(lines)
+    return lines[first:] if first is not None and _CELL_LINE.match(lines[first]) else lines
 
 
 def drop_local(lines: list[str]) -> list[str]:
@@ -108,7 +116,7 @@ class AutoMode:
         return bool(content.get("silent", False)) or content.get("store_history", True) is False
 
 
-TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (answer_help, take_empty_cell, drop_local)
+TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (drop_comments, answer_help, take_empty_cell, drop_local)
 
 
 def goes_to_mesh(lines: list[str]) -> bool:

@@ -12,6 +12,7 @@ from meshbook_extension.cells.curves import WatchedNames, curves_of
 from meshbook_extension.cells.run import watch_expression
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import Command
+from meshbook_extension.commands.values import check_expression
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
@@ -62,10 +63,15 @@ def watch(session: Session, arguments: Arguments) -> None:
     smooth = arguments.number("--smooth") or 0.0
     if smooth >= 1:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
+    expression, every = (arguments.text("--eval") or "").strip(), arguments.text("--every")
+    if expression:
+        check_expression(session, expression, "%mesh watch --eval")
+    elif every is not None:
+        raise arguments.grammar.refuse("--every is the time between two evaluations of --eval EXPR.", "--every")
+    every_s = parse_duration(every or "1s", "--every")
     watched.look = Look(arguments.flag("--ranks"), smooth, arguments.flag("--log"), arguments.text("--x") == "time")
-    watched.expression = _expression(arguments)
+    watched.expression, watched.every_s = expression, every_s
     watched.turn += 1  # running cells leave the former expression
-    watched.every_s = parse_duration(arguments.text("--every") or "1s", "--every")
     watched.names = tuple(dict.fromkeys([*arguments.words, *filter(None, [watched.expression])]))
     sources = _sources(session)
     known = [name for source in sources for name in source.names()]
@@ -78,21 +84,10 @@ def watch(session: Session, arguments: Arguments) -> None:
     curves = [curve for source in sources for curve in curves_of(source, watched.chosen(source.names()))]
     if curves:
         sink_for(session.shell).display(bundle(curves, watched.look), {})
+    elif not watched.names:
+        print("nothing was logged yet; the curves come with the first meshbook.log(loss=loss)")
     for job in session.part(Jobs).running():
         watch_expression(session, job.cell)
-    if not curves and not watched.names:
-        print("nothing was logged yet; the curves come with the first meshbook.log(loss=loss)")
-
-
-def _expression(arguments: Arguments) -> str:
-    """Return the expression to watch. Raises: UsageError where it is no expression."""
-    expression = (arguments.text("--eval") or "").strip()
-    try:
-        if expression:
-            compile(expression, "<expression>", "eval")
-    except (SyntaxError, ValueError) as error:
-        raise arguments.grammar.refuse(f"--eval takes an expression: {error}.", "--eval") from None
-    return expression
 
 
 @Command(

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
+from meshbook_extension.output.labels import parse_duration
 
 PAIR = re.compile(r"([^\W\d]\w*)=(?!=)(.*)", re.DOTALL)
 """A pair ``axis=value``; ``rank==0`` is an expression, not a pair."""
@@ -57,11 +58,14 @@ class Option:
             raise ValueError(f'takes {either}, not "{text}".{did_you_mean(text, self.choices)}')
         if self.value is str:
             return text
+        takes_time = self.metavar == "S"
         try:
+            if takes_time and text[-1:].isalpha():
+                return parse_duration(text, self.name)
             number = int(text) if self.value is int else float(text)
         except ValueError:
-            kind = "a whole number" if self.value is int else "a number"
-            raise ValueError(f'takes {kind}, not "{text}".') from None
+            kind = "seconds, or a time like 90s or 5m" if takes_time else "a number"
+            raise ValueError(f'takes {"a whole number" if self.value is int else kind}, not "{text}".') from None
         if number < 0 or number != number:
             raise ValueError(f"takes a number of at least 0, not {text}.")
         return number
@@ -271,9 +275,12 @@ class _Reader:
             raise self._grammar.refuse(f"{name} {error}", name) from None
 
     def _unknown(self, name: str) -> UsageError:
+        problem = f'unknown option "{name}" of {self._grammar.name}.'
+        if self._grammar.pairs and name.lstrip("-") in ("r", "rank", "ranks", "t", "target", "targets"):
+            return self._grammar.refuse(f"{problem} Ranks are named without a dash: rank=0.", "rank=")
         suggestion = did_you_mean(name, self._known)
         near = suggestion.split('"')[1] if suggestion else ""
-        problem = f'unknown option "{name}" of {self._grammar.name}.{suggestion}'
+        problem += suggestion
         if not suggestion and not self._known:
             problem += " It has no options."
         return self._grammar.refuse(problem, near)
@@ -291,10 +298,14 @@ class _Reader:
         least, most = self._grammar.limits
         if words and (cut := next((each for each in options.values() if str(each).endswith(",")), None)):
             raise self._grammar.refuse(f"write {cut}{words[0]} without a space after the comma.")
-        if "=" in words or any(word.startswith("=") for word in words):
-            raise self._grammar.refuse("write axis=value without spaces around the equals sign.")
+        if any(word.startswith("=") for word in words):
+            found = re.search(r"(\S+) = ?(\S+)", " ".join(words))
+            axis, value = found.groups() if found else ("axis", "value")
+            raise self._grammar.refuse(f"write {axis}={value} without spaces around the equals sign.", f"{axis}=")
         if len(words) < least:
-            raise self._grammar.refuse(f"{self._grammar.name} needs {self._grammar.words}.")
+            axis, value = next(iter(pairs.items()), ("", ""))
+            more = f"; {axis}={value} chooses ranks and assigns nothing" if axis else ""
+            raise self._grammar.refuse(f"{self._grammar.name} needs {self._grammar.words}{more}.")
         if most is not None and len(words) > most:
             extra = words[most]
             meant = [option for option in self._known if option.lstrip("-") == extra]

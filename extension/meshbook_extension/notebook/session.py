@@ -187,13 +187,16 @@ class Session:
         if word in self.meshes:
             return self.mesh(word)
         sizes = self.mesh().sizes
+        if not word.isidentifier():
+            axis = next(iter(sizes), "rank")
+            raise UsageError(f"{word} of what? Name the axis: {axis}={word}, or rank={word} for ranks by their number.")
         if word in sizes or word == "rank":
             raise UsageError(f"say which: {word}=0, {word}=0:2, {word}=0,2 or {word}=: (all of it).")
         near = did_you_mean(word, [*self.slices, *self.meshes])
         known = f"  slices: {', '.join(self.slices)}\n" if self.slices else ""
         raise UsageError(
             f'there is no slice "{word}".{near} This mesh has {format_sizes(sizes)}.\n{known}'
-            f"  name one: %mesh slice {word if word.isidentifier() else 'left'} {next(iter(sizes), 'rank')}=0"
+            f"  name one: %mesh slice {word} {next(iter(sizes), 'rank')}=0"
         )
 
     # ---- the notebook's names --------------------------------------------------------------------------------

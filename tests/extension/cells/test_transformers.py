@@ -49,8 +49,13 @@ def test_a_cell_without_code_reaches_the_magic_but_does_not_end_in_a_console() -
     assert "pinfo" in shell.transform("%%mesh?")
 
 
+def test_comments_may_stand_above_the_magic() -> None:
+    assert Shell().transform("# train\n\n%%mesh gpus=0\nx") == Shell().transform("%%mesh gpus=0\nx")
+    assert Shell().transform("# help\n%%mesh --help") == line("help cell")
+
+
 def test_other_cells_are_left_alone() -> None:
-    for cell in ("x = 1\n", "%time x\n", "# %mesh spawn?\n", ""):
+    for cell in ("# note\nx = 1\n", "x = 1\n", "%time x\n", "# %mesh spawn?\n", ""):
         assert Shell().transform(cell) == TransformerManager().transform_cell(cell)  # type: ignore[no-untyped-call]
 
 

@@ -77,7 +77,8 @@ def test_an_expression_that_gives_no_number_says_why(notebook: Notebook, monkeyp
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('%mesh watch --eval "a b"', "--eval takes an expression: invalid syntax"),
+        ('%mesh watch --eval "a +"', "%mesh watch --eval: invalid syntax\n    a +\n       ^"),
+        ("%mesh watch loss --every 2s", "--every is the time between two evaluations of --eval EXPR."),
         ("%mesh watch --eval a --every soon", '--every: "soon" is no duration'),
         ("%mesh watch loss --smooth 1", "--smooth takes a weight below 1, not 1"),
         ("%mesh watch loss --smooth much", 'takes a number, not "much"'),

@@ -60,7 +60,7 @@ def test_what_follows_two_dashes_is_left_alone() -> None:
 
 def test_values_are_taken_literally() -> None:
     assert parse(GRAMMAR, "--name __import__('os').getpid()").text("--name") == "__import__(os).getpid()"
-    assert "takes a number" in refusal("--timeout 2*3")
+    assert "takes seconds" in refusal("--timeout 2*3")
 
 
 def test_quotes_keep_spaces_together() -> None:
@@ -86,15 +86,18 @@ def test_an_option_that_is_like_no_other_shows_the_first_example() -> None:
     ("line", "problem"),
     [
         ("--timeout", "--timeout needs a value: --timeout S."),
-        ("--timeout soon", '--timeout takes a number, not "soon".'),
+        ("--timeout soon", '--timeout takes seconds, or a time like 90s or 5m, not "soon".'),
         ("--timeout -1", "--timeout takes a number of at least 0, not -1."),
-        ("--timeout nan", "--timeout takes a number of at least 0, not nan."),
+        ("--timeout nan", '--timeout takes seconds, or a time like 90s or 5m, not "nan".'),
         ("-n 1.5", '-n takes a whole number, not "1.5".'),
         ("--group ranks", '--group takes rank, equal or none, not "ranks". Did you mean "rank"?'),
         ("--all=yes", "--all is a switch and takes no value."),
         ("gpus=0 gpus=1", "gpus is given twice: gpus=0 and gpus=1."),
         ("gpus=", "gpus= has no value; write it without spaces."),
-        ("gpus = 0", "write axis=value without spaces around the equals sign."),
+        ("gpus = 0", "write gpus=0 without spaces around the equals sign."),
+        ("gpus =0:2", "write gpus=0:2 without spaces around the equals sign."),
+        ("= 0", "write axis=value without spaces around the equals sign."),
+        ("-r 0", 'unknown option "-r" of %mesh test. Ranks are named without a dash: rank=0.'),
         ("a b timeout", '"timeout" is one word too many for %mesh test. Did you mean "--timeout"?'),
     ],
 )
