@@ -37,7 +37,7 @@ from meshbook.groups.operands import (
     payload_bytes,
 )
 from meshbook.groups.progress import ANY_PEER, CellCounts, GroupProgress
-from meshbook.groups.records import COPIED_BYTES, MessageRecord, Record, copy_small
+from meshbook.groups.records import COPIED_BYTES, MessageRecord, Operands, Record, copy_small
 from meshbook.groups.work import AsideWork, CollectiveWork, PeerWork
 from meshbook.torch_internals import Store
 
@@ -244,9 +244,17 @@ class AbortableGroup(dist.ProcessGroup):
             work.wake()
         return work
 
-    def _on_stream(self, inner: BackendGroup, raw: dist.Work, operation: str, number: int, base: int) -> CollectiveWork:
-        """Return the work of a message that CUDA has begun."""
-        inner.add(raw, operation, number, base)
+    def _on_stream(
+        self,
+        inner: BackendGroup,
+        raw: dist.Work,
+        operation: str,
+        number: int,
+        base: int | None = None,
+        operands: Operands | None = None,
+    ) -> CollectiveWork:
+        """Return the work of an operation that CUDA has begun. base: the peer of a message."""
+        inner.add(raw, operation, number, base, operands)
         inner.note_on_device()
         work = CollectiveWork(inner, operation, number, raw)
         work.on_stream = True
@@ -450,15 +458,14 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
                 raise
         if raw is None or (on_cuda and is_captured):  # one of several that NCCL begins together, or of a CUDA graph
             return raw
-        if (may_be_aside and not on_cuda) or landing:
-            work: CollectiveWork = AsideWork(inner, operation, number, raw, landing)
+        if on_cuda:
+            work = self._on_stream(inner, raw, operation, number, operands=operands)
+        elif may_be_aside or landing:
+            work = AsideWork(inner, operation, number, raw, landing)
             inner.add(work, operation, number, None, operands)
         else:
             inner.begun.append((raw, operation, number, None, time.monotonic(), operands))
             work = CollectiveWork(inner, operation, number, raw)
-            if on_cuda:
-                inner.note_on_device()
-                work.on_stream = True
         work.operands = operands
         return work
 
