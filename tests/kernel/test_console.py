@@ -36,6 +36,7 @@ def test_console_runs_cells_on_a_mesh_and_ends_cleanly(
     console.expect(r"In \[.*1.*\]: ")
     console.send("%mesh spawn gpus=2 --device cpu\r")
     console.expect(r"gpus=2, cpu, gloo; ready in")
+    assert "frozen modules" not in console.before, "advice of the debugger over the first prompt"
     console.expect(r"In \[.*2.*\]: ")
     console.send("%%mesh\r")
     console.expect(r"\.\.\.: ")

@@ -31,7 +31,7 @@ from meshbook.mesh.states import RankStatus
 from meshbook.shape.members import Choice, Extent, Region, arrange
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.postmortem_memory import Freed
-from meshbook.source.location import sources_of, text_only_here
+from meshbook.source.location import source_of, sources_of
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.values.main_names import Sending
 from meshbook.workspace.modules import Synced, find_modules, take_modules
@@ -75,7 +75,7 @@ class ProcMesh(EndsWithBlock, ProcView):
         if file is None or ranks <= sources.get(file, _NO_RANKS):
             return self._invoke("invoke", name, (), function, args, kwargs)
         # It brings its text itself: a call goes past whatever is on its way by the agent.
-        future = self._invoke("invoke_with_source", name, (file, text_only_here(file)), function, args, kwargs)
+        future = self._invoke("invoke_with_source", name, (source_of(file),), function, args, kwargs)
         sources.setdefault(file, set()).update(ranks)
         return future
 

@@ -183,9 +183,9 @@ class DebugPrompt:
             self.end()
         elif line or self._line_was_pdbs:
             self._line_was_pdbs = True
-            self._send([rank], line)
             if line in ("h", "help"):
                 self._terminal.say(_HELP.format(prompt=advice().prompt))
+            self._send([rank], line)
         return False
 
     def _switch(self, rank: int) -> None:

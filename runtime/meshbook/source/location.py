@@ -87,16 +87,6 @@ def _lines(source: str) -> list[str]:
     return [f"{line}\n" for line in source.splitlines()]
 
 
-def text_only_here(name: str) -> str:
-    """Return the source that was compiled under ``name``, if only this process has it; else empty."""
-    return "" if Path(name).exists() else "".join(linecache.getlines(name))
-
-
-def learn_source(name: str, text: str) -> None:
-    """Know the text of a file name, on a rank."""
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-
-
 class CellSource(NamedTuple):
     """A cell. file_name: under which its code was compiled. number: None where it is not known."""
 
@@ -127,8 +117,13 @@ def sources_of(*values: object) -> list[CellSource]:
                 inspect.getattr_static(each, "__wrapped__", each) for base in own for each in vars(base).values()
             ]
             left += [each for each in members if inspect.isfunction(each)]
-    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names) if not Path(name).exists()}
-    return [CellSource(name, text, number_of_input(text)) for name, text in texts.items() if text]
+    return [source for source in map(source_of, sorted(names)) if source.text]
+
+
+def source_of(file_name: str) -> CellSource:
+    """Return the cell that was compiled under this name; without text for a file, which ranks may read themselves."""
+    text = "" if Path(file_name).exists() else "".join(linecache.getlines(file_name))
+    return CellSource(file_name, text, number_of_input(text) if text else None)
 
 
 MAX_FRAMES = 100

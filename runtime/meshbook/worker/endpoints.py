@@ -18,7 +18,7 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
-from meshbook.source.location import CellSource, add_cell, learn_source
+from meshbook.source.location import CellSource, add_cell
 from meshbook.values.main_names import brought
 from meshbook.values.pickling import dumps, dumps_bounded
 from meshbook.values.remote_value import RemoteValue
@@ -83,16 +83,14 @@ def invoke(
 def invoke_with_source(
     worker: Worker,
     call: wire.Call,
-    file_name: str,
-    text: str,
+    source: CellSource,
     function: Callable[..., object],
     *args: object,
     **kwargs: object,
 ) -> Outcome:
-    """`invoke` a function of a file that this rank does not know. text: the file's text; empty for a file of the
-    machine."""
-    if text:
-        learn_source(file_name, text)
+    """`invoke` a function of a cell that this rank does not know. source: without text for a file of the machine."""
+    if source.text:
+        add_cell(source.text, source.number, source.file_name)
     return invoke(worker, call, function, *args, **kwargs)
 
 
