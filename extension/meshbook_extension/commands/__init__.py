@@ -67,7 +67,7 @@ ON_RANKS = {
     "python": "x = rank",
     "sh": "!nvidia-smi",
 }
-"""Words for a cell on the ranks, each with a cell."""
+"""Commands that people try where they need a cell on the ranks, each with an example of such a cell."""
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ _DUMP_S = 0.5
 
 
 class NoValue(NamedTuple):
-    """Stands in a ValueMesh for the value of a rank that a peek got none of."""
+    """The place of a rank in a ValueMesh for which a peek got no value, and the reason."""
 
     why: str
 
     def __repr__(self) -> str:
-        return f"<no value: {self.why}>"
+        return f"no value: {self.why}"
 
 
 class Peeks(NamedTuple):

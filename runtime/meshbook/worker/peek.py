@@ -161,12 +161,15 @@ class Peek:
 
 
 def _place(worker: Worker, frame: FrameType | None) -> str:
+    """Return the line of the user's code that the main thread has reached, as ``cell 7, line 4``.
+
+    frame: the innermost one. In a cell that awaits it is the event loop's, and the cell has reached its ``await``.
+    """
     if worker.claims.running is None:
         return "idle"
-    if place := users_place(frame):
-        return place
     awaiting = cell_frames(worker.shell.loop) if worker.shell.loop.is_running() else []
-    return next((at for each in awaiting if (at := users_place(each))), "outside of your code")
+    places = (users_place(each) for each in (frame, *awaiting))
+    return next(filter(None, places), "outside of your code")
 
 
 _STDLIB = f"{Path(threading.__file__).parent}/"
