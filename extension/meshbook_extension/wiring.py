@@ -85,7 +85,6 @@ NOTEBOOK_ADVICE = Advice(
     heal="%mesh heal",
     heal_call="%mesh heal, or procs.heal()",
     rebuild="%mesh heal (procs.rebuild_groups() in Python)",
-    elsewhere="where it is not the current mesh: %mesh use NAME first, or procs.heal()",
     shrink="%mesh shrink",
     change="%mesh {verb} {sizes}",
     respawn="%mesh respawn rank={ranks}",

@@ -17,8 +17,6 @@ class Advice(NamedTuple):
     heal_call: str = "mesh.heal()"
     """The same, where an error of a Python call says it."""
     rebuild: str = "mesh.rebuild_groups()"
-    elsewhere: str = ""
-    """The repair of a mesh that is not the current one; empty where there is no current one."""
     shrink: str = "mesh.shrink()"
     change: str = "mesh.{verb}({sizes})"
     respawn: str = "mesh.respawn({list})"

@@ -128,7 +128,7 @@ class CallFailed(CallError):
                 place = f" ({first.where})" if first.where else ""
                 lines += [_headline(group, place)]
             else:
-                lines += [_headline(group), *first.traceback]
+                lines += [_headline(group).partition("\n")[0], *first.traceback]
         if self.partial:
             lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
         return lines + [f"  {line}" for line in self.verdict()]
@@ -247,7 +247,7 @@ class WorkerLost(CallError):
     def __str__(self) -> str:
         verdict = (f"  {line}" for line in self.verdict())
         steps = next_steps(self.ranks, () if self.is_last else None)
-        return "\n".join([*describe_deaths(self.deaths), *verdict, *steps])
+        return "\n".join([*describe_deaths(self.deaths), *verdict, steps])
 
     def __reduce__(self) -> tuple[type[CallError], tuple[object, ...], dict[str, object]]:
         kind, arguments, told = super().__reduce__()

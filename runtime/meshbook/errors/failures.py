@@ -129,22 +129,19 @@ def describe_deaths(deaths: Iterable[RankDeath]) -> list[str]:
     return lines
 
 
-def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> list[str]:
-    """Return lines on the ranks that are left and on the commands that help.
+def next_steps(lost: Collection[int], survivors: Collection[int] | None = None) -> str:
+    """Return a line on the ranks that are left and on the commands that help.
 
     survivors: the ranks of the mesh that live; None where that is not known, nor whether it is the current mesh.
     """
     say = advice()
-    steps = f"repair: {say.heal}    go on without: {say.shrink}"
-    logs = f"  all of {'its log' if len(lost) == 1 else 'their logs'}: {say.logs.format(ranks=format_ranks(lost))}"
+    log = f"{'its log' if len(lost) == 1 else 'their logs'}: {say.logs.format(ranks=format_ranks(lost))}"
+    if survivors is not None and not survivors:
+        return f"  repair: {say.heal}    {log}"
+    steps = f"repair: {say.heal_call if survivors is None else say.heal}    go on without: {say.shrink}    {log}"
     if survivors is None:
-        elsewhere = [f"  {say.elsewhere}"] if say.elsewhere else []
-        return [f"  the other ranks keep their state    {steps}", logs, *elsewhere]
-    if not survivors:
-        return [f"  repair: {say.heal}", logs]
-    whose = "its" if len(lost) == 1 else "their"
-    keep = "keeps its" if len(survivors) == 1 else "keep their"
-    return [f"  {name_ranks(survivors)} {keep} state; {whose} calls failed    {steps}", logs]
+        return f"  the other ranks keep their state    {steps}"
+    return f"  {name_ranks(survivors)} {'keeps its' if len(survivors) == 1 else 'keep their'} state    {steps}"
 
 
 def _name_hosts(deaths: Sequence[RankDeath]) -> str:

@@ -129,9 +129,8 @@ CRASH_REPORT_LINES = 200
 
 _FILE = '  File "'
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-_CRASH_LINES = 150
-"""A report has up to 100 frames."""
-_CRASH_FRAMES = 4
+_INNERMOST, _CRASH_FRAMES = 2, 4
+"""The innermost frames that are shown of a report, and with those of cells so many."""
 _THREADING = "/threading.py"
 
 
@@ -242,20 +241,23 @@ def describe_end(end: End) -> str:
 
 
 def last_words(log: str, lines: int) -> str:
-    """The last ``lines`` lines of a log; of a crash in native code where Python was, rather than all of its report."""
-    kept = log.splitlines()
-    for at in range(len(kept) - 1, max(-1, len(kept) - _CRASH_LINES), -1):
-        if kept[at].startswith(FATAL):
-            return "\n".join([*kept[max(0, at - lines) : at], kept[at], *_frames(kept[at + 1 :])])
-    return "\n".join(kept[-lines:])
+    """The last ``lines`` lines of a log; behind them, of a crash in native code, where Python was."""
+    kept = [_FRAME.sub(_name_frame, line) for line in CrashReportCut().cut(f"{log}\n").splitlines()]
+    fatal = [at for at in range(len(kept)) if kept[at].startswith(FATAL) and len(kept) - at <= _CRASH_FRAMES + 1]
+    return "\n".join(kept[max(0, (fatal[-1] if fatal else len(kept)) - lines) :])
 
 
-def _frames(report: list[str]) -> list[str]:
-    """The innermost frames, and then those of cells; without those of ours and of IPython."""
-    frames = [found for line in report if (found := _FRAME.fullmatch(line)) is not None]
-    foreign = [f for f in frames if not _is_below_cells(f["file"])]
-    places = [(name_line(f["file"], int(f["line"])) or f"{f['file']}, line {f['line']}", f) for f in foreign]
-    return [f"  {place}, in {f['function']}" for place, f in places[:_CRASH_FRAMES]]
+def _name_frame(frame: re.Match[str]) -> str:
+    file, line, function = frame.groups()
+    return f"  {name_line(file, int(line)) or f'{file}, line {line}'}, in {function}"
+
+
+def _is_needed(file: str, shown: int) -> bool:
+    """Whether a person needs a frame of a crash report: the innermost ones, then those of cells. shown: their number.
+
+    Frames of ours and of IPython stand in every report.
+    """
+    return not _is_below_cells(file) and (shown < _INNERMOST or (shown < _CRASH_FRAMES and name_line(file, 1) != ""))
 
 
 def _is_below_cells(file: str) -> bool:
@@ -266,35 +268,45 @@ def _is_below_cells(file: str) -> bool:
 FATAL = "Fatal Python error: "
 """The begin of a crash report; the stack of the thread follows."""
 
-_MODULES = "Extension modules: "
-"""Begins its last line, of some 3 kB, which names every module that is no Python."""
+_REPORT = _FILE, "Current thread ", "Thread 0x", "Stack (most recent call first)", "  <", "  ...", "Extension modules: "
+"""The beginnings of its lines. The last line names every module that is no Python, in some 3 kB."""
 
 
 class CrashReportCut:
-    """A filter that takes the names of modules, and frames below cells, out of a rank's stderr; the log keeps them."""
+    """A filter that leaves of a crash report, in a rank's stderr, the lines that a person needs; the log keeps all."""
 
     def __init__(self) -> None:
-        self._crashed = False
+        self._shown: int | None = None
+        """The number of frames that were shown of the report that is being read; None outside of one."""
         self._held = ""
-        """The beginning of a line that may be the one."""
+        """The beginning of a line of the report."""
 
     def cut(self, text: str) -> str:
         """Return the part of ``text``, the next piece, that is to be shown."""
-        if not self._crashed:
-            self._crashed = FATAL in text
-            if not self._crashed:
-                return text
+        if self._shown is None and FATAL not in text:
+            return text
         lines = (self._held + text).split("\n")
         self._held, last = "", lines.pop()
-        shown = "".join(f"{line}\n" for line in lines if not self._is_cut(line))
-        if last and any(last.startswith(begin) or begin.startswith(last) for begin in (_MODULES, _FILE)):
-            self._held = last
-            return shown
+        shown = "".join(f"{line}\n" for line in lines if self._is_shown(line))
+        if last and self._shown is not None:
+            if any(last.startswith(begin) or begin.startswith(last) for begin in (FATAL, *_REPORT)):
+                self._held = last
+                return shown
+            self._shown = None
         return shown + last
 
-    def _is_cut(self, line: str) -> bool:
-        frame = _FRAME.fullmatch(line)
-        return line.startswith(_MODULES) or (frame is not None and _is_below_cells(frame["file"]))
+    def _is_shown(self, line: str) -> bool:
+        if line.startswith(FATAL):
+            self._shown = 0
+        elif self._shown is not None and (frame := _FRAME.fullmatch(line)) is not None:
+            is_needed = _is_needed(frame["file"], self._shown)
+            self._shown += is_needed
+            return is_needed
+        elif self._shown is not None and (not line or line.startswith(_REPORT)):
+            return False
+        else:
+            self._shown = None
+        return True
 
 
 TAIL_BYTES = 256 << 10
@@ -316,7 +328,9 @@ def log_tail(path: Path, lines: int, begin: int = 0, containing: str = "") -> st
 
 
 def _last_lines(data: bytes, lines: int, containing: str = "") -> bytes:
-    found = data.splitlines()
+    # a progress bar comes back to the begin of its line
+    written = data.removesuffix(b"\n").split(b"\n")
+    found = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in written]
     if containing:
         wanted = containing.encode(errors="surrogateescape")
         found = [line for line in found if wanted in line]

@@ -64,10 +64,10 @@ def test_hints_after_a_death_are_for_the_mesh_that_it_was_on(empty_notebook: Any
     for name in ("first", "second"):
         empty_notebook.run(f"%mesh spawn gpus=2 --device cpu --name {name} --no-group --out {name}")
     assert "not the current mesh" not in empty_notebook.fail(f"%%mesh\n{dies}")
-    with pytest.raises(WorkerLost, match=r"where it is not the current mesh: %mesh use NAME first, or procs\.heal\(\)"):
+    with pytest.raises(WorkerLost, match=r"repair: %mesh heal, or procs\.heal\(\)"):
         empty_notebook["first"].run(dies).get(60)
     assert "WorkerLost: rank 1" in (sent := empty_notebook.fail("%%mesh\nrank"))
-    assert "where it is not" not in sent and "  rank 0 keeps its state; its calls failed    repair: %mesh heal" in sent
+    assert "procs.heal()" not in sent and "  rank 0 keeps its state    repair: %mesh heal" in sent
     empty_notebook.run("%mesh respawn rank=0,1")
     assert "state" not in empty_notebook.fail("%%mesh\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert "state" not in empty_notebook.fail("%%mesh\nrank"), "none is left to keep any"

@@ -53,6 +53,12 @@ def test_lines_are_chosen_by_their_text(tmp_path: Path) -> None:
     assert log_tail(log, 0) == ""
 
 
+def test_of_a_progress_bar_its_last_state_is_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"begin\r\n\r  0%\r 50%\r100%\nend\n\r 10%\r 20%")
+    assert log_tail(log, 9) == "begin\n100%\nend\n 20%"
+
+
 def _follow_until(follower: LogFollower, wanted: str) -> str:
     """What is new until ``wanted`` has come."""
     text, deadline = "", time.monotonic() + 20

@@ -71,7 +71,7 @@ def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 def test_the_modules_and_common_frames_of_a_crash_report_are_in_the_log_only(output: RankOutput, piece: int) -> None:
-    report = 'Fatal Python error: Aborted\n\n  File "a.py", line 3 in step\n\n'
+    report = 'Fatal Python error: Aborted\n  File "a.py", line 3 in step\n'
     below = f'  File "/lib/IPython/core.py", line 1 in run_code\n  File "{PACKAGE}worker/worker.py", line 9 in main\n'
     output.feed("stderr", b"Fatal Python error: is what it prints\n", 0.0)
     written = (report + below + "Extension modules: numpy, torch._C (total: 2)\n" + "Extra\n").encode()
