@@ -195,9 +195,9 @@ class LongCalls:
         return self.due <= now
 
 
-def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int]) -> str:
+def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int], axes: Mapping[str, int]) -> str:
     """Return a message about a call that takes long; empty where no rank waits in vain. ``ranks 1-3 wait in barrier
-    (cell 7, line 3), which rank 0 never entered: it has ended the cell``"""
+    (cell 7, line 3), which rank 0 never entered: it has ended the cell``. axes: those of the whole mesh."""
     ended = look.ended.get(call.id)
     if ended is None:
         return ""
@@ -205,7 +205,7 @@ def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int
     stuck = {rank: each for rank, each in stuck.items() if rank in call.waiting}
     if not stuck:
         return ""
-    lines = []
+    lines, group = [], []
     for (place, absent), ranks in _by_place(stuck):
         one = len(absent) == 1
         why = ""
@@ -213,8 +213,17 @@ def describe_uneven(call: OpenCall, look: ProgressSnapshot, dead: Collection[int
             why = f": {'it has' if one else 'they have'} ended {call.what}"
         elif not any(call.members.has(rank) for rank in absent):
             why = f": {'it does' if one else 'they do'} not run {call.what}"
+            group = [f"  a collective of these ranks alone: {_name_group(call.members, axes)}"]
         lines.append(_who_waits(ranks, place, absent) + why)
-    return "\n".join([*lines, f"  look: {advice().stacks}    stop: interrupt"])
+    return "\n".join([*lines, *group, f"  look: {advice().stacks}    stop: interrupt"])
+
+
+def _name_group(members: Members, axes: Mapping[str, int]) -> str:
+    """Return the argument for a collective of the members alone: the group of an axis, or one that is to be made."""
+    sizes = members.sizes
+    if len(sizes) == 1 and sizes.items() <= axes.items():
+        return f'group=mesh["{next(iter(sizes))}"].get_group()'
+    return f"group=g, once a cell of all ranks has run g = dist.new_group({list(members.ranks())})"
 
 
 def place_and_absent(stuck: Mapping[int, Stuck]) -> list[str]:

@@ -332,7 +332,7 @@ class StuckWatch:
         for call in asked:
             if call.mailbox or call.id in self._failing or self.former.is_aborted:
                 continue
-            if text := describe_uneven(call, look, self._mesh.lost):
+            if text := describe_uneven(call, look, self._mesh.lost, self._mesh.axes):
                 self._long.silence(call)
                 self._calls.tell(call.output, Notice(text))
 

@@ -221,15 +221,32 @@ def notices(collector: Collector) -> list[str]:
 
 
 def test_a_collective_of_a_part_that_needs_all_is_explained(mesh4: ProcMesh) -> None:
-    collector = Collector()
-    run = start_cell(mesh4.slice(gpus=slice(0, 2)), "dist.barrier()", on_output=collector, cell_number=7, line_offset=1)
-    wait_until(lambda: notices(collector))
-    assert notices(collector) == [
-        "ranks 0,1 wait in barrier (cell 7, line 2), which ranks 2,3 never entered: they do not run cell 7\n"
-        "  look: mesh.stacks()    stop: interrupt"
+    """The group that it names does: the axis of a whole row has one, any other part is given one."""
+    part = mesh4.slice(gpus=slice(0, 2))
+    assert _explain_barrier(part) == [
+        "ranks 0,1 wait in barrier (cell 7, line 2), which ranks 2,3 never entered: they do not run cell 7",
+        "  a collective of these ranks alone: group=g, once a cell of all ranks has run g = dist.new_group([0, 1])",
+        "  look: mesh.stacks()    stop: interrupt",
     ]
+    mesh4.run("g = dist.new_group([0, 1])").get(30)
+    part.run("dist.barrier(group=g)").get(30)
+    grid = mesh4.split(gpus=("dp", "tp"), tp=2)
+    set_axes(grid).get(30)
+    row = grid.slice(dp=0)
+    assert '  a collective of these ranks alone: group=mesh["tp"].get_group()' in _explain_barrier(row)
+    row.run('dist.barrier(group=mesh["tp"].get_group())').get(30)
+    set_axes(mesh4).get(30)
+
+
+def _explain_barrier(part: ProcMesh) -> list[str]:
+    """The lines of the notice about a barrier of all ranks that only a part of them enters."""
+    collector = Collector()
+    run = start_cell(part, "dist.barrier()", on_output=collector, cell_number=7, line_offset=1)
+    wait_until(lambda: notices(collector))
     run.interrupt()
     wait_until(lambda: not run.waiting)
+    (notice,) = notices(collector)
+    return notice.splitlines()
 
 
 def test_nothing_is_asked_while_nothing_fails(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
