@@ -6,6 +6,7 @@ progress is given up with an error that names the step, the missing ranks, and w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from meshbook.system.processes import count_moves
 
 T = TypeVar("T")
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """The interval at which progress is checked and shown."""
 
 SHOWN = 8
@@ -42,6 +43,8 @@ class _Step(NamedTuple):
     """A sentence that names the hosts or ranks that have not answered."""
     last_line: str = ""
     """The log of the host that told last ends with it."""
+    there: str = ""
+    """The number of ranks that have done it, as ``3/8 ranks``."""
 
 
 class StartProgress:
@@ -90,7 +93,9 @@ class StartProgress:
         """Wait until all have answered. Raises: SpawnError."""
 
         def step() -> _Step:
-            return _Step(pending.describe(), pending.moves, _no_answer(tuple(pending.waiting)), pending.last_line)
+            late, came = tuple(pending.waiting), len(pending.workers)
+            told = pending.describe(), pending.moves, _no_answer(late), pending.last_line
+            return _Step(*told, there=f"{came}/{came + len(late)} ranks")
 
         self._wait(pending.done, step, self._workers_s)
 
@@ -99,7 +104,8 @@ class StartProgress:
 
         def step() -> _Step:
             waiting = tuple(call.call.waiting) if isinstance(call, CallFuture) else ()
-            return _Step(what, len(waiting), _no_answer(waiting))
+            everyone = len(call.call.members) if isinstance(call, CallFuture) else 0
+            return _Step(what, len(waiting), _no_answer(waiting), there=f"{everyone - len(waiting)}/{everyone} ranks")
 
         return self._wait(call, step, self._workers_s)
 
@@ -120,7 +126,8 @@ class StartProgress:
                 elif now >= moved_at + within_s:
                     raise SpawnError(self._describe(step, within_s))
                 if step.what and now - began >= LOOK_S:
-                    self._controller.front_end.show_start(f"{step.what}, {now - began:.0f} s")
+                    parts = filter(None, [step.what, step.there, f"{math.ceil(now - began)} s"])
+                    self._controller.front_end.show_start(", ".join(parts))
         finally:
             self._controller.front_end.show_start("")
 
