@@ -27,16 +27,22 @@ if TYPE_CHECKING:
     from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
+SHOWN = 5
+"""The most sessions of others that a list shows."""
+
 
 @Command(
     name="%mesh list",
     summary="All meshes and named slices; what other kernels have, what waits to be attached, and jobs of engines.",
-    examples=("%mesh list",),
+    options=(Option("--all", f"those of others too, where they are more than {SHOWN}"),),
+    examples=("%mesh list", "%mesh list --all"),
+    notes="What this notebook has left comes first, then what waits for anybody.",
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
     from meshbook.sessions.listing import sessions
 
     others = [each for each in sessions() if not each.is_ours]
+    others.sort(key=lambda each: (not _left_by(each, session.notebook), each.owner_pid is not None))
     if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
     for name, procs in session.meshes.items():
@@ -46,11 +52,14 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
         for slice_name, named in session.slices.items():
             if named.mesh == name:
                 print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
-    for number, each in enumerate(others):
+    shown = others if arguments.flag("--all") else others[:SHOWN]
+    for number, each in enumerate(shown):
         names = names_of(each)
         unique = sum(names[0] in names_of(other) for other in others) == 1
         how = "" if each.owner_pid is not None else f"\n      %mesh attach {names[0] if unique else each.id}"
         print(f"  {describe(each)}{how}" if number else f"elsewhere:\n  {describe(each)}{how}", flush=True)
+    if len(others) > len(shown):
+        print(f"  and {len(others) - len(shown)} more: %mesh list --all")
     for number, line in enumerate(job_lists()):
         print(f"  {line}" if number else f"jobs, as their engines have them:\n  {line}", flush=True)
 

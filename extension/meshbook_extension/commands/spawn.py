@@ -292,11 +292,13 @@ def spawn(session: Session, arguments: Arguments) -> ProcMesh:
             )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
+    before = session.current
     session.add(procs)
     session.part(TimeLimits).add(procs, limit, sink_for(session.shell), session.publisher)
     if out is not None:
         session.bind(out, procs)
-    print(_describe_spawned(procs, time.monotonic() - began, grouped=grouped))
+    instead = f'; current in place of "{before}"' if before not in (None, name) else ""
+    print(f"{_describe_spawned(procs, time.monotonic() - began, grouped=grouped)}{instead}")
     if grouped and not launcher.shares_environment and (ways := states.addresses(procs)):
         named = [f"{host} {way}" for host, way in ways]
         more = [f"and {len(named) - SHOWN_HOSTS} more"] if len(named) > SHOWN_HOSTS else []

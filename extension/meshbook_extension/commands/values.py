@@ -157,8 +157,10 @@ def pull(session: Session, arguments: Arguments) -> object:
     pulled = _columns(peeks, names) if peeks else answer(session, pull_together(procs, names), procs, LOOKS)
     for name, values in pulled.items():
         bound = check_identifier(out, "--out") if out else name
+        former = type(session.shell.user_ns.get(bound, values)).__name__
+        instead = f" in place of the notebook's {former}" if former != type(values).__name__ else ""
         session.bind(bound, values)
-        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}; one of them: {bound}[{values.ranks[0]}]")
+        print(f"{bound}: ValueMesh of {name_ranks(values.ranks)}{instead}; one of them: {bound}[{values.ranks[0]}]")
     if peeks:
         _end(session, peeks)
     return pulled if len(names) > 1 else pulled.get(names[0])

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,10 @@ from benchmarks.faults.texts import strange_text
 from meshbook import errors
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SavedMesh
+from meshbook.sessions.listing import SavedSession
+from meshbook.system.user_folders import write_private
 from meshbook_extension.commands.meshes import describe_age
+from meshbook_extension.reattach.notebook_state import KEY, NotebookState, encode
 
 
 def test_importing_and_loading_the_extension_is_light() -> None:
@@ -480,3 +484,37 @@ def test_a_default_device_of_the_user_is_for_the_users_tensors_alone(notebook) -
 def test_hosts_count_each_and_jobs_are_named(hosts: list[str], jobs: list[str], expected: str) -> None:
     mesh = SavedMesh("main", {"gpus": 4}, hosts, began=time.time() - 3 * 3600, jobs=jobs)
     assert describe_age(mesh) == expected
+
+
+def test_what_is_replaced_is_named(notebook) -> None:
+    assert "current" not in notebook.run("%mesh use main").stdout.partition("is current")[2]
+    spawned = notebook.run("%mesh spawn gpus=1 --no-torch --name second").stdout
+    assert spawned.endswith(' on 1 host); current in place of "main"\n')
+    notebook.run("loss = 0.5")
+    notebook.run("%%mesh\nloss = 0.25")
+    assert notebook.run("%mesh pull loss").stdout.startswith(
+        "loss: ValueMesh of rank 0 in place of the notebook's float;"
+    )
+    assert "in place of" not in notebook.run("%mesh pull loss").stdout
+    notebook.run("%mesh stop second")
+
+
+def test_a_long_list_has_what_this_notebook_left_first(notebook, monkeypatch, tmp_path) -> None:
+    session = notebook.shell._meshbook_session
+    saved = [_saved(tmp_path / f"{number}", "theirs.ipynb", owner=1) for number in range(6)]
+    saved += [_saved(tmp_path / "waits", "theirs.ipynb"), _saved(tmp_path / "own", "mine.ipynb")]
+    monkeypatch.setattr(session, "notebook", "mine.ipynb")
+    monkeypatch.setattr(sys.modules[SavedSession.__module__], "sessions", lambda: saved)
+    lines = notebook.run("%mesh list").stdout.partition("elsewhere:\n")[2].splitlines()
+    assert lines[1] == "      %mesh attach own" and lines[3] == "      %mesh attach waits"
+    assert lines[-1] == "  and 3 more: %mesh list --all" and len(lines) == 8
+    assert notebook.run("%mesh list --all").stdout.count("belongs to theirs.ipynb (process 1)") == 6
+
+
+def _saved(folder: Path, notebook: str, owner: int | None = None) -> SavedSession:
+    """A session that a notebook has, or has left."""
+    state = NotebookState(notebook, None, {}, {}, (), {}, 1)
+    (folder / "memory").mkdir(0o700, parents=True)
+    write_private(folder / "memory" / KEY, encode(state))
+    mesh = SavedMesh(folder.name, {"gpus": 1}, [], began=time.time())
+    return SavedSession(folder.name, folder, (mesh,), owner, time.time(), 600.0, 1.0)
