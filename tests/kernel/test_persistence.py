@@ -143,6 +143,19 @@ def test_what_ended_meanwhile_is_shown_and_kept(start_kernel: StartKernel, watch
     end(kernel, family)
 
 
+def test_a_cell_that_a_restart_interrupted_is_told_with_its_place(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch)
+    kernel.start("%%mesh\nimport time\nprint('before', flush=True)\nfor n in range(600): time.sleep(0.1)")
+    kernel.wait_for_text("before")
+    come_back(kernel, now=False)
+    said = kernel.run("1").text("stdout").splitlines()
+    assert said[1] == "  cell 2 was interrupted by the restart on ranks 0,1 at cell 2, line 4", said
+    assert "cell 2 (earlier kernel)  interrupted at cell 2, line 4" in kernel.run("%mesh errors").text()
+    assert int(shown(kernel.run("%%mesh rank=0\nn"))[0].removeprefix("[0] ")) < 599
+    end(kernel, family)
+
+
 def test_a_failure_meanwhile_is_told(start_kernel: StartKernel, watch: Watch) -> None:
     kernel = start_kernel()
     family = with_mesh(kernel, watch)
@@ -244,4 +257,16 @@ def test_the_stock_kernel_finds_its_mesh_when_the_extension_is_loaded(start_kern
     die_and_come_back(kernel, "kill")
     assert kernel.run("%load_ext meshbook").ok
     assert 'attached to mesh "main" again: gpus=2, cpu' in kernel.run("1").text()
+    end(kernel, family)
+
+
+def test_a_restart_of_the_stock_kernel_says_that_it_ended_the_mesh(start_kernel: StartKernel, watch: Watch) -> None:
+    kernel = start_kernel("python3")
+    assert kernel.run("%load_ext meshbook").ok
+    family = with_mesh(kernel, watch)
+    die_and_come_back(kernel, "restart")
+    assert kernel.run("%load_ext meshbook").ok
+    said = kernel.run("1").text()
+    assert 'mesh "main" of the last kernel has ended: ' in said
+    assert "as a restart of other kernels than Meshbook's does" in said
     end(kernel, family)

@@ -19,9 +19,9 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 75_200,
-    "product: statements": 51_000,
-    "product: kB": 3_262,
+    "product: lines": 75_220,
+    "product: statements": 51_040,
+    "product: kB": 3_264,
     "product: modules": 355,
     "tests and benchmarks: lines": 63_000,
     "docs by hand: kB": 223,

@@ -45,7 +45,7 @@ from meshbook_extension.output.labels import (
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, is_attended, parent_of, sink_for
-from meshbook_extension.output.transcripts import Transcripts
+from meshbook_extension.output.transcripts import Transcript, Transcripts
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -112,8 +112,10 @@ class CellOutput(Scheduled):
         """The progress bars as they stand, equal ones once, each with its ranks."""
         self.stops_where = "; look: %mesh pdb"
         """The advice behind the place at which a rank stopped."""
-        self.is_running: Callable[[], bool] = lambda: False
-        """Whether ranks still run the cell; set by its `RunningCell`."""
+        self.defers_tracebacks = False
+        """Whether the cell's own error has the tracebacks: tools that run notebooks keep the first error."""
+        self.transcript: Transcript | None = None
+        """The transcript that keeps what is shown; None where nothing does."""
         self.awaits_outcome = False
         """Whether values of last expressions wait until `conclude` tells which of them are valid."""
         self._invalid: frozenset[int] = frozenset()
@@ -253,7 +255,7 @@ class CellOutput(Scheduled):
             self._show(self._grouping.take(self._complete_to, at_once=everything), now)
         if at_once and failures_at is not None:
             self._end_line()
-            self._failures.show(self._sink)
+            self._failures.show(self._sink, brief=self.defers_tracebacks)
         self._note_stops(now)
         self._show_notes()
         for display_id in list(self._updates):
@@ -505,8 +507,7 @@ def open_output(
     curves = CurveView(session.part(WatchedNames), states.metrics(procs))
     shown_by = transcript or sink
     output = CellOutput(done_by, shown_by, grouping, session.publisher, procs.log_paths, come, procs.name, curves)
-    if transcript is not None:
-        transcript.is_running = lambda: output.is_running()
+    output.transcript = transcript
     return output
 
 

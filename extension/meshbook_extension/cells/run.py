@@ -18,13 +18,13 @@ from meshbook_extension.cells.names import SentCells, push_hints
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
-from meshbook_extension.cells.running import Job, Jobs, RunningCell, show_lost, verdict
+from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief, show_lost, verdict
 from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, Setup
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.output.publisher import Scheduled, parent_of, sink_for
+from meshbook_extension.output.publisher import Scheduled, is_attended, parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
 from meshbook_extension.output.transcripts import Transcripts
 
@@ -207,6 +207,7 @@ def wait_for(
     WatchedCell(cell, session.publisher)
     watch_expression(session, cell)
     cell.prompt = CellPrompt(session, cell)
+    cell.output.defers_tracebacks = not is_attended(parent_of(session.shell))
     cell.is_current = lambda: session.current == cell.procs.name
     cell.hints = lambda error: push_hints(session, error)
     try:
@@ -273,6 +274,8 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
     if error is None:
         session.keep_result(future.result(0), out)
     why = f": {error}" if isinstance(error, MeshError) and not isinstance(error, CallFailed) else ""
+    if isinstance(error, CallFailed) and job.state == "failed":
+        why = f": {brief(error)[0].removeprefix('CallFailed: ')}"
     freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
     text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
     job.cell.output.note(text, "stdout" if error is None else "stderr")
@@ -286,8 +289,8 @@ def watch_expression(session: Session, cell: RunningCell) -> None:
         WatchedExpression(cell, watch, session.publisher)
 
 
-TELLS_ITSELF = ("%mesh wait", "%mesh jobs", "%mesh output")
-"""Commands that say of jobs and of output what there is to say."""
+REPORTING = ("%mesh wait", "%mesh jobs", "%mesh output")
+"""The commands that report on jobs and output themselves; no news stands above their cells."""
 
 
 class News:
@@ -302,7 +305,7 @@ class News:
         if not (page := page_of(session)):
             return
         ended, unseen = session.part(Jobs).news(), session.part(Transcripts).unseen_by(page)
-        if any(command in str(info.raw_cell) for command in TELLS_ITSELF):
+        if any(command in str(info.raw_cell) for command in REPORTING):
             return
         for job in ended:
             print(job.describe_end())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -28,8 +29,9 @@ from meshbook.errors import (
 )
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook_extension.notebook.error_log import describe_interrupts
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.labels import format_seconds, headline, label
+from meshbook_extension.output.labels import FULL, format_seconds, headline, label
 
 if TYPE_CHECKING:
     from meshbook.calls.call_future import CellRun
@@ -71,7 +73,8 @@ class RunningCell:
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
         output.awaits_outcome = True
-        output.is_running = lambda: not run.future.done()
+        if output.transcript is not None:
+            output.transcript.is_running = lambda: not run.future.done()
         self._tell_failed_at: float | None = None
         """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf
@@ -112,8 +115,10 @@ class RunningCell:
             silent = self.waiting
             stopped = self.interrupt()
             error = CellTimeout(self.what, timeout_s or 0.0, silent, stopped, partial=stopped.partial)
+            self._show_places(error)
         except KeyboardInterrupt:
             error = self.interrupt()
+            self._show_places(error)
         except Exception as raised:
             if not self.run.future.done() and is_from_outside(raised):
                 self.interrupt()
@@ -149,6 +154,12 @@ class RunningCell:
             self._awaits_return = True
             self.run.future.add_done_callback(lambda _future: self._tell_who_is_back(report.stuck, pressed))
         return report
+
+    def _show_places(self, error: CallInterrupted | CellTimeout) -> None:
+        """Have IPython show where the ranks stopped, behind the line that names them."""
+        if places := describe_interrupts(self.failures):
+            first, *further = f"{type(error).__name__}: {error}".splitlines()
+            show_as(error, [f"{first}; {places}", *further])
 
     def _tell_who_is_back(self, stuck: Collection[int], since: float) -> None:
         """Report ranks that came back late, on the thread that completes the future."""
@@ -194,12 +205,17 @@ class RunningCell:
                 stopped = {*error.ranks, *error.freed} - dropped
                 interrupted = CallInterrupted(stopped, {}, skipping=dict.fromkeys(dropped, ""), partial=error.partial)
                 interrupted.groups, interrupted.torn = error.groups, error.torn
+                self._show_places(interrupted)
                 return interrupted
             invalid = [rank for rank in _invalid(error) if rank in self.output.done and self.output.done[rank].ok]
             unshown = (
                 [f"  values of {name_ranks(invalid)} are not shown: they came of that operation"] if invalid else []
             )
-            show_as(error, [*brief(error), *unshown, *_others(error), *verdict(error), *self.hints(error)])
+            groups = group_failures(error.failures)[:FULL] if self.output.defers_tracebacks else []
+            headed = ([headline(each[0], [one.rank for one in each]), *each[0].traceback] for each in groups)
+            above = itertools.chain(*(lines for lines in headed if len(lines) > 2))  # others have no frames
+            told = [*brief(error), *unshown, *filter(None, [_finished(error, "  ")])]
+            show_as(error, [*above, *told, *verdict(error), *self.hints(error)])
         elif isinstance(error, WorkerLost):
             show_lost(error, self.procs, self.is_current())
         return error
@@ -229,23 +245,22 @@ def verdict(error: CallError, *, again: bool = True) -> list[str]:
     if error.torn:
         gradients_only = all(torn.startswith(GRADIENTS) for torn in error.torn)
         first = "zero_grad(), then " if gradients_only else "set what is named right, then "
-    return [*lines, f"  again: {first}run the cell again"]
+    return [*lines, f"  again: {first}run the cell again; what it changed before stays changed"]
 
 
 def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
     """Have IPython show ``error`` with the ranks that are lost, and with advice for the mesh of ``procs``."""
     mesh = procs.base()
-    steps = next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])
+    steps = [next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])]
     if not is_current:
         steps.append(f"  it is not the current mesh; first: %mesh use {procs.name}")
     first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)  # which stands above
-    told = [f"{type(error).__name__}: {first}", *(f"  {line}" for line in further)]
-    show_as(error, [*told, *verdict(error, again=False), *steps, *_others(error)])
+    told = [f"{type(error).__name__}: {first}{_finished(error, '; ')}", *(f"  {line}" for line in further)]
+    show_as(error, [*told, *verdict(error, again=False), *steps])
 
 
-def _others(error: CallError) -> list[str]:
-    finished = tuple(error.partial)
-    return [f"  {name_ranks(finished)} finished; results in _mesh"] if finished else []
+def _finished(error: CallError, before: str) -> str:
+    return f"{before}{name_ranks(error.partial)} finished; results in _mesh" if error.partial else ""
 
 
 def interrupted(text: str) -> CallInterrupted:

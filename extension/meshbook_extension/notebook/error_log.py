@@ -155,12 +155,21 @@ class ErrorLog:
         raise UsageError(f"there is no error {number}: {known}. List them: %mesh errors")
 
 
+def describe_interrupts(failures: Iterable[Failure]) -> str:
+    """Write where interrupted ranks were: ``at cell 7, line 3``, or ``ranks 0,2 at cell 7, line 3; rank 1 at ...``."""
+    interrupted = [failure for failure in failures if failure.kind is FailureKind.INTERRUPTED]
+    places = group_ranks(
+        sorted((one.rank, f"at {one.where}" if one.where else "before its first line") for one in interrupted)
+    )
+    told = [place if len(places) == 1 else f"{name_ranks(ranks)} {place}" for place, ranks in places.items()]
+    return "; ".join(told)
+
+
 def _merge_interrupts(failures: Sequence[Failure]) -> list[Failure]:
     """Merge the failures of interrupted ranks into one text, which says where each was."""
     interrupted = [failure for failure in failures if failure.kind is FailureKind.INTERRUPTED]
-    places = group_ranks(sorted((one.rank, one.where or "before its first line") for one in interrupted))
-    told = [place if len(places) == 1 else f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
-    text = f"at {told[0]}" if len(told) == 1 else f"({'; '.join(told)})"
+    text = describe_interrupts(interrupted)
+    text = f"({text})" if ";" in text else text
     merged = [failure._replace(evalue=text, where="", traceback=()) for failure in interrupted]
     return [*(failure for failure in failures if failure.kind is not FailureKind.INTERRUPTED), *merged]
 

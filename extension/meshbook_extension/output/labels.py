@@ -176,20 +176,23 @@ class FailureView:
         self._waiting.append(failure)
         self.due_at = self.due_at or now + TOGETHER_S
 
-    def show(self, sink: CellSink) -> None:
-        """Write the failures that wait, equal ones once."""
+    def show(self, sink: CellSink, *, brief: bool = False) -> None:
+        """Write the failures that wait, equal ones once. brief: without tracebacks."""
         groups = group_failures(self._waiting)
         self._waiting, self.due_at = [], None
         unnamed: list[int] = []
         for group in groups:
             first = group[0]
+            if first.ename == "SystemExit" and len(first.traceback) == 1:
+                continue  # an early end that was meant: the cell's own end says so
             ranks = [failure.rank for failure in group]
             known = first.cause in self._shown
             if not known:
                 self._shown.append(first.cause)
-            if not known and len(self._shown) <= FULL and first.kind is not FailureKind.INTERRUPTED:
+            is_full = not (known or brief or first.kind is FailureKind.INTERRUPTED)
+            if is_full and len(self._shown) <= FULL:
                 if first.kind is FailureKind.LOST:
-                    deaths = [RankDeath(f.rank, f.host, f.evalue, "\n".join(f.traceback)) for f in group]
+                    deaths = [RankDeath(f.rank, f.host, f.evalue) for f in group]  # its last lines are on screen
                     sink.error(first.ename, first.evalue, describe_deaths(deaths))
                 else:
                     sink.error(first.ename, first.evalue, [headline(first, ranks), *first.traceback])
@@ -202,7 +205,7 @@ class FailureView:
 
 
 def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> str:
-    """Write ``ranks 0-3 raised ValueError: bad shard``; in brief with its place and on one line."""
+    """Write ``ranks 0-3 raised ValueError: bad shard``, of a longer text the first line; in brief with its place."""
     where = f" ({failure.where})" if failure.where and brief else ""
     if failure.kind is FailureKind.INTERRUPTED:
         return f"{name_ranks(ranks)} stopped at an interrupt{where}"
@@ -210,5 +213,5 @@ def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> 
         return f"{name_ranks(ranks)} ended: {failure.evalue}"
     if failure.kind is FailureKind.DISAGREES:
         return failure.evalue.replace("\n", ";") if brief else failure.evalue
-    value = failure.evalue.splitlines()[0] if brief and failure.evalue else failure.evalue
+    value = failure.evalue.splitlines()[0] if failure.evalue else ""
     return f"{name_ranks(ranks)} raised {failure.ename}{': ' if value else ''}{value}{where}"

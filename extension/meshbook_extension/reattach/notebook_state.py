@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshbook.formatting import utf8_text
+from meshbook.errors import FailureKind
+from meshbook.formatting import name_ranks, utf8_text
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from meshbook_extension.notebook.session import Session
 
 KEY = "notebook"
+CUT_S, RECENT_S = 0.5, 2.0
+"""The time that an interrupted cell has to end before its kernel does; the age of an interrupt that came with that."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -74,6 +78,8 @@ class NotebookState(msgspec.Struct, frozen=True):
     """The limits of meshes that stop by themselves."""
     errors: tuple[LoggedError, ...] = ()
     """The last failures of the session's ranks."""
+    cut: str = ""
+    """The cell that the end of the kernel has interrupted, and where, in words."""
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -136,6 +142,7 @@ class StateWriter:
         self.notebook = session.notebook
         self._written: dict[str, NotebookState] = {}
         self._traces: list[Trace] | None = None
+        self._cut = ""
         self._closed = False
 
     def close(self, *, leave: bool) -> None:
@@ -143,9 +150,22 @@ class StateWriter:
 
         leave: whether they are; else the trace goes, since the next kernel need not be told that they have ended.
         """
+        if leave:
+            self._note_cut()
+            self.save()
         self._closed = True
         if not leave:
             drop_traces(self.notebook)
+
+    def _note_cut(self) -> None:
+        """Note the cell that is interrupted as the kernel ends: Jupyter's restart sends an interrupt first."""
+        session = self._session
+        for cell in session.part(Jobs).foreground:
+            cell.run.future.wait(CUT_S)
+            session.errors.note(cell.procs.name, cell.what, cell.failures)
+        for last in session.errors.all()[-1:]:
+            if last.kind is FailureKind.INTERRUPTED and time.time() - last.at < RECENT_S:
+                self._cut = f"{last.what} was interrupted by the restart on {name_ranks(last.ranks)} {last.evalue}"
 
     def save(self, *_: object) -> None:
         """Write the state if it is new; called after each cell, and when a job begins."""
@@ -180,6 +200,7 @@ class StateWriter:
             jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
             next_job=session.part(Jobs).next_number,
             errors=session.errors.saved(meshes),
+            cut=self._cut,
             limits={name: limit for name, procs in meshes.items() if (limit := limits.of(procs)) != Limit()},
         )
 

@@ -87,6 +87,8 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         for call, job in jobs.items():
             call.listen(job.cell.output.receive)
             follow(session, job)
+    if again and notebook_state.cut:
+        print(f"  {notebook_state.cut}")
     if gone:
         print(f"  slices that name other ranks by now are gone: {', '.join(gone)}")
         sys.stdout.flush()
@@ -234,5 +236,8 @@ def _explain_end(trace: Trace, names: str) -> str:
     logs = log_base() / trace.session
     texts = [path.read_text(errors="replace").strip() for path in sorted(logs.glob("agent-*.log"))]
     said = [text.splitlines()[-1] for text in texts if text]
-    why = said[-1] if said else "its host was restarted, its host agent was killed, or another kernel has stopped it"
+    guess = (
+        "its host or its host agent ended, or a kernel stopped it, as a restart of other kernels than Meshbook's does"
+    )
+    why = said[-1] if said else guess
     return f"mesh {names} of the last kernel has ended: {why}\n  its logs: {logs}    start another: %mesh spawn gpus=4"

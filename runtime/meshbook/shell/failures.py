@@ -64,7 +64,9 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
     if isinstance(error, SystemExit):
         code = "" if error.code is None else repr(error.code)
         text = f"sys.exit({code}) ended the cell, not the rank. End the ranks with: {advice().stop}"
-        shown = SystemExit(text).with_traceback(error.__traceback__)
+        # an early end that was meant needs no frames; a code of failure, as of argparse, does
+        is_meant = error.code in (None, 0) or isinstance(error.code, str)
+        shown = SystemExit(text).with_traceback(None if is_meant else error.__traceback__)
     elif isinstance(error, BdbQuit):  # without its frames, since the person has quit the debugger
         error.args = error.args or (QUIT,)
         shown = type(error)(*error.args)

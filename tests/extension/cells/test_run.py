@@ -131,13 +131,47 @@ def test_a_dead_rank_fails_the_cell_and_others_keep_their_state(empty_notebook) 
         notebook.run("%%mesh\nkept = rank")
         text = notebook.fail("%%mesh\nimport os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         assert "rank 1 on " in text and "killed by SIGKILL" in text
-        assert (
-            "  rank 0 keeps its state; its calls failed    repair: %mesh heal    go on without: %mesh shrink\n" in text
-        )
+        steps = "repair: %mesh heal    go on without: %mesh shrink    its log: %mesh logs rank=1"
+        assert text.splitlines()[-1] == f"  rank 0 keeps its state    {steps}"
+        assert text.splitlines()[-2].endswith("; rank 0 finished; results in _mesh")
         notebook.run("%%mesh gpus=0\nkept")
         assert notebook["_mesh"].values() == [0]
         assert "dead" in notebook.run("%mesh").stdout
         assert "WorkerLost: rank 1" in notebook.fail("%%mesh\nkept")
+    finally:
+        notebook.run("%mesh stop short")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [("exit()", "sys.exit()"), ("raise SystemExit('enough')", "sys.exit('enough')")]
+)
+def test_an_early_end_that_was_meant_takes_one_line(notebook, code: str, text: str) -> None:
+    ran = notebook.try_to_run(f"# stop here\n%%mesh\n{code}")
+    said = f"{text} ended the cell, not the rank. End the ranks with: %mesh stop"
+    where = f"(cell {notebook.shell.execution_count - 1}, line 3)"
+    assert ran.stdout == f"CallFailed: ranks 0-3 raised SystemExit: {said} {where}\n" and ran.stderr == ""
+    assert "sys.exit(2)" in notebook.fail("%%mesh\nimport sys\nsys.exit(2)").partition("-> 3")[2]
+
+
+def test_a_target_without_its_axis_says_how_it_is_written(notebook) -> None:
+    assert "0 of what? Name the axis: gpus=0, or rank=0 for ranks by their number." in notebook.fail("%%mesh 0\nrank")
+    assert "lr=0.3 chooses ranks and assigns nothing" in notebook.fail("%mesh push lr=0.3")
+
+
+def test_a_crash_in_native_code_takes_six_lines(empty_notebook) -> None:
+    notebook = empty_notebook
+    notebook.run("%mesh spawn gpus=2 --no-torch --name short")
+    try:
+        ran = notebook.try_to_run("%%mesh\nimport ctypes\nif rank == 1: ctypes.string_at(0)")
+        number = notebook.shell.execution_count - 1
+        report, innermost, own = ran.stderr.splitlines()
+        assert report == "[1] Fatal Python error: Segmentation fault" and innermost.endswith(" in string_at")
+        assert own == f'[1]   File "<cell {number}>", line 3 in <module>'
+        ended, lost, steps = ran.stdout.splitlines()
+        assert re.fullmatch(r"rank 1 on \S+ ended: killed by SIGSEGV, a crash in native code", ended)
+        assert lost == f"WorkerLost: {ended}; rank 0 finished; results in _mesh"
+        assert steps.startswith("  rank 0 keeps its state    repair: %mesh heal")
+        assert "run_code" in notebook.run("%mesh logs rank=1 -n 99").stdout
     finally:
         notebook.run("%mesh stop short")
 
@@ -153,7 +187,9 @@ def test_an_interrupt_stops_all_ranks_and_keeps_their_variables(notebook, tmp_pa
     ran = notebook.try_to_run(f"%%mesh\n{code}")
     thread.join()
     assert isinstance(ran.error, errors.CallInterrupted)
-    assert ran.stdout == "CallInterrupted: interrupted: ranks 0-3 stopped, all variables kept\n"
+    number = notebook.shell.execution_count - 1
+    kept = "CallInterrupted: interrupted: ranks 0-3 stopped, all variables kept"
+    assert ran.stdout == f"{kept}; at cell {number}, line 4\n"
     assert ran.error.obeyed == (0, 1, 2, 3) and ran.error.stuck == {}
     assert time.monotonic() - began < 10
     notebook.run("%%mesh\nkept")
@@ -198,9 +234,10 @@ def test_an_interrupt_just_after_the_sending_stops_the_ranks(
 
 
 def test_a_cell_that_takes_too_long_is_interrupted(notebook) -> None:
-    ran = notebook.try_to_run("%%mesh --timeout 0.3\nimport time\nif rank > 1: time.sleep(20)\nrank")
+    ran = notebook.try_to_run("%%mesh --timeout 0.005m\nimport time\nif rank > 1: time.sleep(20)\nrank")
     assert isinstance(ran.error, CellTimeout) and isinstance(ran.error, errors.CallTimeout)
     assert "took more than 0.3 s on ranks 2,3; interrupted: ranks 2,3 stopped, all variables kept" in ran.stdout
+    assert re.search(r"all variables kept; at cell \d+, line 3\n", ran.stdout)
     assert notebook["_mesh"].values() == [0, 1]
 
 

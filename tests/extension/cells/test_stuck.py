@@ -62,7 +62,7 @@ def test_the_traceback_comes_at_once_and_the_verdict_with_the_prompt(notebook, w
     assert first == f"CallFailed: rank 1 raised ValueError: bad shard (cell {number}, line 4)"
     waited = rf"  ranks 0,2,3 were waiting in all_reduce \(cell {number}, line 5\); freed after [0-9.]+ s"
     assert re.fullmatch(rf"{waited}, all variables kept", second)
-    assert third == "  again: run the cell again"
+    assert third == "  again: run the cell again; what it changed before stays changed"
 
 
 def test_finished_ranks_are_told_apart_from_freed_ones(notebook, whole) -> None:

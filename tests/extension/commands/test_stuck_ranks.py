@@ -27,7 +27,8 @@ def test_a_rank_that_never_moves_is_respawned_and_the_others_keep_their_variable
     thread.join()
     assert isinstance(ran.error, errors.CallInterrupted)
     assert ran.stdout == (
-        "CallInterrupted: interrupted: ranks 0-2 stopped, all variables kept\n"
+        "CallInterrupted: interrupted: ranks 0-2 stopped, all variables kept; "
+        f"at cell {notebook.shell.execution_count - 1}, line 5\n"
         "  rank 3 did not stop: native code holds the GIL\n"
         "  insist: interrupt once more, or %mesh interrupt\n"
     )
