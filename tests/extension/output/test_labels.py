@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshbook_extension.output.labels import Labeller, Text, join_runs, label_block
+from meshbook.errors import Failure
+from meshbook_extension.output.labels import Labeller, Text, headline, join_runs, label_block
 from meshbook_extension.output.line_merging import LinePiece
 
 
@@ -48,3 +49,9 @@ def test_runs_of_a_stream_become_one_message() -> None:
         Text("stdout", "ab"),
         Text("stderr", "c"),
     ]
+
+
+def test_the_headline_of_a_failure_has_the_first_line_of_its_text() -> None:
+    failure = Failure(1, "here", "ValueError", "bad shard\nin all of its rows", (), "cell 7, line 3")
+    assert headline(failure, [0, 1]) == "ranks 0,1 raised ValueError: bad shard"
+    assert headline(failure, [0, 1], brief=True) == "ranks 0,1 raised ValueError: bad shard (cell 7, line 3)"
