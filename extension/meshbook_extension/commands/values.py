@@ -12,6 +12,7 @@ from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.rank_calls import pull_together
+from meshbook.shape.large_values import describe_large
 from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
@@ -70,7 +71,8 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     out = arguments.text("--out")
     session.keep_result(values, check_identifier(out, "--out") if out else None)
     failed = peeks.failed if peeks else ()
-    equal = group_ranks((rank, repr(values.get(rank))) for rank in values.ranks if rank not in failed)
+    found = ((rank, values.get(rank)) for rank in values.ranks if rank not in failed)
+    equal = group_ranks((rank, describe_large(value) or repr(value)) for rank, value in found)
     if equal:
         print("\n".join(label_block(ranks, text) for text, ranks in equal.items()))
     if peeks:

@@ -22,6 +22,7 @@ from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.concurrency.patches import patch
 from meshbook.formatting import format_bytes
+from meshbook.shape.large_values import describe_large
 from meshbook.shell.failures import cut_text
 
 if TYPE_CHECKING:
@@ -101,6 +102,33 @@ class RankDisplayHook(DisplayHook):
 
     def finish_displayhook(self) -> None:
         self._is_active = False
+
+
+_LARGE_TYPES = (
+    ("torch", "Tensor"), ("numpy", "ndarray"),
+    ("pandas", "DataFrame"), ("pandas.core.frame", "DataFrame"), ("polars.dataframe.frame", "DataFrame"),
+)  # fmt: skip
+
+
+def describe_large_values(shell: RankIPython) -> None:
+    """Have results and displays show large tensors, arrays and data frames in a line, also within containers."""
+    formatters: Any = shell.display_formatter
+    for module, name in _LARGE_TYPES:
+        formatters.formatters["text/plain"].for_type_by_name(module, name, _print_value)
+        formatters.formatters["text/html"].for_type_by_name(module, name, _table_of_value)
+
+
+def _print_value(value: object, printer: Any, cycle: bool) -> None:
+    """Write the value as IPython does."""
+    for number, line in enumerate((describe_large(value) or repr(value)).splitlines()):
+        if number:
+            printer.break_()
+        printer.text(line)
+
+
+def _table_of_value(value: Any) -> str | None:
+    is_table = hasattr(value, "_repr_html_") and describe_large(value) is None
+    return value._repr_html_() if is_table else None
 
 
 def sendable(data: Mapping[str, object]) -> MimeBundle:

@@ -25,7 +25,7 @@ from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
 from meshbook.shell.compiler import CellCompiler, RankTransformers, may_await
-from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher
+from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, describe_large_values
 from meshbook.shell.failures import describe_briefly, forget_last_error, format_error, quicken_tracebacks
 from meshbook.source.location import drop_own_frames
 
@@ -307,5 +307,6 @@ def create_shell(
         )
     shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
+    describe_large_values(shell)
     shell.loop_runner, shell.rank_debugger = loop_runner, debugger
     return shell
