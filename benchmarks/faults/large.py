@@ -148,7 +148,7 @@ class _Typist:
     def say(self, text: str) -> None:
         self.shown += len(text)
 
-    def read(self, prompt: str, is_open: Callable[[], bool]) -> str:
+    def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str:
         return self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
 
 

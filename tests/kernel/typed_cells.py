@@ -15,6 +15,8 @@ class Typed(Cell):
     def __init__(self) -> None:
         super().__init__()
         self.prompts: list[str] = []
+        self.hidden: list[str] = []
+        """The prompts whose answers are not shown."""
 
     @property
     def plain(self) -> str:
@@ -47,13 +49,15 @@ def run_typing(kernel: Kernel, code: str, answers: Sequence[Answer], limit_s: fl
     while not (cell.reply and request in ended):
         listen()
         if client.stdin_channel.msg_ready():
-            prompt = client.get_stdin_msg(timeout=1)["content"]["prompt"]
+            content = client.get_stdin_msg(timeout=1)["content"]
+            prompt = content["prompt"]
             mark = client.session.msg("kernel_info_request")
             client.control_channel.send(mark)
             while mark["header"]["msg_id"] not in ended:  # what was shown before the prompt comes by another socket
                 listen()
                 time.sleep(0.005)
             cell.prompts.append(prompt)
+            cell.hidden += [prompt] if content["password"] else []
             assert left, f"{cell.plain}\nnobody answers {prompt!r}"
             answer = left.pop(0)
             text = answer if isinstance(answer, str) else ""

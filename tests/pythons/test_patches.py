@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import getpass
 import importlib
 import inspect
 import pdb
@@ -123,6 +125,11 @@ def check_tqdm() -> None:
     assert "tqdm_notebook(range(" in inspect.getsource(notebook.trange)
 
 
+def check_questions() -> None:
+    assert parameters(original(builtins, "input")) == ["prompt"]
+    assert parameters(original(getpass, "getpass"))[:2] == ["prompt", "stream"]
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "threading.Thread.start": check_thread_start,
     "time.sleep": check_sleep,
@@ -133,6 +140,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "distributed_c10d._new_process_group_helper": check_group_helper,
     "torch.distributed.init_process_group": check_init_process_group,
     "pdb.Pdb.set_trace, interaction": check_pdb,
+    "builtins.input, getpass.getpass": check_questions,
     "tqdm.notebook.tqdm, tqdm_notebook": check_tqdm,
 }
 """By the first column of the table in docs/design.md."""

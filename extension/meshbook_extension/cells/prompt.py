@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -128,18 +129,18 @@ class NotebookTerminal:
         self._output.note(text, "stdout")
         self._output.drain()
 
-    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
+    def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
         """Read a line; None if it was given up."""
         self._output.drain()
         kernel = kernel_of(self._shell)
         if kernel is None:
-            return input(prompt)
+            return getpass.getpass(prompt) if hidden else input(prompt)
         if not hasattr(kernel, "stdin_socket") or "shell" not in getattr(kernel, "_parent_ident", ()):
-            return str(kernel.raw_input(prompt))
-        return _read_line(kernel, prompt, is_open)
+            return str(kernel.getpass(prompt) if hidden else kernel.raw_input(prompt))
+        return _read_line(kernel, prompt, is_open, hidden)
 
 
-def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool]) -> str | None:
+def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool], hidden: bool) -> str | None:
     """Read a line as ipykernel's ``_input_request`` does, but give up once ``is_open()`` is false. Main thread only."""
     import zmq
 
@@ -148,7 +149,7 @@ def _read_line(kernel: IPythonKernel, prompt: str, is_open: Callable[[], bool]) 
     socket, session = kernel.stdin_socket, session_of(kernel)
     while socket.poll(0):
         socket.recv_multipart(zmq.NOBLOCK)  # answers to a prompt that was given up
-    content = {"prompt": prompt, "password": False}
+    content = {"prompt": prompt, "password": hidden}
     session.send(socket, "input_request", content, kernel.get_parent("shell"), ident=kernel._parent_ident["shell"])
     while is_open():
         run_tasks()

@@ -195,7 +195,9 @@ class FailureView:
                     deaths = [RankDeath(f.rank, f.host, f.evalue) for f in group]  # its last lines are on screen
                     sink.error(first.ename, first.evalue, describe_deaths(deaths))
                 else:
-                    sink.error(first.ename, first.evalue, [headline(first, ranks), *first.traceback])
+                    told = headline(first, ranks)
+                    says_all = told.endswith("".join(first.traceback))  # as of an error of ours, without frames
+                    sink.error(first.ename, first.evalue, [told] if says_all else [told, *first.traceback])
             elif len(self._shown) <= FULL + BRIEF:
                 sink.stream("stderr", f"{headline(first, ranks, brief=True)}\n")
             else:

@@ -167,6 +167,8 @@ class Stop:
     @property
     def words(self) -> str:
         """``stopped at cell 7, line 5``"""
+        if self.at.asks:
+            return f"asks by {self.at.asks} at {self.at.place}: {self.at.prompt.strip()}".rstrip(": ")
         return f"post-mortem of {self.at.why}, at {self.at.place}" if self.at.why else f"stopped at {self.at.place}"
 
 

@@ -7,13 +7,17 @@ Each prompt has a number, and a line is for one number only: a line that was typ
 a later one. A stopped rank waits for as long as it takes, also without a controller: the next one finds its prompt by
 asking.
 
+``input()`` and ``getpass()`` wait at such a prompt, too; its line is the answer.
+
 Any thread of the rank may stop, one at a time; the others wait. To debug code outside of cells and calls (an actor's
 endpoint) needs nothing but a thread and, while it runs, the right `refusal`.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import getpass
 import itertools
 import os
 import pdb
@@ -24,11 +28,12 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from meshbook.concurrency.background import refuse_in_peek
 from meshbook.concurrency.patches import patch
 from meshbook.debug.pdb import COMPLETIONS_MAX, RankPdb
-from meshbook.errors import UsageError
-from meshbook.source.location import is_runtimes_code, is_users_code
-from meshbook.wire.messages import AtPrompt
+from meshbook.errors import PromptRefused, UsageError
+from meshbook.source.location import is_runtimes_code, is_users_code, users_place
+from meshbook.wire.messages import ASKS_LINE, ASKS_SECRET, END_OF_INPUT, AtPrompt
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -65,7 +70,7 @@ class RankDebugger:
         if tell is not None:
             self._tell, self.refusal = tell, ""
         sys.breakpointhook = self._on_breakpoint
-        _take_over_pdb(self)
+        _take_over_prompts(self)
 
     # ---- the thread that stops ----------------------------------------------------------------------------------
 
@@ -83,6 +88,33 @@ class RankDebugger:
         debugger = self._debugger(why)
         debugger.reset()
         debugger.interaction(None, traceback)
+
+    def read_line(self, prompt: str = "", asks: str = ASKS_LINE) -> str:
+        """Return the line that the person types at a question of the program.
+
+        Raises: PromptRefused where nobody can, EOFError if the person gives no answer, KeyboardInterrupt, PeekRefused.
+        """
+        refuse_in_peek(asks)
+        if os.getpid() != self._pid:
+            raise PromptRefused(asks, "a process that the rank has forked asks nobody")
+        if self.refusal:
+            raise PromptRefused(asks, self.refusal)
+        sys.stdout.flush()
+        with self._turn:
+            stop = _Stop(users_place(sys._getframe(1)) or "the rank", None)
+            outer, self._stop = self._stop, stop
+            stop.prompt = AtPrompt(next(self._numbers), stop.place, "", prompt, "", asks)
+            try:
+                self._tell(stop.prompt)
+                line = stop.lines.get()
+            finally:
+                self._stop = outer
+                self._tell(AtPrompt(next(self._numbers), "", "", "", ""))
+        if line is None:
+            raise KeyboardInterrupt
+        if line == END_OF_INPUT:
+            raise EOFError(f"no answer to {asks}")
+        return line
 
     def end_call(self) -> None:
         """The call on this thread has ended: stepping ends with it."""
@@ -203,8 +235,11 @@ class RankDebugger:
         return self.stop(frame) if event == "line" else self._on_line
 
 
-def _take_over_pdb(debugger: RankDebugger) -> None:
-    """Every other debugger that is made of pdb's (IPython's, torch.distributed's) opens ours in its place."""
+def _take_over_prompts(debugger: RankDebugger) -> None:
+    """Have everything that would read a terminal ask at the rank's prompt.
+
+    Debuggers that are made of pdb's (IPython's, torch.distributed's) open ours in their place.
+    """
     set_trace, interaction = pdb.Pdb.set_trace, pdb.Pdb.interaction
 
     def stop_here(self: pdb.Pdb, frame: FrameType | None = None, **options: object) -> object:
@@ -218,5 +253,17 @@ def _take_over_pdb(debugger: RankDebugger) -> None:
         else:
             debugger.post_mortem(traceback)
 
-    patch(pdb.Pdb, "set_trace", stop_here)
-    patch(pdb.Pdb, "interaction", look_at)
+    def ask(prompt: object = "", /) -> str:
+        return debugger.read_line(str(prompt))
+
+    def ask_secret(prompt: str = "Password: ", stream: object = None, **options: object) -> str:
+        return debugger.read_line(prompt, ASKS_SECRET)
+
+    replaced = (
+        (pdb.Pdb, {"set_trace": stop_here, "interaction": look_at}),
+        (builtins, {"input": ask}),
+        (getpass, {"getpass": ask_secret}),
+    )
+    for owner, names in replaced:
+        for name, ours in names.items():
+            patch(owner, name, ours)

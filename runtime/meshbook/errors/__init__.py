@@ -8,6 +8,7 @@
     ├── UsageError              a command or an argument that makes no sense as given; a ValueError too
     │   ├── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
     │   └── PeekRefused         a peek into a busy rank would wait there; raised on the rank
+    ├── PromptRefused           a question of a rank that no person can answer; an EOFError too; raised on the rank
     ├── SpawnError              hosts or workers that did not come up
     │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
     │   ├── DeviceError         fewer devices than ranks
@@ -57,6 +58,7 @@ from meshbook.errors.base import (
     NotOwnerError,
     PeekRefused,
     PeerProtocolError,
+    PromptRefused,
     ProtocolError,
     RankError,
     RanksLeft,

@@ -59,6 +59,17 @@ class PeekRefused(UsageError):
         )
 
 
+class PromptRefused(MeshError, EOFError):
+    """A question of a rank that no person can answer. asks: the function that asks. why: why nobody can answer."""
+
+    def __init__(self, asks: str, why: str) -> None:
+        super().__init__(asks, why)
+        self.asks, self.why = asks, why
+
+    def __str__(self) -> str:
+        return f"{self.asks} is not available on ranks here: {self.why}. {advice().ask}"
+
+
 class ProtocolError(MeshError):
     """Two processes disagree about the wire."""
 

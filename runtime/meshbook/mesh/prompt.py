@@ -7,6 +7,7 @@ and reads lines: a notebook's cell, a script's console, a test. All of it runs o
 from __future__ import annotations
 
 import contextlib
+import getpass
 import re
 import sys
 import threading
@@ -24,6 +25,7 @@ from meshbook.formatting import format_ranks, name_ranks
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.states import busy as busy_ranks
 from meshbook.mesh.states import stopped_ranks, type_line, where
+from meshbook.wire.messages import ASKS_SECRET, END_OF_INPUT, AtPrompt
 
 _HELP = """\
 Beside pdb's own commands, this prompt knows:
@@ -37,6 +39,8 @@ A variable with such a name: !ranks"""
 
 GATHER_S = 0.15
 """An opening prompt waits this long, so that ranks which stop a moment later are shown with it."""
+QUESTION_S = 0.5
+"""A question of a program waits so much longer for ranks that ask the same."""
 STEP_S = 1.0
 """A rank that steps has so long to stop again before another one's turn comes."""
 LOOK_S = 0.05
@@ -57,8 +61,11 @@ class Terminal(Protocol):
     def say(self, text: str) -> None:
         """Show words of the prompt itself."""
 
-    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        """A line; None if it was given up since ``is_open()`` is false. Raises: KeyboardInterrupt, EOFError."""
+    def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
+        """Return a line; None if it was given up since ``is_open()`` is false. hidden: what is typed is not shown.
+
+        Raises: KeyboardInterrupt, EOFError.
+        """
 
 
 def choose_ranks(view: ProcMesh, pairs: Mapping[str, str]) -> ProcMesh:
@@ -95,6 +102,8 @@ class DebugPrompt:
         """
         stopped_ranks, ranks = self._stopped_ranks, self.procs.ranks
         stopped_ranks.wait_for(lambda: len(stopped_ranks.of(ranks)) == len(ranks), GATHER_S)
+        if any(stop.at.asks for stop in stopped_ranks.of(ranks).values()):
+            stopped_ranks.wait_for(lambda: len(stopped_ranks.of(ranks)) == len(ranks), QUESTION_S)
         try:
             while not is_over() and (stopped := stopped_ranks.of(ranks)):
                 self._tell_of_stops()
@@ -121,7 +130,8 @@ class DebugPrompt:
     def _go_to(self, rank: int) -> None:
         self.current, self._line_was_pdbs = rank, False
         self._stopped_ranks.left.discard(rank)
-        if not self._show([rank]) and (stop := self._stopped_ranks.of([rank]).get(rank)) is not None:
+        stop = self._stopped_ranks.of([rank]).get(rank)
+        if not self._show([rank]) and stop is not None and not stop.at.asks:
             self._terminal.say(f"rank {rank} {stop.words}")
 
     def _tell_of_stops(self) -> None:
@@ -129,6 +139,8 @@ class DebugPrompt:
         for rank, stop in self._stopped_ranks.of(self.procs.ranks).items():
             if not stop.seen:
                 stop.seen = True
+                if stop.at.asks:
+                    continue  # the question says it all
                 places.setdefault(stop.words, []).append(rank)
         if places:
             self._terminal.say("\n".join(f"{name_ranks(ranks)} {words}" for words, ranks in places.items()))
@@ -142,6 +154,9 @@ class DebugPrompt:
         stop = self._stopped_ranks.of([rank]).get(rank)
         if stop is None:
             return False
+        if stop.at.asks:
+            self._answer(stop.at)
+            return False
         try:
             line = self._terminal.read(f"[{rank}] {stop.at.prompt}", self._watch(rank))
         except EOFError:
@@ -153,6 +168,31 @@ class DebugPrompt:
             self._tell_of_end(rank, line)
             return False
         return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
+
+    def _answer(self, question: AtPrompt) -> None:
+        """Ask the person a program's question; the answer goes to all ranks that ask the same there."""
+        asked = (question.place, question.prompt, question.asks)
+
+        def waiting() -> dict[int, int]:
+            stops = self._stopped_ranks.of(self.procs.ranks).items()
+            return {
+                rank: stop.at.number for rank, stop in stops if (stop.at.place, stop.at.prompt, stop.at.asks) == asked
+            }
+
+        prompt = f"[{format_ranks(waiting())}] {question.prompt}"
+        try:
+            line = self._terminal.read(prompt, lambda: bool(waiting()), hidden=question.asks == ASKS_SECRET)
+        except EOFError:
+            line = END_OF_INPUT
+        if line is None:
+            self._terminal.say("the ranks do not ask any more (press Enter where their question still stands)")
+            return
+        answered = waiting()
+        type_line(self.procs, line, answered)
+        while not self._stopped_ranks.wait_for(
+            lambda: all(self._has_answered(rank, number) for rank, number in answered.items()), 0.25
+        ):
+            pass  # an interrupt ends it, and so does the end of the rank
 
     def _watch(self, rank: int) -> Callable[[], bool]:
         """Whether a line is still wanted: while other ranks are stopped the person gives it, and sees the outcome."""
@@ -337,8 +377,8 @@ class ConsoleTerminal:
     def say(self, text: str) -> None:
         print(text)
 
-    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
-        return input(prompt)
+    def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
+        return getpass.getpass(prompt) if hidden else input(prompt)
 
 
 class ConsolePromptHandler:

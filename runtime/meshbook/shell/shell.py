@@ -26,12 +26,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
-from meshbook.concurrency.background import refuse_in_peek
 from meshbook.curves.recorder import recorder
 from meshbook.curves.series import LoggedPoints
 from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import Failure
-from meshbook.errors.advice import advice
 from meshbook.groups.collectives_off import collectives_off
 from meshbook.shell.attribution import Attribution
 from meshbook.shell.completer import complete, prepare, user_names
@@ -151,7 +149,7 @@ class RankShell:
         self._ipython.show_data, self._ipython.mark_place = self._display, self._mark_place
         self._ipython.enter_main()
         self.define(namespace)
-        sys.stdin = _NoInput(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+        sys.stdin = _PromptInput(self.debugger)
         self.debugger.begin()
 
     def become(self, rank: int) -> None:
@@ -369,12 +367,15 @@ class RankShell:
             os.environ["MPLBACKEND"] = "agg"
 
 
-class _NoInput(io.TextIOWrapper):
-    """A rank's stdin, which is empty; where a line is asked for, as ``input()`` does, it says why."""
+class _PromptInput(io.TextIOWrapper):
+    """A rank's stdin, which is empty; a program that reads a line of it asks at the rank's prompt."""
+
+    def __init__(self, debugger: RankDebugger) -> None:
+        super().__init__(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+        self._debugger = debugger
 
     def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
-        refuse_in_peek("input()")
-        raise EOFError(f"input() is not available on ranks: nobody could type there. {advice().ask}")
+        return f"{self._debugger.read_line()}\n"
 
     def __next__(self) -> str:  # type: ignore[override]
         raise StopIteration

@@ -44,7 +44,7 @@ class Script:
     def say(self, text: str) -> None:
         self.shown += f"{text}\n"
 
-    def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
+    def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
         assert self.lines, f"nobody types at {prompt}\n{self.shown}"
         line = self.lines.pop(0)
         if callable(line):
@@ -342,7 +342,7 @@ def test_a_prompt_closes_when_its_mesh_is_stopped(mesh2: ProcMesh) -> None:
 
 def test_an_interrupt_at_the_prompt_of_a_call_reaches_its_ranks(mesh4: ProcMesh) -> None:
     class Pressing(Script):
-        def read(self, prompt: str, is_open: Callable[[], bool]) -> str | None:
+        def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
             raise KeyboardInterrupt
 
     set_prompt_handler(Person(Pressing()))

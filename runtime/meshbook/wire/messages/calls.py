@@ -12,7 +12,7 @@ import msgspec
 
 from meshbook.shape.members import Piece
 
-PROTOCOL_VERSION = 9  # peers compare it in their first message and refuse each other, naming both numbers
+PROTOCOL_VERSION = 10  # peers compare it in their first message and refuse each other, naming both numbers
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="t"):

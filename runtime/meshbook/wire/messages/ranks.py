@@ -102,6 +102,10 @@ class Logged(Header, frozen=True, tag="logged"):
     output: int
 
 
+ASKS_LINE, ASKS_SECRET = "input()", "getpass()"
+END_OF_INPUT = "\x04"  # the answer of a person who gives none, as of Ctrl-D
+
+
 class AtPrompt(NamedTuple):
     """A rank waits for a line at its prompt ``number``; without a place it has gone on, and waits at none."""
 
@@ -110,10 +114,11 @@ class AtPrompt(NamedTuple):
     why: str  # for a post-mortem the exception; else empty
     prompt: str  # ``(Pdb) ``, or another text with which pdb asks
     text: str  # text that pdb has written since the prompt before
+    asks: str = ""  # `ASKS_LINE` or `ASKS_SECRET` for a question of a program's own; empty: it is pdb's prompt
 
 
 class Prompted(Header, frozen=True, tag="prompted"):
-    """A rank has stopped at a prompt of pdb, or gone on from one; in the order of its prints."""
+    """A rank has stopped at a prompt, or gone on from one; in the order of its prints."""
 
     mesh: int
     rank: int
