@@ -13,7 +13,7 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
 from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
-from meshbook.mesh.driven import set_current_mesh, set_output_source, set_prompt_handler, set_start_display
+from meshbook.mesh.driven import set_current_mesh, set_output_source, set_progress_display, set_prompt_handler
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
@@ -26,7 +26,7 @@ from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.error_log import name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
-from meshbook_extension.output.publisher import StartLine, served_cell
+from meshbook_extension.output.publisher import ProgressLine, served_cell
 from meshbook_extension.output.transcripts import Transcripts
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.reattach.restore import AutoAttach
@@ -149,7 +149,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
 
     set_current_mesh(session.mesh, find_procs)
     set_prompt_handler(CallPromptHandler(session))
-    set_start_display(StartLine(shell).show)
+    set_progress_display(ProgressLine(shell).show)
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error):
         shell.events.register("post_run_cell", listener)
@@ -171,7 +171,7 @@ def close_session(session: Session) -> None:
     set_output_source(None)
     set_current_mesh(None)
     set_prompt_handler(None)
-    set_start_display(None)
+    set_progress_display(None)
     session.part(Hooks).uninstall()
     session.part(Debugged).end()
     session.part(NameErrors).end()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.output import StreamText
 from meshbook.formatting import format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
+from meshbook.mesh.states import follow_logs
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.commands.meshes import welcome
@@ -255,7 +256,7 @@ def logs(session: Session, arguments: Arguments) -> None:
 
 def _follow(session: Session, procs: ProcMesh, lines: int, wanted: str, duration_s: float | None) -> None:
     """Show new text until the time is over, the person interrupts, or the cell is full."""
-    output, follower = open_output(session, procs, ranks=NOBODY), procs.follow_logs(lines)
+    output, follower = open_output(session, procs, ranks=NOBODY), follow_logs(procs, lines)
     until = "interrupt to end" if duration_s is None else f"for {format_duration(duration_s)}"
     print(f"following {name_ranks(procs.ranks)}: {until}", flush=True)
     deadline = math.inf if duration_s is None else time.monotonic() + duration_s

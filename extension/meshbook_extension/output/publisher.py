@@ -192,15 +192,15 @@ def sink_for(shell: InteractiveShell) -> CellSink:
     return KernelSink(kernel, parent_of(shell))
 
 
-class StartLine:
-    """The line below the running cell on the progress of a start, until the mesh is ready."""
+class ProgressLine:
+    """The line below the running cell on the progress of a start or a map, until that is done."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._sink: CellSink | None = None
 
     def show(self, text: str) -> None:
-        """Replace the line; an empty text takes it away. A start that no cell waits for shows none."""
+        """Replace the line; an empty text takes it away. Work that no cell waits for shows none."""
         if threading.current_thread() is not threading.main_thread():
             return
         if text and self._sink is None:

@@ -61,7 +61,7 @@ class FrontEnd(Protocol):
     refusal: Callable[[], str]
 
     # shows how far a start has come, in the place of the text before; an empty text removes it
-    show_start: Callable[[str], object]
+    show_progress: Callable[[str], object]
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         """Open the prompt of ranks that have stopped in a call that the main thread waits for."""

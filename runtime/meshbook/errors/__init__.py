@@ -19,6 +19,7 @@
     │   └── SessionInUse        another process drives it
     ├── CallError               a call that has no complete answer; carries ``partial``
     │   ├── CallFailed          ranks raised
+    │   │   └── ItemFailed      a function failed on an item of a map
     │   ├── CallTimeout         ranks were silent at the deadline
     │   ├── CallInterrupted     the person pressed interrupt
     │   └── WorkerLost          workers ended while the call was open
@@ -78,6 +79,7 @@ from meshbook.errors.calls import (
     CallInterrupted,
     CallTimeout,
     GroupAborted,
+    ItemFailed,
     LeftStopped,
     MailboxClosed,
     Partial,

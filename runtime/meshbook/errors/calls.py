@@ -134,6 +134,30 @@ class CallFailed(CallError):
         return lines + [f"  {line}" for line in self.verdict()]
 
 
+class ItemFailed(CallFailed):
+    """A function failed on an item of `ProcMesh.map`. ``partial`` has the results so far, by the numbers of items.
+
+    index: the number of the item, from 0. item: its repr, in short.
+    """
+
+    def __init__(self, index: int, item: str, failures: Iterable[Failure], partial: Partial | None = None) -> None:
+        super().__init__(failures, partial)
+        self.index, self.item = index, item
+        self.args = (index, item, self.failures)
+
+    def __str__(self) -> str:
+        return f"item {self.index} ({self.item}): {super().__str__()}"
+
+    def _render_traceback_(self) -> list[str]:
+        kept, self.partial = self.partial, {}
+        try:
+            lines = super()._render_traceback_()
+        finally:
+            self.partial = kept
+        done = [f"  {len(kept)} items are done; their results: error.partial"] if kept else []
+        return [f"item {self.index} ({self.item}):", *lines, *done]
+
+
 def _headline(group: Sequence[Failure], place: str = "") -> str:
     """``ranks 0-3 raised ValueError: bad shard``, for failures of one cause."""
     first = group[0]

@@ -184,9 +184,9 @@ def set_current_mesh(
     _driven.front_end.of_sizes = of_sizes
 
 
-def set_start_display(show: Callable[[str], object] | None) -> None:
-    """Have ``show`` show how far a start has come, as in ``importing torch, 34 s``, and with "" take it away again."""
-    _driven.front_end.show_start = show or ProcessFrontEnd().show_start
+def set_progress_display(show: Callable[[str], object] | None) -> None:
+    """Have ``show`` show the progress of a start or a map, as in ``importing torch, 34 s``; "" takes it away."""
+    _driven.front_end.show_progress = show or ProcessFrontEnd().show_progress
 
 
 def current_procs() -> ProcMesh:

@@ -17,12 +17,13 @@ from meshbook.calls.call_future import CallFuture
 from meshbook.calls.interrupt import interrupt
 from meshbook.concurrency.future import Future, MappedFuture, in_background, join_futures
 from meshbook.controller.mesh_state import Repaired, stale_view
-from meshbook.controller.queries import LogFollower, StackQuestion, read_logs
-from meshbook.errors import CallInterrupted, LayoutError, MeshError, SerializationError, UsageError
+from meshbook.controller.queries import StackQuestion, read_logs
+from meshbook.errors import CallInterrupted, ItemFailed, LayoutError, MeshError, SerializationError, UsageError
 from meshbook.formatting import format_bytes, format_sizes
 from meshbook.groups.collectives_off import WITHOUT_TORCH
 from meshbook.launchers.base import Launcher
 from meshbook.mesh import partition, rank_calls, states
+from meshbook.mesh.item_map import ItemMap
 from meshbook.mesh.peeks import TIMEOUT_S, peek
 from meshbook.mesh.proc_view import ProcView
 from meshbook.mesh.repair import Note, repair
@@ -78,6 +79,19 @@ class ProcMesh(EndsWithBlock, ProcView):
         future = self._invoke("invoke_with_source", name, (source_of(file),), function, args, kwargs)
         sources.setdefault(file, set()).update(ranks)
         return future
+
+    def map(
+        self, function: Callable[[Any], T], items: Iterable[object], *, return_exceptions: bool = False
+    ) -> list[T | ItemFailed]:
+        """Wait for ``function(item)`` of all items, each on the next rank that is free; return them in order.
+
+        The item of a rank that ends goes to another one, once. return_exceptions: an error is the result of its item.
+        Raises: ItemFailed, which names the item and the rank, and CallInterrupted; no rank is at an item then, and
+        ``partial`` has the results so far by the numbers of items. SerializationError.
+        """
+        from meshbook.mesh.prompt import tell_person  # which stands above us
+
+        return ItemMap(self._present(), function, items, return_exceptions, tell_person).run()
 
     def _invoke(
         self,
@@ -311,10 +325,6 @@ class ProcMesh(EndsWithBlock, ProcView):
         """
         self._present()
         return read_logs(self._controller.questions, self._mesh, self._members, lines, containing)
-
-    def follow_logs(self, lines: int = 20) -> LogFollower:
-        """Follow the logs of the members from now on, after the last ``lines`` lines of each."""
-        return LogFollower(self._controller.questions, self._mesh, self._present()._members, lines)
 
     def logging_option(self, stream_to_client: bool = False, level: int = logging.INFO) -> Future[None]:
         """Show or hide the prints of calls, and have ranks log to stderr from a level on; done when they all do.

@@ -410,7 +410,7 @@ class ProcessFrontEnd:
         self.have_prompts_answered(ConsolePromptHandler())
         self.current: Callable[[], ProcMesh] = _no_current_mesh
         self.of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
-        self.show_start: Callable[[str], object] = _show_nothing
+        self.show_progress: Callable[[str], object] = _show_on_terminal
 
     def have_prompts_answered(self, by: PromptHandler) -> None:
         """Have ``by`` answer ranks that stop at breakpoints."""
@@ -422,5 +422,8 @@ class ProcessFrontEnd:
             raise LeftStopped(call.what, mesh.stopped_ranks.of(procs.ranks))
 
 
-def _show_nothing(text: str) -> None:
-    """A script has lines of its own on its terminal."""
+def _show_on_terminal(text: str) -> None:
+    """Show a line in the place of the one before, where a person sees it; an empty text takes it away."""
+    with contextlib.suppress(OSError, ValueError):  # as for `tell_person`
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -127,9 +127,9 @@ class StartProgress:
                     raise SpawnError(self._describe(step, within_s))
                 if step.what and now - began >= LOOK_S:
                     parts = filter(None, [step.what, step.there, f"{math.ceil(now - began)} s"])
-                    self._controller.front_end.show_start(", ".join(parts))
+                    self._controller.front_end.show_progress(", ".join(parts))
         finally:
-            self._controller.front_end.show_start("")
+            self._controller.front_end.show_progress("")
 
     def _describe(self, step: _Step, within_s: float) -> str:
         last = f"\n  the last line of the log: {step.last_line}" if step.last_line else ""

@@ -10,7 +10,7 @@ from meshbook.actor.identity import ActorState
 from meshbook.calls.call import OpenCall
 from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unresponsive
 from meshbook.controller.host_state import HostState
-from meshbook.controller.queries import ask_rank, look
+from meshbook.controller.queries import LogFollower, ask_rank, look
 from meshbook.curves.series import Metrics
 from meshbook.errors import RankDeath
 from meshbook.formatting import group_ranks
@@ -210,6 +210,11 @@ def ask_hosts(procs: ProcView, question: str, kind: type[T]) -> list[tuple[str, 
     asked = ask_rank(question)
     answers = procs._controller.questions.gather(mesh, list(firsts.values()), asked, kind, HOST_ANSWER_S)
     return [(host.name, answers[rank]) for host, rank in firsts.items() if rank in answers]
+
+
+def follow_logs(procs: ProcView, lines: int = 20) -> LogFollower:
+    """Follow the logs of the members from now on, after the last ``lines`` lines of each."""
+    return LogFollower(procs._controller.questions, procs._mesh, procs._present()._members, lines)
 
 
 def await_printed(procs: ProcView, on_come: Callable[[], object], timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from meshbook.agent.rank_log import RankLog, read_on, settle_logs
 from meshbook.controller.queries import LogFollower
 from meshbook.errors import SpawnError
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.states import follow_logs
 from meshbook.sessions import folder as session_folder
 from meshbook.sessions.folder import SessionFolder
 from meshbook.system.exits import log_tail
@@ -69,7 +70,7 @@ def _follow_until(follower: LogFollower, wanted: str) -> str:
 
 
 def test_what_ranks_write_is_followed_on_every_host_while_they_run(mesh2x2: ProcMesh) -> None:
-    follower = mesh2x2.follow_logs(lines=0)
+    follower = follow_logs(mesh2x2, lines=0)
     assert follower.look() == []
     future = mesh2x2.run("import time\nfor i in range(3): print('hallo, Wörld', rank, i); time.sleep(0.05)")
     text = _follow_until(follower, "hallo, Wörld 3 2")
@@ -80,7 +81,7 @@ def test_what_ranks_write_is_followed_on_every_host_while_they_run(mesh2x2: Proc
 
 
 def test_the_last_words_of_a_rank_that_died_can_be_followed(mesh2: ProcMesh) -> None:
-    follower = mesh2.slice(gpus=1).follow_logs()
+    follower = follow_logs(mesh2.slice(gpus=1))
     mesh2.run("import os\nif rank == 1:\n    print('good', 'bye', flush=True); os._exit(3)").exception(30)
     assert "[1]good bye\n" in _follow_until(follower, "good bye\n")
     assert mesh2.logs(1)[1] == "good bye"
