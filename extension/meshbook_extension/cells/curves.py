@@ -6,6 +6,7 @@ ranks ──> `Metrics` of their mesh ──names──> `CurveView` of the cell
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import uuid
@@ -16,22 +17,28 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.output import NewScalars
 from meshbook.concurrency.background import run_in_background
+from meshbook.curves.nan_watch import GRADIENT, OUTPUT
 from meshbook.curves.recorder import number_of, on_own, own, recorder
-from meshbook.curves.series import LoggedPoints, Metrics, Points
+from meshbook.curves.series import LoggedPoints, MetricRow, Metrics, Points
 from meshbook.curves.table import Summary
 from meshbook.errors import MeshError
+from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.peeks import NoValue, peek
+from meshbook.mesh.proc_view import ask
 from meshbook_extension.output.curve_picture import DEFAULT_LOOK, Curve, Look, bundle
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.cells.running import RunningCell
 
 INTERVAL_S = 0.34
 """The time between two pictures in one cell."""
+ALARM_S = 0.3
+"""The time between the news of a value that is not finite and its line, in which those of other ranks may come."""
 DRAWING_SHARE = 8
 """A picture that takes long is drawn more rarely: it takes at most this part of the time."""
 
@@ -48,6 +55,10 @@ class WatchedNames:
     every_s: float = 1.0
     turn: int = 0
     """The number of changes so far; an expression is watched until the next one."""
+    nan: bool = False
+    """Whether the first value that is not finite is told."""
+    hooked: frozenset[tuple[str, int]] = frozenset()
+    """The processes that watch their modules for such values."""
 
     def wants(self, names: Collection[str]) -> bool:
         """Whether one of these names is watched."""
@@ -62,13 +73,64 @@ class WatchedNames:
 
 def curves_of(metrics: Metrics, names: Sequence[str]) -> list[Curve]:
     """Return the last runs of names that were logged."""
-    return [Curve(Summary.of(name, series), metrics.latest(name)) for name in names if (series := metrics.series(name))]
+    logged = ((name, metrics.series(name)) for name in names if not name.startswith((OUTPUT, GRADIENT)))
+    return [Curve(Summary.of(name, series), metrics.latest(name)) for name, series in logged if series]
 
 
 def picture_of(watch: WatchedNames, metrics: Metrics) -> str:
     """Return the picture of all that is watched, as HTML; empty where nothing of it was logged."""
     curves = curves_of(metrics, watch.chosen(metrics.names()))
     return str(bundle(curves, watch.look)["text/html"]) if curves else ""
+
+
+def watch_modules(procs: ProcMesh, watch: WatchedNames) -> None:
+    """Have ranks that do not yet do so watch their modules and gradients, also while they are busy."""
+    if watch.nan and not watch.hooked.issuperset(processes := states.processes(procs.base())):
+        ask(procs.base(), bool, "watch_nan", True)
+        watch.hooked |= processes
+
+
+def leave_modules(procs: ProcMesh, watch: WatchedNames) -> None:
+    """Have ranks watch their modules no more."""
+    ask(procs.base(), bool, "watch_nan", False)
+    watch.hooked -= states.processes(procs.base())
+
+
+class NanAlarm:
+    """The line on the first value of a cell that is not finite; told once, when the others had time to come."""
+
+    def __init__(self, watch: WatchedNames, metrics: Metrics) -> None:
+        self._watch, self._metrics = watch, metrics
+        self._known = metrics.odd_count
+        self._names: set[str] = set()
+        self.due_at: float | None = None
+        """The time at which to tell; None where there is nothing to tell."""
+        self._told = False
+
+    def _news(self) -> list[MetricRow]:
+        new = self._metrics.odd_count - self._known
+        return [odd for odd in list(self._metrics.odd)[-new:] if odd.name in self._names] if new > 0 else []
+
+    def note(self, names: Collection[str]) -> bool:
+        """Note news of these names; returns whether there is something to tell."""
+        if not self._watch.nan or self._told:
+            return False
+        self._names.update(names)
+        if self.due_at is None and self._news():
+            self.due_at = time.monotonic() + ALARM_S
+        return self.due_at is not None
+
+    def take(self, now: float, *, at_once: bool = False) -> str:
+        """Return the line if it is time, else nothing. at_once: the cell ends."""
+        if self.due_at is None or not (at_once or now >= self.due_at):
+            return ""
+        self.due_at, self._told = None, True
+        found = self._news()
+        first = min(found, key=lambda odd: odd.time)
+        kind = "a NaN" if math.isnan(first.value) else "a value that is not finite"
+        same = {odd.rank for odd in found if (odd.name, odd.step) == (first.name, first.step)}
+        on = f" on {name_ranks(rank for rank in same if rank is not None)}" if first.rank is not None else ""
+        return f"{kind} is{on} in the {first.name} at step {first.step:g}"
 
 
 class CurveView:
@@ -81,19 +143,26 @@ class CurveView:
         """The names that were logged in this cell, in order."""
         self._next_at = 0.0
         self._has_news = False
+        self._alarm = NanAlarm(watch, metrics)
 
     def note(self, names: Sequence[str]) -> bool:
-        """Note news of these names; returns whether one of them is watched."""
+        """Note news of these names; returns whether there is something to show."""
+        is_odd = self._alarm.note(names)
         if not self._watch.wants(names):
-            return False
+            return is_odd
         self._names.update(dict.fromkeys(names))
         self._has_news = True
         return True
 
     @property
     def due_at(self) -> float | None:
-        """The time at which to draw again; None where there is no news."""
-        return self._next_at if self._has_news else None
+        """The time at which to show news; None where there are none."""
+        times = [self._next_at if self._has_news else None, self._alarm.due_at]
+        return min((at for at in times if at is not None), default=None)
+
+    def alarm(self, now: float, *, at_once: bool = False) -> str:
+        """Return the line on the first value that is not finite, if it is time."""
+        return self._alarm.take(now, at_once=at_once)
 
     def show(self, sink: CellSink, now: float, *, at_once: bool = False) -> None:
         """Draw the news, if it is time. at_once: the cell ends."""
@@ -203,10 +272,16 @@ class OwnCurves(Scheduled):
             recorder.flush()
         view, self._view = self._view, None
         if view is not None:
-            view.show(self._sink, time.monotonic(), at_once=True)
+            self._show(view, at_once=True)
 
     def pump(self, now: float) -> float | None:
         if (view := self._view) is None:
             return None
-        view.show(self._sink, now)
+        self._show(view)
         return view.due_at if self._sink.replaces else None
+
+    def _show(self, view: CurveView, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if alarm := view.alarm(now, at_once=at_once):
+            self._sink.stream("stderr", f"{alarm}\n")
+        view.show(self._sink, now, at_once=at_once)

@@ -263,6 +263,9 @@ class CellOutput(Scheduled):
                 self._show_update(display_id)
         self._show_bars(now)
         if self._curves is not None:
+            if alarm := self._curves.alarm(now, at_once=finishing):
+                self._say(Text("stderr", f"{alarm}\n"))
+                self._send_texts()
             self._curves.show(self._sink, now, at_once=finishing)
         if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)

@@ -12,7 +12,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
-from meshbook_extension.cells.curves import WatchedExpression, WatchedNames
+from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
 from meshbook_extension.cells.names import SentCells, push_hints
 from meshbook_extension.cells.output import open_output, page_of
@@ -170,6 +170,7 @@ def start(
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
     output = open_output(session, procs, group=group, what=f"cell {cell_number}")
+    watch_modules(procs, session.part(WatchedNames))
     try:
         run: CellRun = start_cell(
             procs,

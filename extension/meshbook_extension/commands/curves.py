@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshbook.curves.recorder import own
 from meshbook.curves.series import Metrics
 from meshbook.curves.table import MetricsTable
 from meshbook.errors import MeshError
 from meshbook.formatting import did_you_mean
 from meshbook.mesh import states
-from meshbook_extension.cells.curves import WatchedNames, curves_of
+from meshbook_extension.cells.curves import WatchedNames, curves_of, leave_modules, watch_modules
 from meshbook_extension.cells.run import watch_expression
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import Command
@@ -18,6 +20,9 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
 from meshbook_extension.output.labels import parse_duration
 from meshbook_extension.output.publisher import sink_for
+
+if TYPE_CHECKING:
+    from meshbook.mesh.proc_mesh import ProcMesh
 
 
 def _sources(session: Session) -> list[Metrics]:
@@ -40,7 +45,8 @@ def _sources(session: Session) -> list[Metrics]:
         Option("--x", "what the curves are drawn over", str, choices=("step", "time")),
         Option("--eval", "evaluate this on the ranks while they run a cell, and draw its curve", str, "EXPR"),
         Option("--every", "the time between two evaluations, by default 1s", str, "TIME"),
-        Option("--stop", "draw none from now on"),
+        Option("--nan", "say which module, gradient or logged name first had a NaN or an infinity, on which rank"),
+        Option("--stop", "draw none from now on, and look for no NaN"),
     ),
     examples=(
         "%mesh watch",
@@ -48,6 +54,7 @@ def _sources(session: Session) -> list[Metrics]:
         "%mesh watch loss --smooth 0.9 --log",
         "%mesh watch loss --ranks --x time",
         '%mesh watch --eval "loss.item()" --every 2s',
+        "%mesh watch --nan",
         "%mesh watch --stop",
     ),
     notes="""
@@ -59,7 +66,14 @@ def watch(session: Session, arguments: Arguments) -> None:
     if arguments.flag("--stop"):
         watched.turn += 1
         watched.names, watched.expression = None, ""
+        _stop_nan(session, watched)
         return
+    if arguments.flag("--nan"):
+        watched.nan = True
+        for procs in _meshes(session):
+            watch_modules(procs, watched)
+        if not arguments.words and not arguments.text("--eval"):
+            return
     smooth = arguments.number("--smooth") or 0.0
     if smooth >= 1:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
@@ -88,6 +102,17 @@ def watch(session: Session, arguments: Arguments) -> None:
         print("nothing was logged yet; the curves come with the first meshbook.log(loss=loss)")
     for job in session.part(Jobs).running():
         watch_expression(session, job.cell)
+
+
+def _meshes(session: Session) -> list[ProcMesh]:
+    return [procs for procs in session.meshes.values() if procs.alive]
+
+
+def _stop_nan(session: Session, watched: WatchedNames) -> None:
+    if watched.nan:
+        watched.nan = False
+        for procs in _meshes(session):
+            leave_modules(procs, watched)
 
 
 @Command(

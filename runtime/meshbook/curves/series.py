@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ LEAST_POINTS = 64
 """The least points of one series, however many there are."""
 STEP_MAX = 1 << 53
 """The furthest step from 0."""
+ODD_KEPT = 1000
+"""The number of points that are not finite which are kept for the alarm."""
 RUNS_KEPT = 4
 """The number of runs of one name that are kept."""
 
@@ -179,6 +182,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.odd: deque[MetricRow] = deque(maxlen=ODD_KEPT)
+        """The last points that are not finite, the first of each batch; their run counts as 0."""
+        self.odd_count = 0
+        """The number of such points so far."""
         self._runs: dict[str, list[Run]] = {}
         self._series = 0
 
@@ -186,6 +193,8 @@ class Metrics:
         """Take in the batches of one rank, and one output."""
         with self._lock:
             for name, logged, points in batches:
+                if not math.isfinite(sum(points.values)):
+                    self._note_odd(name, rank, points)
                 run = self._run_for(name, output, points.steps[0])
                 if (series := run.series.get(rank)) is None:
                     series = run.series[rank] = Series()
@@ -193,6 +202,13 @@ class Metrics:
                 limit = max(LEAST_POINTS, min(SERIES_POINTS, TOTAL_POINTS // self._series))
                 series.add(logged, points, limit)
                 run.last_step = max(run.last_step, max(points.steps))
+
+    def _note_odd(self, name: str, rank: int | None, points: Points) -> None:
+        for step, at, value in zip(*points, strict=True):
+            if not math.isfinite(value):
+                self.odd.append(MetricRow(name, rank, 0, step, at, value))
+                self.odd_count += 1
+                return
 
     def _run_for(self, name: str, output: int, first_step: float) -> Run:
         """Return the run that an output belongs to: a new one, unless its steps go on where the last one ended."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from meshbook.actor.identity import ActorState
 from meshbook.calls.mailboxes import pack_failure
 from meshbook.calls.rank_state import Completions, Peeked, Reaction, StatusAnswer
+from meshbook.curves.nan_watch import nan_watch
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import (
     MAX_THREADS,
@@ -287,6 +288,13 @@ def place_in_debugger(worker: Worker) -> str:
     return ""
 
 
+def watch_nan(worker: Worker, is_on: bool) -> bool:
+    """Watch modules and gradients for values that are not finite, or do not any more; return whether it is done."""
+    if not is_on:
+        nan_watch.end()
+    return not is_on or nan_watch.begin()
+
+
 def _read(frames: Iterable[FrameType]) -> tuple[Frame, ...]:
     return cut_frames(_describe(frame) for frame in frames)
 
@@ -304,7 +312,7 @@ def _describe(frame: FrameType) -> Frame:
     return make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
 
 
-_QUICK = (where, reaction, status, collectives, clock, actors, versions, way, *debug_queries.QUICK)
+_QUICK = (where, reaction, status, collectives, clock, actors, versions, way, watch_nan, *debug_queries.QUICK)
 _SLOW = (complete, inspect, user_names, peek, progress, stacks, source_lines, *debug_queries.SLOW)
 
 QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, cast
 from meshbook.actor.actor_mesh import ask_controller
 from meshbook.calls.mailboxes import Outcome, pack
 from meshbook.concurrency import forks
+from meshbook.curves.nan_watch import nan_watch
 from meshbook.curves.recorder import DEVICE_S, recorder
 from meshbook.debug.dap_session import DebugSession
 from meshbook.errors import Failure, MeshError
@@ -211,6 +212,8 @@ class Worker:
         if answer.failure is not None:
             self.groups.note_failed(call.id)
         self.shell.flush()
+        if nan_watch.is_on:
+            nan_watch.settle()
         if recorder.is_due:
             recorder.flush(DEVICE_S)  # here no interrupt can come in the midst of it
         self.shell.reopen()

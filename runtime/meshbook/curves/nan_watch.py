@@ -1,0 +1,189 @@
+"""The watch of a rank for NaN and infinities, in the outputs of its modules and in its gradients, by torch's own hooks.
+
+While it is on, each output of a module is reduced to its largest magnitude, which is not finite where any number is
+not. On a CPU that is looked at at once. On a GPU the magnitudes of a step are copied together and looked at a step
+later, so that the device is not waited for. Gradients are reduced as the optimizer is about to use them. The first find
+of a call is logged, as `meshbook.log` does, under a name that says where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+from meshbook.curves.recorder import NAME_CHARS, log, recorder
+from meshbook.source.location import is_users_code
+
+OUTPUT, GRADIENT = "output of ", "gradient of "
+"""The beginnings of the names of finds."""
+PENDING_MAX = 4096
+"""The most outputs that are not looked at yet, of code that makes no step."""
+_DEPTH = 4
+
+
+class _Source(NamedTuple):
+    """The thing that a magnitude is of: a module's output, or the gradients of an optimizer."""
+
+    owner: Any
+    step: int
+
+
+class NanWatch:
+    """The watch of this process; `begin` and `end` may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._call: int | None = None
+        """The call whose finds and steps are counted."""
+        self._step = 0
+        self._has_found = False
+        self._pending: list[tuple[_Source, Any]] = []
+        """The magnitudes on a GPU that were not copied yet."""
+        self._copied: tuple[list[_Source], Any, Any] | None = None
+        """Copied magnitudes: their sources, their place in this memory, and the event of the copy."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._hooks)
+
+    def begin(self) -> bool:
+        """Watch from now on; returns False where torch is not loaded."""
+        torch = sys.modules.get("torch")
+        if torch is None or self._hooks:
+            return torch is not None
+        from torch.nn.modules.module import register_module_forward_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._hooks = [
+            register_module_forward_hook(self._on_output),
+            register_optimizer_step_pre_hook(self._on_step),
+        ]
+        return True
+
+    def end(self) -> None:
+        """Watch no more."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        self._pending, self._copied = [], None
+
+    def settle(self) -> None:
+        """Look at everything that a device has still to tell, at the end of a call."""
+        with contextlib.suppress(RuntimeError):  # of a device that has failed: the call has told it
+            self._send()
+            self._send()
+
+    # ---- hooks ------------------------------------------------------------------------------------------------------
+
+    def _on_output(self, module: Any, arguments: object, output: object) -> None:
+        torch: Any = sys.modules["torch"]
+        if torch.compiler.is_compiling() or self._is_done():
+            return
+        for tensor in _tensors(output):
+            self._look(_Source(module, self._step), tensor)
+
+    def _on_step(self, optimizer: Any, arguments: object, keywords: object) -> None:
+        torch: Any = sys.modules["torch"]
+        if torch.compiler.is_compiling():
+            return
+        if not self._is_done():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._look(_Source(parameter, self._step), parameter.grad)
+            self._send()
+        self._step += 1
+
+    def _is_done(self) -> bool:
+        """Whether this call has found something; another call begins anew."""
+        if (call := recorder.origin()) != self._call:
+            self._call, self._step, self._has_found = call, 0, False
+        return self._has_found
+
+    def _look(self, source: _Source, tensor: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        if tensor.dtype not in kinds or not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        try:
+            magnitude = torch.linalg.vector_norm(tensor.detach(), math.inf)
+            if not tensor.is_cuda:
+                self._judge(source, float(magnitude))
+                return
+        except RuntimeError:  # of a tensor that stands for many, as within vmap
+            return
+        self._pending.append((source, magnitude.float()))
+        if len(self._pending) >= PENDING_MAX:
+            self._send()
+
+    def _send(self) -> None:
+        """Have the pending magnitudes copied, and judge those that were copied before."""
+        torch: Any = sys.modules["torch"]
+        before, self._copied = self._copied, None
+        if self._pending:
+            sources = [source for source, _ in self._pending]
+            copy = torch.stack([magnitude for _, magnitude in self._pending]).to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copied, self._pending = (sources, copy, event), []
+        if before is not None:
+            sources, copy, event = before
+            event.synchronize()
+            for source, magnitude in zip(sources, copy.tolist(), strict=True):
+                self._judge(source, magnitude)
+
+    def _judge(self, source: _Source, magnitude: float) -> None:
+        if math.isfinite(magnitude) or self._has_found:
+            return
+        self._has_found = True
+        torch: Any = sys.modules["torch"]
+        path, kind = _name_of(source.owner), type(source.owner).__name__
+        if isinstance(source.owner, torch.nn.Module):
+            name = f"{OUTPUT}{path} ({kind})" if path else f"{OUTPUT}{kind}"
+        else:
+            name = f"{GRADIENT}{path or 'a parameter'}"
+        log(step=source.step, **{name[:NAME_CHARS]: magnitude})
+
+
+nan_watch = NanWatch()
+
+
+def _tensors(value: object, depth: int = 0) -> Iterator[Any]:
+    torch: Any = sys.modules["torch"]
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _DEPTH and isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each, depth + 1)
+
+
+def _name_of(owner: Any) -> str:
+    """Return the path of a module or a parameter: from a variable of the user's, or from the outermost module."""
+    frame: FrameType | None = sys._getframe()
+    outer, scopes = "", [vars(sys.modules["__main__"])]
+    while frame is not None:
+        if is_users_code(frame.f_code):
+            scopes.append(frame.f_locals)
+        if (path := _path_within(owner, frame.f_locals.get("self"))) is not None:
+            outer = path
+        frame = frame.f_back
+    for variable, value in [item for scope in reversed(scopes) for item in list(scope.items())]:
+        is_users = not variable.startswith("_") and variable != "self"
+        if is_users and (path := _path_within(owner, value)) is not None:
+            return f"{variable}.{path}".rstrip(".")
+    return outer
+
+
+def _path_within(owner: Any, value: object) -> str | None:
+    torch: Any = sys.modules["torch"]
+    if not isinstance(value, torch.nn.Module):
+        return None
+    parts = value.named_modules() if isinstance(owner, torch.nn.Module) else value.named_parameters()
+    return next((path for path, part in parts if part is owner), None)
