@@ -110,6 +110,7 @@ NOTEBOOK_ADVICE = Advice(
     postmortem="%mesh postmortem",
     free="%mesh free",
     pull="%mesh pull",
+    pip="in a cell of its own, %mesh pip",
     ask="Ask in the notebook, and send the answer with: %mesh push NAME",
     cpu='--device cpu (device="cpu" in Python)',
     invite="%mesh spawn hosts=2 gpus=8 --on manual",

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     )
     from meshbook.tensors.messages.anomalies import detect_anomaly
     from meshbook.tensors.steps.recorded_steps import compile
+    from meshbook.worker.once_per_host import once_per_host
 
 __all__ = [
     "Attachment",
@@ -126,6 +127,7 @@ __all__ = [
     "metrics",
     "module_to_mesh",
     "no_mesh",
+    "once_per_host",
     "ones",
     "rand",
     "randint",
@@ -177,6 +179,7 @@ _FOUND_IN = {
     "tensors.handles.modules": ("module_to_mesh",),
     "tensors.messages.anomalies": ("detect_anomaly",),
     "tensors.steps.recorded_steps": ("compile",),
+    "worker.once_per_host": ("once_per_host",),
 }  # fmt: skip
 """Fetched when asked for: agents and workers, which import this package first, need nothing that drives meshes."""
 

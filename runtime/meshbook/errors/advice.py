@@ -46,6 +46,8 @@ class Advice(NamedTuple):
     postmortem: str = "mesh.postmortem()"
     free: str = "mesh.free()"
     pull: str = "mesh.pull(NAME)"
+    pip: str = "a shell on its hosts: pip"
+    """The command that runs pip, without its arguments."""
     ask: str = "Ask where the mesh is driven, and send the answer with: mesh.push({NAME: answer})"
     cpu: str = 'device="cpu"'
     within: str = "within_s=600"

@@ -186,6 +186,15 @@ class RankIPython(InteractiveShell):
             raise subprocess.CalledProcessError(code, cmd, text)
         return SList(text.splitlines()) if split else LSString(text)
 
+    def run_line_magic(self, magic_name: str, line: str, *args: Any, **kwargs: Any) -> object:
+        """Run a line magic, but for installers of packages: each rank would run them, in one environment."""
+        if magic_name in ("pip", "uv"):
+            raise UsageError(
+                f"%{magic_name} runs once in each environment, not on every rank: {advice().pip} "
+                f"{line.removeprefix('pip ').strip()}".rstrip()
+            )
+        return super().run_line_magic(magic_name, line, *args, **kwargs)
+
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> object:
         """Run a cell magic; ``%%bash`` and ``%%sh`` without options run as commands do."""
         if magic_name not in ("bash", "sh") or line.strip():
