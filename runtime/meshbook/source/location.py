@@ -181,6 +181,9 @@ _LIBRARIES = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
 )
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/")
+_CALLING = ("_call_impl", "_wrapped_call_impl", "decorate_context")
+_CALLERS = ("/torch/nn/modules/module.py", "/torch/utils/_contextlib.py")
+"""The functions of torch between a call of a module and its ``forward``, and their files."""
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 
 
@@ -305,12 +308,28 @@ def name_call(expression: str) -> str:
 
 
 def drop_own_frames(error: BaseException) -> None:
-    """Take the frames of this package out of the exception's traceback."""
+    """Take the frames of this package out of the exception's traceback, and those in which torch calls modules."""
     kept: TracebackType | None = None
     for entry in reversed(list(traceback_entries(error.__traceback__))):
-        if not is_runtimes_code(entry.tb_frame.f_code):
+        if not (is_runtimes_code(entry.tb_frame.f_code) or _calls_modules(entry.tb_frame.f_code)):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = kept
+
+
+def _calls_modules(code: CodeType) -> bool:
+    return code.co_name in _CALLING and code.co_filename.endswith(_CALLERS)
+
+
+def show_without_own_frames(error: BaseException) -> None:
+    """Have IPython draw the traceback of ``error``, when it is shown, as `drop_own_frames` leaves it."""
+
+    def render() -> list[str]:
+        names = (entry.tb_frame.f_globals for entry in traceback_entries(error.__traceback__))
+        shell = next(each["get_ipython"] for each in names if "get_ipython" in each)()
+        drop_own_frames(error)
+        return list(shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__))
+
+    vars(error)["_render_traceback_"] = render
 
 
 def traceback_entries(entry: TracebackType | None) -> Iterator[TracebackType]:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshbook.concurrency.patches import patch
 from meshbook.errors import MeshError, UsageError
 from meshbook.formatting import format_bytes
+from meshbook.source.location import show_without_own_frames
 from meshbook.tensors.handles.early_operators import meet_early_operators
 from meshbook.tensors.handles.metadata import (
     DependsOnValues,
@@ -122,6 +123,8 @@ class MeshTensor(TensorOnRanks):
             return dispatch(func, args, kwargs or {})
         except (MeshError, IndexError, RuntimeError) as error:
             # a person wants to see the line that asked for the operation, and not our frames
+            if not isinstance(error, MeshError):
+                show_without_own_frames(error)
             raise error.with_traceback(None) from error.__cause__
 
     # ---- layout ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.local_view import LocalMesh, active_mesh, check_own, local_mesh_of, settle, without_mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.operations import NewOutput
-from meshbook.tensors.ranks import local_ranks
+from meshbook.tensors.ranks import known_meshes, local_ranks
 from meshbook.torch_internals import tree_leaves, tree_map_only
 
 T = TypeVar("T")
@@ -248,7 +248,10 @@ def _named(path: str) -> Callable[..., Any]:
 
 
 def fetch_shard(obj: Any, shard: Mapping[str, int] | None = None, **coordinates: int) -> Future[Any]:
-    """Fetch the tensors of one rank, the first with these coordinates, for each mesh tensor in a structure."""
+    """Fetch the tensors of one rank, the first with these coordinates, for each mesh tensor in a structure.
+
+    Of a tensor that is laid out on a mesh it is the rank's part, or its replica.
+    """
     at = {**(shard or {}), **coordinates}
     tensors = [each for each in tree_leaves(obj) if isinstance(each, MeshTensor)]
     if not tensors:
@@ -264,17 +267,20 @@ def _filled(obj: Any, found: Sequence[torch.Tensor]) -> Any:
     return tree_map_only(MeshTensor, lambda _: next(left), obj)
 
 
-def _ranks_at(mesh: LocalMesh, coordinates: Mapping[str, int]) -> ProcMesh:
+def _ranks_at(mesh: Mesh, coordinates: Mapping[str, int]) -> ProcMesh:
     """Return the first rank with these coordinates."""
     some = mesh.procs.slice(**coordinates)
     return some.select(some.ranks[:1])
 
 
 def _fetch(tensor: MeshTensor, coordinates: Mapping[str, int]) -> Future[torch.Tensor]:
-    if not isinstance(tensor.mesh, LocalMesh):
-        raise UsageError("a tensor in parts has one value: use tensor.full_tensor()")
     mesh = tensor.mesh
     one = _ranks_at(mesh, coordinates)
+    if not isinstance(mesh, LocalMesh):
+        if (error := mesh.stream.why_not(tensor._handle.number)) is not None:
+            raise error
+        part = one.execute(known_meshes.ask, mesh.stream.name, 0, "local", tensor._handle.number)
+        return part.then(lambda found: found.values()[0])
     settle(mesh)
     check_own(tensor, one.ranks)
     asked = one.execute(local_ranks.own_of, mesh.stream.name, tensor._handle.number)

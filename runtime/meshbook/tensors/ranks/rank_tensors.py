@@ -106,6 +106,10 @@ class RankTensors(RankBatches):
         found = full(tensor) if made is None else made.to_local()
         return found.cpu() if self._is_first else None
 
+    def local(self, number: TensorId) -> torch.Tensor:
+        """Return this rank's part of a tensor."""
+        return self._of(number).to_local().detach()
+
     def placements(self, number: TensorId) -> Sequence[Placement]:
         """Return the placements of a tensor."""
         return self._of(number).placements
