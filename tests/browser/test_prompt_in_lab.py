@@ -30,6 +30,9 @@ def notebook(lab: Any, browser: Any) -> Iterator[Page]:
             "%%mesh\nimport os, threading\nif rank == 1:\n"
             "    threading.Timer(3, os._exit, (3,)).start()\n    breakpoint()",
             "print('usable', 'again')",
+            "%mesh heal",
+            "%%mesh\nimport getpass\nname = input('name: ')\nkey = getpass.getpass('key: ')\nprint(name, len(key))",
+            "import time\ndef square(x):\n    time.sleep(0.5)\n    return x * x\nprocs.map(square, range(24))",
         ],
         run=2,
         until="2 ranks on 1 host",
@@ -61,3 +64,23 @@ def test_the_prompt_closes_when_its_rank_dies(notebook: Page, lab: Any) -> None:
     notebook.locator(INPUT).press("Enter")
     lab.run_cell(notebook, 4)
     notebook.locator(".jp-OutputArea-output", has_text="usable again").first.wait_for(timeout=SOON_MS)
+
+
+def test_questions_of_ranks_are_asked_once_and_a_secret_is_hidden(notebook: Page, lab: Any) -> None:
+    lab.run_cell(notebook, 5)
+    lab.run_cell(notebook, 6)
+    lab.answer_prompt(notebook, "[0,1] name: ", "ada")
+    notebook.locator(".jp-Stdin-prompt", has_text="[0,1] key: ").wait_for(timeout=SOON_MS)
+    assert notebook.locator(INPUT).last.get_attribute("type") == "password"
+    lab.answer_prompt(notebook, "[0,1] key: ", "s3cret")
+    area = notebook.locator(".jp-OutputArea").nth(6)
+    area.get_by_text("[0,1] ada 6").wait_for(timeout=SOON_MS)
+    assert "s3cret" not in area.inner_text()
+
+
+def test_a_map_shows_its_progress_below_the_cell_and_takes_it_away(notebook: Page, lab: Any) -> None:
+    lab.run_cell(notebook, 7)
+    area = notebook.locator(".jp-OutputArea").nth(7)
+    area.get_by_text("square").first.wait_for(timeout=SOON_MS)
+    area.get_by_text("529]").wait_for(timeout=SOON_MS)
+    assert "square" not in area.inner_text() and "|" not in area.inner_text()

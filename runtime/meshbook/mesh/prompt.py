@@ -39,8 +39,8 @@ A variable with such a name: !ranks"""
 
 GATHER_S = 0.15
 """An opening prompt waits this long, so that ranks which stop a moment later are shown with it."""
-QUESTION_S = 0.5
-"""A question of a program waits so much longer for ranks that ask the same."""
+QUESTION_S, AGAIN_S = 0.5, 2.0
+"""A question of a program waits so long for others that ask the same; and for those that asked the last one with it."""
 STEP_S = 1.0
 """A rank that steps has so long to stop again before another one's turn comes."""
 LOOK_S = 0.05
@@ -87,6 +87,8 @@ class DebugPrompt:
         self._stopped_ranks = stopped_ranks(procs)
         self._line_was_pdbs = False
         """Whether an empty line repeats something."""
+        self._answered: frozenset[int] = frozenset()
+        """The ranks that got the last answer to a question."""
 
     @property
     def wanted(self) -> bool:
@@ -102,8 +104,6 @@ class DebugPrompt:
         """
         stopped_ranks, ranks = self._stopped_ranks, self.procs.ranks
         stopped_ranks.wait_for(lambda: len(stopped_ranks.of(ranks)) == len(ranks), GATHER_S)
-        if any(stop.at.asks for stop in stopped_ranks.of(ranks).values()):
-            stopped_ranks.wait_for(lambda: len(stopped_ranks.of(ranks)) == len(ranks), QUESTION_S)
         try:
             while not is_over() and (stopped := stopped_ranks.of(ranks)):
                 self._tell_of_stops()
@@ -155,7 +155,7 @@ class DebugPrompt:
         if stop is None:
             return False
         if stop.at.asks:
-            self._answer(stop.at)
+            self._answer(rank, stop.at)
             return False
         try:
             line = self._terminal.read(f"[{rank}] {stop.at.prompt}", self._watch(rank))
@@ -169,16 +169,19 @@ class DebugPrompt:
             return False
         return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
 
-    def _answer(self, question: AtPrompt) -> None:
+    def _answer(self, rank: int, question: AtPrompt) -> None:
         """Ask the person a program's question; the answer goes to all ranks that ask the same there."""
         asked = (question.place, question.prompt, question.asks)
 
         def waiting() -> dict[int, int]:
             stops = self._stopped_ranks.of(self.procs.ranks).items()
-            return {
-                rank: stop.at.number for rank, stop in stops if (stop.at.place, stop.at.prompt, stop.at.asks) == asked
-            }
+            same = {each: stop for each, stop in stops if (stop.at.place, stop.at.prompt, stop.at.asks) == asked}
+            for stop in same.values():
+                stop.seen = True
+            return {each: stop.at.number for each, stop in same.items()}
 
+        again = rank in self._answered
+        self._await_stops(self._answered if again else self.procs.ranks, AGAIN_S if again else QUESTION_S)
         prompt = f"[{format_ranks(waiting())}] {question.prompt}"
         try:
             line = self._terminal.read(prompt, lambda: bool(waiting()), hidden=question.asks == ASKS_SECRET)
@@ -188,11 +191,20 @@ class DebugPrompt:
             self._terminal.say("the ranks do not ask any more (press Enter where their question still stands)")
             return
         answered = waiting()
+        self._answered = frozenset(answered)
         type_line(self.procs, line, answered)
         while not self._stopped_ranks.wait_for(
-            lambda: all(self._has_answered(rank, number) for rank, number in answered.items()), 0.25
+            lambda: all(self._has_answered(each, number) for each, number in answered.items()), 0.25
         ):
             pass  # an interrupt ends it, and so does the end of the rank
+
+    def _await_stops(self, ranks: Collection[int], limit_s: float) -> None:
+        """Give ranks the time to come to a prompt, as long as they run something."""
+        deadline = time.monotonic() + limit_s
+        while set(ranks).intersection(busy_ranks(self.procs)).difference(self._stopped_ranks.of(ranks)):
+            if time.monotonic() >= deadline:
+                return
+            self._stopped_ranks.wait_for(lambda: len(self._stopped_ranks.of(ranks)) == len(ranks), LOOK_S)
 
     def _watch(self, rank: int) -> Callable[[], bool]:
         """Whether a line is still wanted: while other ranks are stopped the person gives it, and sees the outcome."""

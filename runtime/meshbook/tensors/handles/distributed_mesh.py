@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from torch.distributed.tensor import Placement
@@ -19,7 +20,7 @@ from meshbook.shape.extent import Index
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.handles.resharding import join, move
 from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
-from meshbook.tensors.messages.operations import Adopted, LocalPart
+from meshbook.tensors.messages.operations import Adopted, LocalPart, TensorId
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.sending.recovery import restore
@@ -29,6 +30,8 @@ _names = itertools.count(1)
 _OF_THIS_PROCESS = secrets.token_hex(4)
 """Tells the meshes of a kernel from those of the one before it, which drove the same processes."""
 
+NAMED = 4
+"""The most lost tensors that the report of a repair names."""
 ADOPTED_NUMBERS = 1000
 """The most DTensors that one call may return."""
 
@@ -83,8 +86,18 @@ class Mesh:
         self._open()
         whole, lost = restore(self.stream, self.axes)
         self.stream.end_repair()
-        counts = [f"{whole} whole again"] * (whole > 0) + [f"{len(lost)} lost"] * (len(lost) > 0)
+        counts = [f"{whole} whole again"] * (whole > 0) + [f"{len(lost)} lost{self._name(lost)}"] * (len(lost) > 0)
         return f"mesh tensors: {', '.join(counts)}" if counts else ""
+
+    def _name(self, numbers: Collection[TensorId]) -> str:
+        """Return the person's variables with these tensors: `` (weight, x)``; nothing where there are none."""
+        tensors = [
+            (name, each) for name, each in list(vars(sys.modules["__main__"]).items()) if type(each) is MeshTensor
+        ]
+        found = [name for name, each in tensors if each.mesh is self and each._handle.number in numbers]
+        names = sorted(name for name in found if not name.startswith("_"))
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f" ({', '.join(names[:NAMED])}{more})" if names else ""
 
     def size(self, axis: str | None = None) -> int:
         """Return the number of processes, or of those along one axis."""

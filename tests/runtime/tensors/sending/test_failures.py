@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -372,6 +373,15 @@ def test_a_hunt_goes_on_behind_a_repair(mesh2: ProcMesh, rank: int) -> None:
         root_step(-x)
     assert root_step(-x).isnan().item()  # nobody looks now
     assert x.tolist() == [1.0] * 4
+
+
+def test_a_repair_names_the_variables_whose_tensors_are_lost(hurt: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, cut = meshbook.ones(4, mesh=hurt), meshbook.ones(4, 3, mesh=hurt, sharding_spec=[("dp", "tp"), None])
+    for name, value in {"kept": kept, "cut": cut, "_hidden": cut}.items():
+        monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+    assert cut.sum().item() == 12.0
+    end_rank(hurt, 3)
+    assert re.search(r"\n  mesh tensors: 1 whole again, \d lost \(cut\)", str(hurt.heal()))  # a sum may be left, too
 
 
 @pytest.mark.slow
