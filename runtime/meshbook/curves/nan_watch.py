@@ -1,9 +1,8 @@
 """The watch of a rank for NaN and infinities, in the outputs of its modules and in its gradients, by torch's own hooks.
 
 While it is on, each output of a module is reduced to its largest magnitude, which is not finite where any number is
-not. On a CPU that is looked at at once. On a GPU the magnitudes of a step are copied together and looked at a step
-later, so that the device is not waited for. Gradients are reduced as the optimizer is about to use them. The first find
-of a call is logged, as `meshbook.log` does, under a name that says where it was.
+not. On a CPU that is looked at at once; on a GPU, those of a step together, as the optimizer is about to use the
+gradients. The first find of a call is logged, as `meshbook.log` does, under a name that says where it was.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshbook.curves.recorder import NAME_CHARS, log, recorder
 from meshbook.source.location import is_users_code
@@ -25,13 +24,6 @@ PENDING_MAX = 4096
 _DEPTH = 4
 
 
-class _Source(NamedTuple):
-    """The thing that a magnitude is of: a module's output, or the gradients of an optimizer."""
-
-    owner: Any
-    step: int
-
-
 class NanWatch:
     """The watch of this process; `begin` and `end` may be called on any thread."""
 
@@ -41,10 +33,8 @@ class NanWatch:
         """The call whose finds and steps are counted."""
         self._step = 0
         self._has_found = False
-        self._pending: list[tuple[_Source, Any]] = []
-        """The magnitudes on a GPU that were not copied yet."""
-        self._copied: tuple[list[_Source], Any, Any] | None = None
-        """Copied magnitudes: their sources, their place in this memory, and the event of the copy."""
+        self._pending: list[tuple[Any, Any]] = []
+        """Modules and parameters, each with a magnitude on a GPU that was not looked at yet."""
 
     @property
     def is_on(self) -> bool:
@@ -58,10 +48,8 @@ class NanWatch:
         from torch.nn.modules.module import register_module_forward_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        self._hooks = [
-            register_module_forward_hook(self._on_output),
-            register_optimizer_step_pre_hook(self._on_step),
-        ]
+        outputs = register_module_forward_hook(self._on_output)
+        self._hooks = [outputs, register_optimizer_step_pre_hook(self._on_step)]
         return True
 
     def end(self) -> None:
@@ -69,13 +57,16 @@ class NanWatch:
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
-        self._pending, self._copied = [], None
+        self._pending = []
 
     def settle(self) -> None:
-        """Look at everything that a device has still to tell, at the end of a call."""
-        with contextlib.suppress(RuntimeError):  # of a device that has failed: the call has told it
-            self._send()
-            self._send()
+        """Look at everything that a device has still to tell, as at the end of a call."""
+        pending, self._pending = self._pending, []
+        torch: Any = sys.modules.get("torch")
+        with contextlib.suppress(RuntimeError):  # of a device that has failed: the call tells it
+            magnitudes = [magnitude.to(pending[0][1].device) for _, magnitude in pending]
+            for (owner, _), magnitude in zip(pending, torch.stack(magnitudes).tolist() if pending else [], strict=True):
+                self._judge(owner, magnitude)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -84,18 +75,17 @@ class NanWatch:
         if torch.compiler.is_compiling() or self._is_done():
             return
         for tensor in _tensors(output):
-            self._look(_Source(module, self._step), tensor)
+            self._look(module, tensor)
 
     def _on_step(self, optimizer: Any, arguments: object, keywords: object) -> None:
         torch: Any = sys.modules["torch"]
         if torch.compiler.is_compiling():
             return
         if not self._is_done():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._look(_Source(parameter, self._step), parameter.grad)
-            self._send()
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    self._look(parameter, parameter.grad)
+            self.settle()
         self._step += 1
 
     def _is_done(self) -> bool:
@@ -104,7 +94,7 @@ class NanWatch:
             self._call, self._step, self._has_found = call, 0, False
         return self._has_found
 
-    def _look(self, source: _Source, tensor: Any) -> None:
+    def _look(self, owner: Any, tensor: Any) -> None:
         torch: Any = sys.modules["torch"]
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -115,41 +105,25 @@ class NanWatch:
         try:
             magnitude = torch.linalg.vector_norm(tensor.detach(), math.inf)
             if not tensor.is_cuda:
-                self._judge(source, float(magnitude))
+                self._judge(owner, float(magnitude))
                 return
         except RuntimeError:  # of a tensor that stands for many, as within vmap
             return
-        self._pending.append((source, magnitude.float()))
+        self._pending.append((owner, magnitude.float()))
         if len(self._pending) >= PENDING_MAX:
-            self._send()
+            self.settle()
 
-    def _send(self) -> None:
-        """Have the pending magnitudes copied, and judge those that were copied before."""
-        torch: Any = sys.modules["torch"]
-        before, self._copied = self._copied, None
-        if self._pending:
-            sources = [source for source, _ in self._pending]
-            copy = torch.stack([magnitude for _, magnitude in self._pending]).to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._copied, self._pending = (sources, copy, event), []
-        if before is not None:
-            sources, copy, event = before
-            event.synchronize()
-            for source, magnitude in zip(sources, copy.tolist(), strict=True):
-                self._judge(source, magnitude)
-
-    def _judge(self, source: _Source, magnitude: float) -> None:
+    def _judge(self, owner: Any, magnitude: float) -> None:
         if math.isfinite(magnitude) or self._has_found:
             return
         self._has_found = True
         torch: Any = sys.modules["torch"]
-        path, kind = _name_of(source.owner), type(source.owner).__name__
-        if isinstance(source.owner, torch.nn.Module):
+        path, kind = _name_of(owner), type(owner).__name__
+        if isinstance(owner, torch.nn.Module):
             name = f"{OUTPUT}{path} ({kind})" if path else f"{OUTPUT}{kind}"
         else:
             name = f"{GRADIENT}{path or 'a parameter'}"
-        log(step=source.step, **{name[:NAME_CHARS]: magnitude})
+        log(step=self._step, **{name[:NAME_CHARS]: magnitude})
 
 
 nan_watch = NanWatch()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from meshbook.calls.interrupt import interrupt
 from meshbook.concurrency.interrupts import held_back
 from meshbook.errors import CallFailed, ItemFailed, UsageError, WorkerLost
+from meshbook.errors.advice import advice
 from meshbook.formatting import name_ranks
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class ItemMap(Generic[T]):
         self._name = getattr(function, "__name__", "map")
         self._waiting = deque(range(len(self._items)))
         self._free = deque(rank for rank in procs.ranks if rank not in procs.lost)
+        if self._waiting and not self._free:
+            raise UsageError(f"all of {name_ranks(procs.ranks)} have ended, so nothing can be mapped: {advice().heal}")
         self._running: dict[int, tuple[int, CallFuture[ValueMesh[T]]]] = {}
         """The item and the call of each rank that has one."""
         self._moved: set[int] = set()
@@ -64,17 +67,19 @@ class ItemMap(Generic[T]):
 
     def run(self) -> list[T | ItemFailed]:
         """Return the results in the order of the items. Raises: as `ProcMesh.map`."""
-        front_end, began = self._procs._controller.front_end, time.monotonic()
+        controller, began = self._procs._controller, time.monotonic()
         try:
             while len(self._results) < len(self._items):
                 self._hand_out()
                 self._news.wait(LOOK_S)
                 self._news.clear()
-                self._attend()
+                for _, call in self._running.values():
+                    if controller.wants_person(call.call):
+                        controller.attend(call.call)
                 while self._ended:
                     self._take(self._ended.popleft())
                 if time.monotonic() - began >= LOOK_S:
-                    front_end.show_progress(self._describe())
+                    controller.front_end.show_progress(self._describe())
         except KeyboardInterrupt:
             interrupted = self._stop()
             interrupted.partial = dict(self._results)
@@ -83,7 +88,7 @@ class ItemMap(Generic[T]):
             self._stop()
             raise
         finally:
-            front_end.show_progress("")
+            controller.front_end.show_progress("")
         return [self._results[index] for index in range(len(self._items))]
 
     def _hand_out(self) -> None:
@@ -109,7 +114,8 @@ class ItemMap(Generic[T]):
                 return
             self._moved.add(index)
             self._waiting.appendleft(index)
-            self._tell(f"rank {rank} ended: {error.cause}; its item {self._name_item(index)} goes to another rank")
+            item = f"{index} ({_short.repr(self._items[index])})"
+            self._tell(f"rank {rank} ended: {error.cause}; its item {item} goes to another rank")
             return
         except CallFailed as error:
             self._fail(index, error)
@@ -122,16 +128,6 @@ class ItemMap(Generic[T]):
             failed.partial = dict(self._results)
             raise failed from None
         self._results[index] = failed
-
-    def _name_item(self, index: int) -> str:
-        return f"{index} ({_short.repr(self._items[index])})"
-
-    def _attend(self) -> None:
-        """Open the prompt of a rank that has stopped, if this thread may."""
-        controller = self._procs._controller
-        for _, call in list(self._running.values()):
-            if controller.wants_person(call.call):
-                controller.attend(call.call)
 
     def _stop(self) -> Any:
         """Interrupt the items that run; returns the report."""

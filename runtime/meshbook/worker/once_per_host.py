@@ -73,10 +73,8 @@ def _meeting_place() -> Path:
     call = running.id if running is not None else worker.shell.output_here
     _used[call] += 1
     folder = private_folder(Path(tempfile.gettempdir()) / f"meshbook-once-{os.getuid()}")
-    for old in folder.iterdir():
-        with contextlib.suppress(OSError):  # another rank may be quicker
-            if old.stat().st_mtime < time.time() - KEPT_S:
-                old.unlink()
+    for old in [each for each in folder.iterdir() if each.stat().st_mtime < time.time() - KEPT_S]:
+        old.unlink(missing_ok=True)  # another rank may be quicker
     agent = os.getppid()  # which the ranks of a host have in common
     return folder / f"{agent}-{start_time(agent)}-{worker.identity.mesh}-{call}-{_used[call]}"
 

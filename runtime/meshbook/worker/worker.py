@@ -213,7 +213,8 @@ class Worker:
             self.groups.note_failed(call.id)
         self.shell.flush()
         if nan_watch.is_on:
-            nan_watch.settle()
+            with self.shell.output_of(call.output):
+                nan_watch.settle()
         if recorder.is_due:
             recorder.flush(DEVICE_S)  # here no interrupt can come in the midst of it
         self.shell.reopen()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import wait_until
+from patience import kill, wait_until
 
 from meshbook import ProcMesh
 from meshbook.errors import CallInterrupted, ItemFailed, UsageError
@@ -63,6 +63,15 @@ def test_a_function_is_wanted(mesh4: ProcMesh) -> None:
         mesh4.map(3, [1])  # type: ignore[arg-type]
 
 
+def test_a_mesh_whose_ranks_have_ended_says_so(mesh2: ProcMesh) -> None:
+    for rank in (0, 1):
+        kill(mesh2, rank)
+    wait_until(lambda: len(mesh2.lost) == 2, 30)
+    with pytest.raises(UsageError, match="all of ranks 0,1 have ended"):
+        mesh2.map(half, [1])
+    assert mesh2.map(half, []) == []
+
+
 def test_the_progress_is_shown_and_taken_away(mesh4: ProcMesh) -> None:
     texts: list[str] = []
     set_progress_display(texts.append)
@@ -110,16 +119,21 @@ def test_an_item_that_ends_two_ranks_fails(mesh4: ProcMesh) -> None:
 
 
 def test_an_interrupt_frees_the_ranks_and_keeps_what_is_done(mesh4: ProcMesh) -> None:
+    texts: list[str] = []
+
     def press() -> None:
-        wait_until(lambda: len(states.busy(mesh4)) == 4, 30)
-        time.sleep(0.5)
+        wait_until(lambda: any(" 1/6" in text for text in texts), 60)
         os.kill(os.getpid(), signal.SIGINT)
 
     presser = threading.Thread(target=press)
     presser.start()
-    with pytest.raises(CallInterrupted) as caught:
-        mesh4.map(rank_of, [0.0, *([60.0] * 5)])
-    presser.join()
+    set_progress_display(texts.append)
+    try:
+        with pytest.raises(CallInterrupted) as caught:
+            mesh4.map(rank_of, [0.0, *([60.0] * 5)])
+    finally:
+        set_progress_display(None)
+        presser.join()
     assert caught.value.partial[0][0] == 0.0 and 1 not in caught.value.partial
     wait_until(lambda: not states.busy(mesh4), 30)
     assert mesh4.map(half, [1]) == [0.5]

@@ -30,8 +30,6 @@ _names = itertools.count(1)
 _OF_THIS_PROCESS = secrets.token_hex(4)
 """Tells the meshes of a kernel from those of the one before it, which drove the same processes."""
 
-NAMED = 4
-"""The most lost tensors that the report of a repair names."""
 ADOPTED_NUMBERS = 1000
 """The most DTensors that one call may return."""
 
@@ -91,13 +89,10 @@ class Mesh:
 
     def _name(self, numbers: Collection[TensorId]) -> str:
         """Return the person's variables with these tensors: `` (weight, x)``; nothing where there are none."""
-        tensors = [
-            (name, each) for name, each in list(vars(sys.modules["__main__"]).items()) if type(each) is MeshTensor
-        ]
-        found = [name for name, each in tensors if each.mesh is self and each._handle.number in numbers]
-        names = sorted(name for name in found if not name.startswith("_"))
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return f" ({', '.join(names[:NAMED])}{more})" if names else ""
+        known = {name: each for name, each in list(vars(sys.modules["__main__"]).items()) if type(each) is MeshTensor}
+        found = [name for name, each in known.items() if each.mesh is self and each._handle.number in numbers]
+        names = ", ".join(sorted(name for name in found if not name.startswith("_")))
+        return f" ({names})" if names else ""
 
     def size(self, axis: str | None = None) -> int:
         """Return the number of processes, or of those along one axis."""
