@@ -19,10 +19,10 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 75_220,
-    "product: statements": 51_040,
-    "product: kB": 3_264,
-    "product: modules": 355,
+    "product: lines": 76_050,
+    "product: statements": 51_650,
+    "product: kB": 3_300,
+    "product: modules": 358,
     "tests and benchmarks: lines": 63_000,
     "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 1,
@@ -31,7 +31,7 @@ LIMITS: Mapping[str, int] = {
     "public names of ProcMesh": 49,
     "lines on private names of torch": 21,
     "places that name an engine outside of launchers": 1,
-    "places that replace others' names": 13,
+    "places that replace others' names": 12,
 }
 """The most that each figure may be."""
 

@@ -29,16 +29,14 @@ class NanWatch:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
+        self.is_on = False
+        """Whether modules are watched; each call asks."""
         self._call: int | None = None
         """The call whose finds and steps are counted."""
         self._step = 0
         self._has_found = False
         self._pending: list[tuple[Any, Any]] = []
         """Modules and parameters, each with a magnitude on a GPU that was not looked at yet."""
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._hooks)
 
     def begin(self) -> bool:
         """Watch from now on; returns False where torch is not loaded."""
@@ -50,11 +48,12 @@ class NanWatch:
 
         outputs = register_module_forward_hook(self._on_output)
         self._hooks = [outputs, register_optimizer_step_pre_hook(self._on_step)]
+        self.is_on = True
         return True
 
     def end(self) -> None:
         """Watch no more."""
-        hooks, self._hooks = self._hooks, []
+        hooks, self._hooks, self.is_on = self._hooks, [], False
         for hook in hooks:
             hook.remove()
         self._pending = []
