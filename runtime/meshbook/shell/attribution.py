@@ -1,14 +1,15 @@
 """The link from a text that a rank prints, or shows, to the cell that it belongs to.
 
-Where the main thread prints many lines in a row on one stream, a function of a few instructions writes them:
+Where the main thread prints many lines in a row on one stream, they take a shorter way, a *run*:
 
-    print ──> RankStream.write                       whose text it is, marks, unfinished lines by thread
-    print ──> begin_run.write ──> TextIOWrapper      C code: the same descriptor, and each line is in it when print
-                                                     returns, as before
+    print ──> RankStream.write                           whose text it is, marks, unfinished lines by thread
+    print ──> TextIOWrapper.write ──> _RunOfLines.write  C code puts a line together, and a short function writes it:
+                                                         it is in the same descriptor when print returns, as before
 
-The second way costs three fifths as much. It is taken where nothing can come up that only the first one knows how to
-do, and left before that begins: another stream is printed on, a thread starts, an event loop runs (it may have tasks of
-other cells), text is to be dropped, the process forks, another call begins.
+The second way costs half as much. It is taken where nothing can come up that only the first one knows how to do, and
+left before that begins: another stream is printed on, a thread starts, text is to be dropped, the process forks,
+another call begins. An event loop may have tasks of other cells: no run begins in it, and the first line of another
+cell ends one. A line belongs to the cell that ends it there.
 """
 
 from __future__ import annotations
@@ -133,7 +134,6 @@ class Attribution:
 
     def turn_to(self, stream: object) -> None:
         """Note that Python prints on another stream than before."""
-        self.runs.end()
         if self.last_stream is not None and not self.forked:
             self._mark_place()
         self.last_stream = stream

@@ -16,7 +16,6 @@ gone. A child may have made the pipe, which it shares, non-blocking: then the wr
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import fcntl
 import io
@@ -25,12 +24,13 @@ import select
 import sys
 import threading
 from collections.abc import Iterable
+from select import PIPE_BUF
 from threading import get_ident
 from typing import TYPE_CHECKING
 
 from meshbook.concurrency.forks import at_fork
 from meshbook.curves.recorder import recorder
-from meshbook.shell.attribution import BEGIN_AFTER, CELL_OF_CONTEXT, UNHEARD, Attribution
+from meshbook.shell.attribution import BEGIN_AFTER, CELL_OF_CONTEXT, UNHEARD, Attribution, LineRuns
 from meshbook.system import descriptors
 from meshbook.wire.messages import JOINS
 
@@ -87,13 +87,6 @@ class RankPipe:
         except OSError:  # it is closed
             return False
 
-    def open_text(self) -> io.TextIOWrapper:
-        """Return the descriptor as a file of text that writes each line at once.
-
-        An error may leave text unwritten in it, which ``write(b"")`` writes.
-        """
-        return io.TextIOWrapper(self._file, "utf-8", "backslashreplace", "\n", line_buffering=True)
-
     def after_fork(self) -> None:
         """Replace the file in a forked child: its lock may be held for ever, and the parent writes the text in it."""
         self._parents_file = self._file  # kept, since a file writes its buffer when it is collected
@@ -101,7 +94,7 @@ class RankPipe:
         self._file = self._open()
 
     def _open(self) -> io.BufferedWriter:
-        return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False), _BUFFER_BYTES)
+        return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False))
 
     def _lead_back(self) -> bool:
         """Lead the descriptor to the agent again; returns whether it led elsewhere, or nowhere."""
@@ -123,9 +116,6 @@ BLOCK_LINES, BLOCK_CHARS = 100, 20_000
 """The most lines and characters of one write that are shown as one block: more would hide the lines of other ranks."""
 PARTIAL_LINE_MAX = 8192
 """The most characters of an unfinished line that wait."""
-
-_BUFFER_BYTES = 1 << 16
-"""Room for an unfinished line and a text of `PARTIAL_LINE_MAX` characters, so that a full pipe loses neither."""
 
 _IOLBF = 1
 _libc = ctypes.CDLL(None)
@@ -151,9 +141,8 @@ class RankStream(io.TextIOBase):
         self.is_flushing = False
         """Whether a thread writes out unfinished lines; set before it takes them, so that others wait for it."""
         self._in_a_row = 0
-        self._run: io.TextIOWrapper | None = None
-        self.in_run = False
-        """Whether ``write`` is the shorter way."""
+        self.run: _RunOfLines | None = None
+        """The shorter way, once there was need of it; user code may have bound its ``write``."""
         self._pipe = RankPipe(fd)
         self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
 
@@ -161,8 +150,9 @@ class RankStream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         size = len(text)
-        if self.in_run:
+        if self.run is not None:
             self._attribution.runs.end()  # called by a name that was bound before it began
+            self.run.file.flush()  # a name that was bound in it has begun a line
         cell = CELL_OF_CONTEXT.get()
         is_known = cell is not None and cell == self._attribution.running  # the usual case, kept short
         if not is_known and UNHEARD.get():
@@ -200,8 +190,8 @@ class RankStream(io.TextIOBase):
 
     def flush(self, thread: int = 0) -> None:
         """Write out the lines that threads have begun; only those of ``thread``, if one is given."""
-        if self.in_run:
-            self._flush_run()
+        if self.run is not None:
+            self.run.file.flush()
         if not self.partial and not self.is_flushing:
             return  # nothing has been begun, or it is written
         with self._flushing:
@@ -222,49 +212,35 @@ class RankStream(io.TextIOBase):
 
     def write_bytes(self, data: bytes) -> None:
         """Write all of the data, waiting while the pipe is full. The next write ends an interrupted one."""
+        self._attribution.runs.end()
         if self._attribution.last_stream is not self:
             self._attribution.turn_to(self)
         self._pipe.write(data)
 
     def begin_run(self) -> None:
-        """Have ``write`` only print from now on, by C code; called on the main thread."""
-        if self._run is None:
-            self._run = self._pipe.open_text()
-        write_text, running_loop = self._run.write, asyncio._get_running_loop
-
-        def write(text: str) -> int:
-            if self.in_run and running_loop() is None and len(text) < PARTIAL_LINE_MAX:
-                try:
-                    return write_text(text)
-                except OSError:  # the descriptor was closed, or is full and must not wait
-                    self._pipe.write(b"")
-                    return len(text)
-            self._attribution.runs.end()
-            return self.write(text)
-
-        self.in_run = True
-        self.write = write  # type: ignore[method-assign]
+        """Have ``write`` be the shorter way from now on; called on the main thread."""
+        if self.run is None:
+            self.run = _RunOfLines(self, self._fd, self._attribution.runs)
+        self.run.cell = CELL_OF_CONTEXT.get()
+        self.write = self.run.file.write  # type: ignore[method-assign, assignment]
 
     def end_run(self) -> None:
         """Put our ``write`` back, on any thread; called again when it was interrupted."""
         vars(self).pop("write", None)
-        self._flush_run()
-        self.in_run = False
-
-    def _flush_run(self) -> None:
-        if self._run is not None:
-            try:
-                self._run.flush()
-            except OSError:
-                self._pipe.write(b"")
+        if self.run is not None:
+            self.run.cell = CELL_OF_CONTEXT.get()  # the begun line is the run's, whichever thread ends it
+            self.run.file.flush()
+            self.run.cell = _NO_CELL
 
     def after_fork(self) -> None:
         """Forget unfinished lines in a forked child, since the parent writes them."""
         vars(self).pop("write", None)
-        self._parents_run, self._run, self.in_run = self._run, None, False  # kept, since it writes when it is collected
         self._pipe.after_fork()
-        self.partial.clear()
         self._flushing, self.is_flushing = threading.RLock(), False
+        if self.run is not None:
+            self.run.cell = _NO_CELL
+            self.run.file.flush()
+        self.partial.clear()
 
     def fileno(self) -> int:
         return self._fd
@@ -280,6 +256,48 @@ class RankStream(io.TextIOBase):
 
     def close(self) -> None:
         self.flush()
+
+
+_NO_CELL = object()
+_NEWLINE = ord("\n")
+_cell_of_context, _write_to = CELL_OF_CONTEXT.get, os.write  # looked up once, since they are called for each line
+
+
+class _RunOfLines(io.BufferedIOBase):
+    """The shorter way of a stream's text: C code puts the lines together, and hands each to `write` at its end."""
+
+    closed = False  # a plain value, since C code asks for it at every text
+
+    def __init__(self, stream: RankStream, fd: int, runs: LineRuns) -> None:
+        self.name = stream.name
+        self._stream = stream
+        self._fd = fd
+        self._runs = runs
+        self.cell: object = _NO_CELL
+        """The cell whose lines go to the descriptor."""
+        self.file = io.TextIOWrapper(self, "utf-8", "backslashreplace", "\n", line_buffering=True)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        """Write a line, or at a flush the begun one; what only `RankStream.write` knows how to do ends the run.
+
+        A pipe takes all of so short a text or, when the write is interrupted, nothing. A text with newlines in its
+        midst is to be marked.
+        """
+        size = len(data)
+        try:
+            if _cell_of_context() is self.cell and size <= PIPE_BUF and (data[-1] == _NEWLINE or b"\n" not in data):
+                written = _write_to(self._fd, data)
+                if written == size:
+                    return size
+                data = data[written:]
+        except (OSError, IndexError):  # the descriptor was closed, or is full and must not wait; the text is empty
+            pass
+        self._runs.end()
+        self._stream.write(data.decode())
+        return size
+
+    def writable(self) -> bool:
+        return True
 
 
 class _ByteStream(io.RawIOBase):
@@ -349,7 +367,9 @@ class OutputBeside:
 def flush_streams(streams: Iterable[RankStream]) -> None:
     """Write out the prints of Python and C code, partial lines included. May be called on any thread."""
     for stream in streams:
-        if stream.partial or stream.is_flushing or stream.in_run:  # another thread may write out the partial line
+        if (
+            stream.partial or stream.is_flushing or stream.run is not None
+        ):  # another thread may write out the partial line
             stream.flush()
     flush_c_streams()
 

@@ -25,6 +25,7 @@ from patience import wait_until
 
 from meshbook.shell import commands
 from meshbook.shell.shell import CellOutcome
+from meshbook.wire.messages import JOINS
 
 DEADLINE_S = 60.0
 
@@ -693,6 +694,32 @@ def test_a_write_that_was_bound_before_many_lines_keeps_the_order(rank: RankProc
     ran = rank.cell(f"{MANY}write = sys.stdout.write\nprint('e', file=sys.stderr); n = write('a'); print('b')")
     assert (ran.stdout, ran.stderr) == (f"{MANY_TEXT}ab\n", "e\n")
     assert "argument must be str" in rank.cell(f"{MANY}sys.stdout.write(b'x')").failure.evalue
+
+
+def test_a_write_that_was_bound_in_many_lines_knows_whose_text_it_is(rank: RankProcess) -> None:
+    ran = rank.cell(
+        f"import threading\ngo, done = threading.Event(), threading.Event()\n{MANY}write = sys.stdout.write\n"
+        "thread = threading.Thread(target=lambda: (go.wait(), write('late\\n'), write('more\\n'), done.set()))\n"
+        "thread.start()"
+    )
+    assert ran.stdout == MANY_TEXT
+    ran = rank.cell("go.set(); thread.join(); print('mine')")
+    assert (ran.stdout, "".join(text for _, text, _ in ran.late)) == ("mine\n", "late\nmore\n")
+    assert {cell for _, _, cell in ran.late} == {10}
+
+
+def test_the_lines_of_one_print_stay_together_amid_many_lines(rank: RankProcess) -> None:
+    ran = rank.cell(f"{MANY}print('a\\nb')\nassert 'write' not in vars(sys.stdout)\n{MANY}print(end='', flush=True)")
+    assert ran.outcome.ok, ran.failure
+    assert ran.stdout == f"{MANY_TEXT}a{JOINS}\nb\n{MANY_TEXT}"
+
+
+def test_long_lines_and_bytes_stand_in_order_amid_many_lines(rank: RankProcess) -> None:
+    ran = rank.cell(
+        f"{MANY}print('y' * 300_000)\n"
+        f"{MANY}sys.stdout.buffer.write(b'bytes' * 50_000); print()\n{MANY}print('é' * 3000)"
+    )
+    assert ran.stdout == f"{MANY_TEXT}{'y' * 300_000}\n{MANY_TEXT}{'bytes' * 50_000}\n{MANY_TEXT}{'é' * 3000}\n"
 
 
 def test_what_is_printed_unheard_is_dropped_amid_many_lines(rank: RankProcess) -> None:
