@@ -13,11 +13,16 @@ Neither does one that C code forks without telling Python.
 
 from __future__ import annotations
 
+import _thread
 import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 
 from meshbook.errors import UsageError
 
@@ -48,6 +53,7 @@ def at_fork(
     for actions, action in ((_before, before), (_in_parent, in_parent), (_in_child, in_child)):
         if action is not None:
             actions.append(action)
+    _enclose_hooks()
 
 
 def refuse_inherited(made_in: int) -> None:
@@ -70,10 +76,52 @@ def _run(actions: list[Callable[[], object]]) -> None:
 
 def _be_another() -> None:
     global generation, main_thread
-    generation += 1
     main_thread = threading.get_ident()
+    _hold_interrupts()
+    _pressed.clear()  # those before the fork are the parent's
+    generation += 1
     _pids.append(os.getpid())
     _run(_in_child)
 
 
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+# Python prints what a hook raises, and drops it. So interrupts are noted while the hooks run, and come after the last.
+
+interrupt_handler: object = None
+"""The handler of SIGINT that is put back at the end of the fork that is under way; None where there is none."""
+
+_pressed: list[signal.Signals] = []
+_signals = vars(signal)["_signal"]  # its functions take no others in their place, as those of `signal` do on ranks
+
+
+def _hold_interrupts() -> None:
+    global interrupt_handler
+    handler = _signals.getsignal(signal.SIGINT)
+    if interrupt_handler is None and callable(handler) and threading.get_ident() == main_thread:
+        _pressed.clear()
+        interrupt_handler = handler
+        _signals.signal(signal.SIGINT, lambda signum, frame: _pressed.append(signal.SIGINT))
+
+
+def _enclose_hooks() -> None:
+    """Hold interrupts from before the first hook to behind the last one, those of modules imported by now included."""
+    global _release
+    _release = _Release()
+    end = partial(deque[object](maxlen=0).extend, _release)
+    os.register_at_fork(before=_hold_interrupts, after_in_parent=end, after_in_child=end)
+
+
+class _Release:
+    """The last steps of a fork, for C code to take: an interrupt would be raised between two lines of a hook."""
+
+    def __iter__(self) -> Iterator[object]:
+        global interrupt_handler
+        if self is not _release or interrupt_handler is None or threading.get_ident() != main_thread:
+            return iter(())
+        handler, interrupt_handler = interrupt_handler, None
+        return chain(map(_signals.signal, (signal.SIGINT,), (handler,)), map(_thread.interrupt_main, _pressed))
+
+
+_release: _Release
 os.register_at_fork(before=lambda: _run(_before), after_in_parent=lambda: _run(_in_parent), after_in_child=_be_another)
+_enclose_hooks()

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias
 
+from meshbook.concurrency import forks
 from meshbook.concurrency.interrupts import GATES, SigintHandler
 from meshbook.concurrency.patches import patch, unpatch
 from meshbook.shell.commands import OURS
@@ -237,8 +238,8 @@ class InterruptGate:
         """
         unpatch(signal, "signal")
         unpatch(signal, "getsignal")
-        if _get_signal(signal.SIGINT) == self._on_sigint:
-            _set_signal(signal.SIGINT, self._handler or signal.default_int_handler)
+        if forks.interrupt_handler == self._on_sigint:
+            forks.interrupt_handler = self._handler or signal.default_int_handler
 
 
 HANDLER = vars(InterruptGate)["_on_sigint"].__code__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,15 +276,73 @@ def work(path):
     try: time.sleep(60)
     except KeyboardInterrupt: path.with_suffix(".interrupted").touch()
 child = multiprocessing.get_context("fork").Process(target=work, args=(pathlib.Path({str(tmp_path)!r}) / str(rank),))
-child.start(); child.join()
+child.start(); (pathlib.Path({str(tmp_path)!r}) / f"{{rank}}.started").touch(); child.join()
 """
     future = two.run(code)
-    wait_until(lambda: len(list(tmp_path.glob("*.begun"))) == 2)
+    wait_until(lambda: len([*tmp_path.glob("*.begun"), *tmp_path.glob("*.started")]) == 4)
     two.interrupt()
     wait_until(lambda: len(list(tmp_path.glob("*.interrupted"))) == 2)
     with pytest.raises(Exception, match="KeyboardInterrupt"):
         future.get(30)
     assert two.run("child.join(30); child.exitcode").get(60).values() == [0, 0]
+
+
+@pytest.mark.parametrize("hook", ["before", "in_parent"])
+def test_an_interrupt_in_the_midst_of_a_fork_comes_at_its_end(two: ProcMesh, tmp_path: Any, hook: str) -> None:
+    """The hook says that it runs, and goes on until the test has interrupted."""
+    code = f"""
+import os, pathlib, time
+from meshbook.concurrency import forks
+folder, fork_of = pathlib.Path({str(tmp_path)!r}), forks.generation
+def wait():
+    if forks.generation == fork_of and not (folder / "interrupted").exists():
+        (folder / str(rank)).touch()
+        while not (folder / "interrupted").exists(): time.sleep(0.01)
+        time.sleep(0.3)
+forks.at_fork({hook}=wait)
+if not os.fork(): os._exit(0)
+time.sleep(600)
+"""
+    future = two.run(code)
+    wait_until(lambda: len(list(tmp_path.glob("[01]"))) == 2)
+    two.interrupt()
+    (tmp_path / "interrupted").touch()
+    with pytest.raises(Exception, match="KeyboardInterrupt"):
+        future.get(30)
+    assert two.run("os.wait()[1]").get(30).values() == [0, 0]
+
+
+FORKS = """
+import os, signal, sys
+from meshbook.concurrency import forks
+
+forks.at_fork(**{sys.argv[1]: lambda: signal.raise_signal(signal.SIGINT)})
+parent, (read, write) = os.getpid(), os.pipe()
+try:
+    os.fork()
+    ended = "went on"
+except KeyboardInterrupt:
+    ended = "was interrupted"
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if os.getpid() != parent:
+    os.write(write, ended.encode())
+    os._exit(0)
+os.wait()
+print(f"the parent {ended}, the child {os.read(read, 99).decode()}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("before", "the parent was interrupted, the child went on"),
+        ("in_parent", "the parent was interrupted, the child went on"),
+        ("in_child", "the parent went on, the child was interrupted"),
+    ],
+)
+def test_an_interrupt_in_a_hook_is_raised_in_its_process_when_the_fork_is_over(hook: str, said: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", FORKS, hook], capture_output=True, text=True, timeout=120)
+    assert (ran.stdout, ran.stderr) == (f"{said}\n", "")
 
 
 # ---- the notebook's process -----------------------------------------------------------------------------------------
