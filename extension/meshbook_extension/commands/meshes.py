@@ -270,7 +270,7 @@ def describe(saved: SavedSession) -> str:
     left = f"left by {_notebook_of(saved) or 'its notebook'}"
     if saved.waits_s is None:
         return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
-    return f"{meshes}; {left}, waits for {format_duration(saved.lease_s - saved.waits_s)} more"
+    return f"{meshes}; {left}, waits for {format_duration(max(0.0, saved.lease_s - saved.waits_s))} more"
 
 
 def _list_others(known: list[SavedSession]) -> str:

@@ -24,10 +24,11 @@ from meshbook.sessions.folder import (
     take_lock,
 )
 from meshbook.system.exits import end_process
+from meshbook.system.processes import process_state
 from meshbook.system.user_folders import KEPT, runtime_base, write_private
 
 GRACE_S = 60.0
-"""The time after the end of its lease when an agent that lives is stuck."""
+"""The time after the end of its lease when an agent that is stopped, or is elsewhere, counts as dead."""
 
 UNFINISHED_S = 3600.0
 
@@ -72,7 +73,10 @@ def sessions() -> list[SavedSession]:
 
 
 def sweep() -> None:
-    """Remove the folders of dead sessions: their owner is dead, and so is every agent, or its lease is long over."""
+    """Remove the folders of dead sessions: their owner is dead, and so is every agent.
+
+    An agent that runs here ends its session itself. It may be late: a machine that sleeps stops its clock.
+    """
     for path in runtime_base().iterdir():
         if path.name != KEPT and (not (path / "state").exists() or path.name.startswith(".")):
             _remove_unfinished(path)
@@ -114,12 +118,17 @@ def _remove_unfinished(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _runs_here(host: SavedHost) -> bool:
+    return bool(host.runs) and process_state(host.pid) not in ("T", "t")
+
+
 def _sweep_one(path: Path) -> None:
     """Remove a session whose controller is dead, or let its lease begin; we own it for a moment."""
     state = read_state(path)
     if state is None:
         return
-    if may_live(state.hosts.values()) and (state.waits_s or 0.0) < state.lease_s + GRACE_S:
+    is_over = (state.waits_s or 0.0) > state.lease_s + GRACE_S
+    if any(map(_runs_here, state.hosts.values())) or (may_live(state.hosts.values()) and not is_over):
         if not state.left_at:  # the lease runs from now on, as far as we can tell
             state.left_at = boot_clock()
             write_private(path / "state", encode_state(state))

@@ -421,6 +421,7 @@ def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote
 def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch: Watch) -> None:
     from meshbook.sessions.folder import read_state
     from meshbook.sessions.listing import sweep
+    from meshbook.system.processes import process_state
 
     driver, family = _start(zygote, watch, "detach(lease_s=30)")
     driver.wait()
@@ -430,11 +431,14 @@ def test_dead_sessions_are_swept_and_waiting_ones_are_not(zygote: Zygote, watch:
     state = read_state(session.path)
     assert state is not None
     (host,) = state.hosts.values()
-    os.kill(host.pid, signal.SIGSTOP)  # an agent that does not notice that its lease is over
     state_file = session.path / "state"
     data = json.loads(state_file.read_bytes())
     data["left_at"] = -1e6
     state_file.write_bytes(json.dumps(data).encode())
+    sweep()
+    assert _the_session().id == session.id and not _gone(family, 0.5)  # an agent that is late lives
+    os.kill(host.pid, signal.SIGSTOP)  # one that cannot notice that its lease is over
+    wait_until(lambda: process_state(host.pid) == "T")
     sweep()
     assert not session.path.exists()
     assert _gone(family, 10)
