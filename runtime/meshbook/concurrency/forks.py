@@ -50,10 +50,13 @@ def at_fork(
 
     in_parent: also when the fork has failed. in_child: `generation` has changed by then.
     """
+    global _release
     for actions, action in ((_before, before), (_in_parent, in_parent), (_in_child, in_child)):
         if action is not None:
             actions.append(action)
-    _enclose_hooks()
+    _release = _Release()
+    end = partial(deque[object](maxlen=0).extend, _release)
+    os.register_at_fork(before=_hold_interrupts, after_in_parent=end, after_in_child=end)
 
 
 def refuse_inherited(made_in: int) -> None:
@@ -103,14 +106,6 @@ def _hold_interrupts() -> None:
         _signals.signal(signal.SIGINT, lambda signum, frame: _pressed.append(signal.SIGINT))
 
 
-def _enclose_hooks() -> None:
-    """Hold interrupts from before the first hook to behind the last one, those of modules imported by now included."""
-    global _release
-    _release = _Release()
-    end = partial(deque[object](maxlen=0).extend, _release)
-    os.register_at_fork(before=_hold_interrupts, after_in_parent=end, after_in_child=end)
-
-
 class _Release:
     """The last steps of a fork, for C code to take: an interrupt would be raised between two lines of a hook."""
 
@@ -123,5 +118,5 @@ class _Release:
 
 
 _release: _Release
+"""The last one registered: it comes behind the hooks of all modules that were imported by then."""
 os.register_at_fork(before=lambda: _run(_before), after_in_parent=lambda: _run(_in_parent), after_in_child=_be_another)
-_enclose_hooks()

@@ -118,17 +118,14 @@ def _remove_unfinished(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _runs_here(host: SavedHost) -> bool:
-    return bool(host.runs) and process_state(host.pid) not in ("T", "t")
-
-
 def _sweep_one(path: Path) -> None:
     """Remove a session whose controller is dead, or let its lease begin; we own it for a moment."""
     state = read_state(path)
     if state is None:
         return
     is_over = (state.waits_s or 0.0) > state.lease_s + GRACE_S
-    if any(map(_runs_here, state.hosts.values())) or (may_live(state.hosts.values()) and not is_over):
+    runs = any(host.runs and process_state(host.pid) not in ("T", "t") for host in state.hosts.values())
+    if runs or (may_live(state.hosts.values()) and not is_over):
         if not state.left_at:  # the lease runs from now on, as far as we can tell
             state.left_at = boot_clock()
             write_private(path / "state", encode_state(state))

@@ -258,8 +258,7 @@ class RankStream(io.TextIOBase):
         self.flush()
 
 
-_NO_CELL = object()
-_NEWLINE = ord("\n")
+_NO_CELL, _NEWLINE = object(), ord("\n")
 _cell_of_context, _write_to = CELL_OF_CONTEXT.get, os.write  # looked up once, since they are called for each line
 
 
