@@ -22,7 +22,7 @@ from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.call import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
-from meshbook.formatting import format_some_ranks
+from meshbook.formatting import columns, format_some_ranks
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import Pickled, dumps, dumps_here
 
@@ -240,8 +240,7 @@ def actor_table(states: Iterable[ActorState]) -> str:
             name = class_name = ""
         if hidden := sum(len(group) for group in list(groups.values())[ROWS:]):
             rows.append(("", "", "", f"and {hidden} more ranks"))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
+    return "\n".join(columns(rows))
 
 
 def _doing(group: list[ActorState]) -> str:

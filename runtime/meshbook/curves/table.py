@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import html
-import importlib
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from meshbook.curves.series import MetricRow, Metrics, Series
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean, format_ranks
+from meshbook.formatting import Table, did_you_mean, format_ranks
+from meshbook.shape.value_tables import to_frame
 
 HEAD = ("name", "ranks", "step", "last", "of ranks", "min", "max", "logged")
 
@@ -106,34 +104,22 @@ class MetricsTable:
                     yield row
 
     def frame(self) -> Any:
-        """Return the points as a data frame of pandas, or of Polars where pandas is not installed.
+        """Return the points as a data frame of pandas or Polars; its columns are those of `MetricRow`.
 
-        Its columns are those of `MetricRow`. Raises: ImportError where neither is installed.
+        Raises: UsageError where neither is installed.
         """
         columns = zip(*self, strict=True) if self.names else ([] for _ in MetricRow._fields)
-        data = dict(zip(MetricRow._fields, map(list, columns), strict=True))
-        for library in ("pandas", "polars"):
-            if importlib.util.find_spec(library) is not None:
-                return importlib.import_module(library).DataFrame(data)
-        raise ImportError("frame() needs pandas or Polars: pip install pandas. Without it: for row in metrics()")
+        return to_frame(dict(zip(MetricRow._fields, map(list, columns), strict=True)))
+
+    def table(self) -> Table:
+        """Return the table of the last runs, or the line that says that there are none."""
+        rows = [summary.cells() for summary in self.summaries()]
+        if not rows:
+            return Table((), (), title="nothing was logged yet: meshbook.log(loss=loss) in a mesh cell")
+        return Table(HEAD, rows, "<>>>>>>>")
 
     def __repr__(self) -> str:
-        rows = [HEAD, *(summary.cells() for summary in self.summaries())]
-        if len(rows) == 1:
-            return "nothing was logged yet: meshbook.log(loss=loss) in a mesh cell"
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(
-                cell.ljust(width) if at == 0 else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
-        return "\n".join(line.rstrip() for line in lines)
+        return str(self.table())
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-        rows = [row(summary.cells(), "td") for summary in self.summaries()]
-        return f"<table><thead>{row(HEAD, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else repr(self)
+        return self.table()._repr_html_()

@@ -13,6 +13,7 @@ from meshbook.shape import value_tables
 from meshbook.shape.large_values import describe_large
 from meshbook.shape.members import Members, MeshView, Point
 from meshbook.shape.ndslice import Shape
+from meshbook.shape.value_tables import to_frame
 
 if TYPE_CHECKING:
     import numpy
@@ -226,15 +227,15 @@ class ValueMesh(MeshView, Generic[T]):
         It is a DataFrame of pandas or Polars: of the one that is imported, else of the one that is installed.
         Raises: UsageError where neither is.
         """
-        return value_tables.frame(self.ranks, list(self))
+        return to_frame(value_tables.to_rows(self.ranks, list(self)))
 
     def __repr__(self) -> str:
         """A table of at most a screen: ranks with an equal repr share a row, long ones are cut."""
-        return value_tables.to_text(self.sizes, self._texts())
+        return str(value_tables.to_table(self.sizes, self._texts()))
 
     def _repr_html_(self) -> str:
         """The table of `__repr__` as HTML; the values of two axes lie in a grid."""
-        return value_tables.to_html(self.sizes, self._texts())
+        return value_tables.to_table(self.sizes, self._texts(), is_grid=True)._repr_html_()
 
     def _texts(self) -> list[tuple[int, str]]:
         """Return each rank with the repr of its value."""

@@ -1,9 +1,10 @@
-"""Values of ranks as people read them: a table in text or HTML, and a DataFrame."""
+"""Values of ranks as people read them: tables and columns."""
 
 from __future__ import annotations
 
-import html
+import importlib
 import importlib.util
+import math
 import re
 import reprlib
 import sys
@@ -13,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from meshbook.errors import UsageError
-from meshbook.formatting import format_sizes, format_some_ranks, group_ranks
+from meshbook.formatting import Table, format_sizes, format_some_ranks, group_ranks
 from meshbook.shape.extent import Point
 
 _ROWS = 20
@@ -21,55 +22,78 @@ _ROW_CHARS = 100
 _LABEL_CHARS = 24
 _GRID_CELLS = 256
 _GRID_CHARS = 24
-_CELL = "padding:2px 8px;text-align:left;font-family:monospace;white-space:pre"
+_NUMBER = re.compile(r"(?:[\w.]+\()?([-+\d.e]+|nan|-?inf)(?:, .*)?\)?")
 
 
-def to_text(sizes: Mapping[str, int], texts: Iterable[tuple[int, str]]) -> str:
-    """Draw a row for each text, with the ranks that have it; at most a screen. texts: of each rank."""
-    rows, others = _rows(texts)
-    width = max(len(label) for label, _ in rows)
-    lines = [f"ValueMesh: {format_sizes(sizes)}"]
-    lines += [f"  {label:<{width}}  {_cut(text, _ROW_CHARS - width)}" for label, text in rows]
-    return "\n".join([*lines, *([f"  {_more(others)}"] if others else [])])
+def to_table(sizes: Mapping[str, int], texts: Sequence[tuple[int, str]], *, is_grid: bool = False) -> Table:
+    """Return a row for each text, with the ranks that have it; at most a screen. texts: of each rank.
 
-
-def to_html(sizes: Mapping[str, int], texts: Sequence[tuple[int, str]]) -> str:
-    """Draw the same in HTML. Values of two axes lie in a grid, with those in bold that differ from most."""
+    is_grid: whether values of two axes that are short and differ lie in a grid, by their coordinates.
+    """
+    title = f"ValueMesh: {format_sizes(sizes)}"
     counts = Counter(text for _, text in texts)
-    is_grid = len(sizes) == 2 and len(counts) > 1 and len(texts) <= _GRID_CELLS
-    if is_grid and all(len(text) <= _GRID_CHARS for text in counts):
-        (down, rows), (across, columns) = sizes.items()
-        usual, count = counts.most_common(1)[0]
-        heads = [f"{down} \\ {across}", *map(str, range(columns))]
-        lines = [_line(heads, "th")]
-        for row in range(rows):
-            cells = texts[row * columns : (row + 1) * columns]
-            odd = [text != usual and count > len(texts) / 2 for _, text in cells]
-            lines.append(
-                _line(
-                    [str(row)],
-                    "th",
-                    [_td(text, f"rank {rank}", bold) for (rank, text), bold in zip(cells, odd, strict=True)],
-                )
-            )
-        note = ""
-    else:
-        found, others = _rows(texts)
-        equal = f"equal on all {len(texts)}" if len(counts) == 1 and len(texts) > 1 else ""
-        lines = [_line([equal or label], "th", [_td(_cut(text, _ROW_CHARS))]) for label, text in found]
-        note = f"<div>{html.escape(_more(others))}</div>" if others else ""
-    title = f"<div><b>ValueMesh</b> {html.escape(format_sizes(sizes))}</div>"
-    return f"<div>{title}<table>{''.join(lines)}</table>{note}</div>"
+    is_small = len(texts) <= _GRID_CELLS and all(len(text) <= _GRID_CHARS for text in counts)
+    if is_grid and is_small and len(sizes) == 2 and len(counts) > 1:
+        return _grid(sizes, texts, counts, title)
+    rows, others = _rows(texts)
+    if is_grid and len(counts) == 1 and len(texts) > 1:
+        rows = [(f"equal on all {len(texts)}", text) for _, text in rows]
+    width = max(len(label) for label, _ in rows)
+    rows = [(label, text if is_grid else _cut(text, _ROW_CHARS - width)) for label, text in rows]
+    more = [f"  and {others} more ranks; .values() has all, .get(rank) one"] if others else []
+    return Table(("", ""), rows, title=title, notes=more)
 
 
-def frame(ranks: Sequence[int], items: Iterable[tuple[Point, object]]) -> Any:
-    """Return the DataFrame of `ValueMesh.frame`. Raises: UsageError where no library has one."""
+def _grid(sizes: Mapping[str, int], texts: Sequence[tuple[int, str]], counts: Counter[str], title: str) -> Table:
+    """Return the table with an axis down and one across: numbers are tinted by their size, odd values marked."""
+    (down, rows), (across, width) = sizes.items()
+    places = [(number // width, number % width + 1) for number in range(rows * width)]
+    numbers = {place: _number(text) for place, (_, text) in zip(places, texts, strict=True)}
+    known = [value for value in numbers.values() if value is not None and math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    usual, count = counts.most_common(1)[0]
+    odd = {place for place, value in numbers.items() if value is not None and not math.isfinite(value)}
+    if count > len(texts) / 2:
+        odd |= {place for place, (_, text) in zip(places, texts, strict=True) if text != usual}
+    return Table(
+        [f"{down} \\ {across}", *map(str, range(width))],
+        [[str(row), *(text for _, text in texts[row * width : (row + 1) * width])] for row in range(rows)],
+        "<" + ">" * width,
+        title,
+        tints={
+            place: (value - low) / (high - low)
+            for place, value in numbers.items()
+            if value is not None and math.isfinite(value) and high > low
+        },
+        odd=frozenset(odd),
+        titles={place: f"rank {rank}: {text}" for place, (rank, text) in zip(places, texts, strict=True)},
+    )
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a repr shows, as of ``0.5`` and ``tensor(0.5)``; None where it shows none."""
+    found = _NUMBER.fullmatch(text)
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None
+
+
+def to_rows(ranks: Sequence[int], items: Iterable[tuple[Point, object]]) -> dict[str, list[object]]:
+    """Return the columns of `ValueMesh.frame`: rank, coordinates, and the value or the keys of a dict."""
     rows: list[dict[str, object]] = []
     for rank, (point, value) in zip(ranks, items, strict=True):
         columns = {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {"value": value}
         rows.append({"rank": rank, **point, **columns})
     names = list(dict.fromkeys(name for row in rows for name in row))
-    data = {name: [row.get(name) for row in rows] for name in names}
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def to_frame(data: Mapping[str, Sequence[object]]) -> Any:
+    """Return a DataFrame of pandas or Polars: of the one that is imported, else of the one that is installed.
+
+    Raises: UsageError where neither is installed.
+    """
     libraries = ("pandas", "polars")
     imported = [name for name in libraries if name in sys.modules]
     for name in imported or [name for name in libraries if importlib.util.find_spec(name)]:
@@ -91,20 +115,6 @@ def _rows(texts: Iterable[tuple[int, str]]) -> tuple[list[tuple[str, str]], int]
     shown = _ROWS - 1 if len(groups) > _ROWS else _ROWS
     rows = [(f"[{format_some_ranks(ranks, _LABEL_CHARS)}]", text) for text, ranks in islice(groups.items(), shown)]
     return rows, sum(len(ranks) for ranks in islice(groups.values(), shown, None))
-
-
-def _more(others: int) -> str:
-    return f"and {others} more ranks; .values() has all, .get(rank) one"
-
-
-def _line(heads: Iterable[str], tag: str, cells: Iterable[str] = ()) -> str:
-    heading = "".join(f'<{tag} style="{_CELL}">{html.escape(head)}</{tag}>' for head in heads)
-    return f"<tr>{heading}{''.join(cells)}</tr>"
-
-
-def _td(text: str, title: str = "", bold: bool = False) -> str:
-    weight = ";font-weight:bold" if bold else ""
-    return f'<td style="{_CELL}{weight}" title="{title}">{html.escape(text)}</td>'
 
 
 class _Reprs(reprlib.Repr):

@@ -229,11 +229,22 @@ def test_a_frame_needs_pandas_or_polars(monkeypatch: pytest.MonkeyPatch) -> None
 def test_html_has_a_grid_for_two_axes_and_one_row_for_equal_values() -> None:
     grid = squares().map(lambda value: "<odd>" if value == 36 else 1)._repr_html_()
     assert "hosts \\ gpus" in grid
-    assert grid.count("<tr>") == 3
-    assert re.findall(r'bold" title="(rank \d)">([^<]*)<', grid) == [("rank 6", "&#x27;&lt;odd&gt;&#x27;")]
+    assert grid.count("<tr ") == 3
+    assert re.findall(r'warn-color1[^>]*title="(rank \d): [^>]*>([^<]*)<', grid) == [
+        ("rank 6", "&#x27;&lt;odd&gt;&#x27;")
+    ]
     assert "equal on all 8" in squares().map(lambda _value: 1)._repr_html_()
     one_axis = squares(MESH.slice(hosts=0))._repr_html_()
-    assert one_axis.count("<tr>") == 4
+    assert one_axis.count("<tr ") == 4
     many = ValueMesh(Region.of({"gpus": 64}), range(64))._repr_html_()
-    assert many.count("<tr>") == 19
+    assert many.count("<tr ") == 19
     assert "and 45 more ranks" in many
+
+
+def test_numbers_of_two_axes_are_tinted_by_their_size_and_odd_ones_marked() -> None:
+    tinted = squares().map(lambda value: float("nan") if value == 36 else float(value))._repr_html_()
+    grounds = re.findall(r"background:rgba\(239,108,0,([\d.]+)\)[^>]*>([^<]*)<", tinted)
+    assert [text for _, text in grounds] == ["1.0", "4.0", "9.0", "16.0", "25.0", "49.0"]
+    assert [float(tint) for tint, _ in grounds] == sorted(float(tint) for tint, _ in grounds)
+    assert re.findall(r"warn-color1[^>]*>([^<]*)<", tinted) == ["nan"]
+    assert "rgba(239" not in squares().map(lambda value: "text" + str(value))._repr_html_()

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshbook.errors import UnknownAxisError, UsageError
-from meshbook.formatting import format_bytes
+from meshbook.formatting import columns, format_bytes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import distribute
@@ -142,14 +142,8 @@ def show_plan(module: torch.nn.Module) -> str:
         rows.append((name, str(tuple(parameter.shape)), ", ".join(map(repr, placements)), format_bytes(size_bytes)))
     rows.append(("all", "", "", format_bytes(total)))
     styles = [(each.path, each.style, str(each)) for part in module.modules() for each in layouts_of(part)]
-    below = "\n\n" + _in_columns([("module", "style", "layouts"), *styles]) if styles else ""
-    return ShownText(_in_columns(rows) + below)
-
-
-def _in_columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    below = ["", *columns([("module", "style", "layouts"), *styles])] if styles else []
+    return ShownText("\n".join([*columns(rows), *below]))
 
 
 WantedLayouts = Sequence[Placement | None]
