@@ -19,7 +19,7 @@ from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
 from meshbook_extension.cells.running import Jobs
-from meshbook_extension.commands import dispatch, help_text
+from meshbook_extension.commands import dispatch, help_tables
 from meshbook_extension.commands.packages import SentModules
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
@@ -76,7 +76,7 @@ def _is_statement(frame: FrameType) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "magic" in call.func.attr
 
 
-MeshMagics.line.__doc__ = help_text()
+MeshMagics.line.__doc__ = "\n".join(map(str, help_tables()))
 MeshMagics.cell.__doc__ = MESH_CELL.help()
 setattr(MeshMagics.line, MAGIC_NO_VAR_EXPAND_ATTR, True)
 

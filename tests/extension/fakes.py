@@ -23,16 +23,16 @@ class RecordingSink:
     def display(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str | None = None, update: bool = False
     ) -> None:
+        if "border-left:3px" in data.get("text/html", ""):
+            self.messages.append(("message", f"{data['text/plain']}\n"))  # a card of ours
+            return
         self.messages.append(("update" if update else "display", (dict(data), display_id)))
-
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        self.messages.append(("error", "\n".join(traceback)))
 
     def bars(self, lines: Sequence[str]) -> None:
         self.messages.append(("bars", list(lines)))
 
     def text(self, *kinds: str) -> str:
-        return "".join(content for kind, content in self.messages if kind in (kinds or ("stdout", "stderr")))
+        return "".join(content for kind, content in self.messages if kind in (kinds or ("stdout", "stderr", "message")))
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.messages]

@@ -102,9 +102,11 @@ class Cell:
         self.messages.append((message["msg_type"], message["content"]))
 
     def text(self, stream: str | None = None) -> str:
-        """The text of one stream, or of both."""
+        """The text of one stream; of both, and of displays."""
         return "".join(
-            content["text"] for kind, content in self.messages if kind == "stream" and stream in (None, content["name"])
+            content["text"] if kind == "stream" else f"{content['data'].get('text/plain', '')}\n"
+            for kind, content in self.messages
+            if (kind == "stream" and stream in (None, content["name"])) or (kind == "display_data" and stream is None)
         )
 
     @property

@@ -189,7 +189,7 @@ def test_run_all_after_a_restart_goes_on_with_the_mesh(start_kernel: StartKernel
     assert not other.ok
     assert 'mesh "main" runs already' in str(other.reply["traceback"])
     assert not kernel.run("%%mesh\nraise ValueError('after')").ok
-    after, before = (line for line in kernel.run("%mesh errors").text("stdout").splitlines() if "ValueError" in line)
+    after, before = (line for line in kernel.run("%mesh errors").text().splitlines() if "ValueError" in line)
     assert "ValueError: before" in before and "(earlier kernel)" in before, before
     assert "ValueError: after" in after and "earlier" not in after, after
     end(kernel, family)

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from meshbook.calls.output import (
     DisplayData,
     NewScalars,
@@ -30,17 +28,23 @@ from meshbook.calls.output import (
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
+from meshbook.shape.members import members_of
 from meshbook_extension.cells.curves import CurveView, WatchedNames
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
+from meshbook_extension.output.display_rounds import DisplayGrid, DisplayRounds, RankCard, look_of
 from meshbook_extension.output.labels import (
     MANY_RUNS,
+    NEWS,
+    NOTICE,
     RUNS,
+    WARN,
+    CellMessage,
     FailureView,
     Labeller,
     Text,
     join_runs,
     label,
-    label_block,
+    show_message,
 )
 from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping_for
 from meshbook_extension.output.line_reader import join_bars
@@ -76,11 +80,8 @@ RUNS_OF_CELL = 300
 """The most changes between stdout and stderr that stay in order: each is an output of its own for a front end."""
 
 
-class _Shown:
-    """A display on its way to the front end; updates that come meanwhile change it here."""
-
-    def __init__(self, event: DisplayData) -> None:
-        self.event = event
+_Output = StreamText | DisplayData | OutputDropped
+"""The events that bring output of a rank."""
 
 
 class Concluded(NamedTuple):
@@ -102,8 +103,13 @@ class CellOutput(Scheduled):
         await_printed: Callable[[Callable[[], None], float], object],
         name: str = "",
         curves: CurveView | None = None,
+        coordinates: Callable[[int], str] = lambda rank: "",
+        only: Collection[int] = (),
     ) -> None:
-        """await_printed: calls its first argument when all text printed by now has come, or after the given seconds."""
+        """await_printed: calls its first argument when all text printed by now has come, or after the given seconds.
+
+        coordinates: those of a rank, in words. only: the ranks whose output is shown; all, if there are none.
+        """
         self.done: dict[int, RankDone] = {}
         """The ends of ranks, known before they are shown."""
         self.hide_interrupts = False
@@ -122,10 +128,12 @@ class CellOutput(Scheduled):
         self._held_ends: list[tuple[int, float]] = []
         """The ends kept from the grouping, with their times: no value is shown while a rank counts as running."""
         self._stopped_ranks: deque[tuple[float, Stop]] = deque()
-        self._ranks = frozenset(ranks)
+        self._ranks, self._only = frozenset(ranks), frozenset(only)
+        self.summary_follows = False
+        """Whether an error that names all failed ranks is raised when the cell has ended."""
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name, self._curves = name, curves
-        self._events: deque[tuple[float, OutputEvent | Text | Concluded | None]] = deque()
+        self._events: deque[tuple[float, OutputEvent | CellMessage | Concluded | None]] = deque()
         """The events, each with its time; None stands for the news that all text printed by then has come."""
         self._await_printed = await_printed
         self._unshown_characters = 0
@@ -138,10 +146,13 @@ class CellOutput(Scheduled):
         """The time by which all printed text has come; and the time of an open question for more, else infinity."""
         self._labeller = Labeller()
         self._texts: list[Text] = []
-        self._notes: list[Text] = []
-        self._updates: dict[str, DisplayData] = {}
-        self._on_their_way: dict[str, list[_Shown]] = {}
-        """The displays by id that are not shown yet; a front end drops an update of one that it does not have."""
+        self._notes: list[CellMessage] = []
+        self._rounds = DisplayRounds(
+            sink,
+            self._only or self._ranks,
+            lambda ranks: coordinates(ranks[0]) if len(ranks) == 1 else "same",
+            joins=grouping.joins_bars,
+        )
         self._runs = 0
         self._failures = FailureView()
         self._budget = Budget()
@@ -166,6 +177,8 @@ class CellOutput(Scheduled):
                 self.has_unshown = True
                 self._publisher.schedule(self, max(now, self._curves.due_at or 0.0))
             return
+        if self._only and isinstance(event, _Output) and event.rank not in self._only:
+            return
         at = max(now + FIRST_DELAY_S, self._next_text_at)
         if isinstance(event, RankDone):
             self.done[event.rank] = event
@@ -174,10 +187,10 @@ class CellOutput(Scheduled):
         self._events.append((now, event))
         self._publisher.schedule(self, at)
 
-    def note(self, text: str, stream: str = "stderr") -> None:
-        """Write a line of our own into the cell's output; from any thread."""
+    def note(self, text: str, kind: str = WARN) -> None:
+        """Show a message of our own in the cell's output; from any thread. kind: of those that cards have."""
         now = time.monotonic()
-        self._events.append((now, Text(stream, f"{text}\n")))
+        self._events.append((now, CellMessage(kind, text)))
         self._publisher.schedule(self, now)
 
     def conclude(self, invalid: Collection[int]) -> None:
@@ -249,18 +262,17 @@ class CellOutput(Scheduled):
         at_once, self._all_done = everything or self._all_done, False
         if finishing:
             self._take_skipped(now)
-            self._show(self._grouping.close(now, results=self._ended), now)
+            self._show(self._grouping.close(now, results=self._ended), now, at_once=True)
             self._end_line()
         elif at_once or now >= self._next_text_at:
-            self._show(self._grouping.take(self._complete_to, at_once=everything), now)
-        if at_once and failures_at is not None:
+            self._show(self._grouping.take(self._complete_to, at_once=everything), now, at_once=everything)
+        if everything or (at_once and self._failures.has_news):
             self._end_line()
-            self._failures.show(self._sink, brief=self.defers_tracebacks)
+            without_repeats = finishing and self.summary_follows
+            self._failures.show(self._sink, brief=self.defers_tracebacks, without_repeats=without_repeats)
         self._note_stops(now)
         self._show_notes()
-        for display_id in list(self._updates):
-            if not self._on_their_way.get(display_id):
-                self._show_update(display_id)
+        self._rounds.draw_again(now, at_once=finishing)
         self._show_bars(now)
         if self._curves is not None:
             if alarm := self._curves.alarm(now, at_once=finishing):
@@ -286,6 +298,9 @@ class CellOutput(Scheduled):
             times.append(self._ask(now) if lines_at <= now else lines_at)
         elif lines_at is not None:
             times.append(max(lines_at, self._next_text_at))
+        rounds_at = self._rounds.due_at()
+        if rounds_at is not None:
+            times.append(max(rounds_at, self._next_text_at))
         if self._bars != self._bars_shown:
             times.append(self._next_bars_at)
         if self._curves is not None and self._sink.replaces:
@@ -305,7 +320,7 @@ class CellOutput(Scheduled):
         self._events.append((asked_at, None))
         self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
 
-    def _take(self, at: float, event: OutputEvent | Text | Concluded | None) -> None:
+    def _take(self, at: float, event: OutputEvent | CellMessage | Concluded | None) -> None:
         self._moved += 1
         if isinstance(event, StreamText):
             self._take_text(event, at)
@@ -330,14 +345,14 @@ class CellOutput(Scheduled):
                 self._failures.add(failure, at)
         elif isinstance(event, Stop):
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
-        elif isinstance(event, Text):
+        elif isinstance(event, CellMessage):
             self._notes.append(event)
         elif isinstance(event, Concluded):
             self._invalid, self.awaits_outcome, self._all_done = event.invalid, False, True
             while self._held_ends:
                 self._grouping.end(*self._held_ends.pop(0))
         elif isinstance(event, Notice):
-            self._notes.append(Text("stderr", f"{event.text}\n"))
+            self._notes.append(CellMessage(NOTICE, event.text))
 
     def _take_text(self, event: StreamText, at: float) -> None:
         text, room, rest = event.text, self._budget.limit - self._waiting.get(event.rank, 0), ""
@@ -365,36 +380,27 @@ class CellOutput(Scheduled):
         data = dict(event.data)
         if WIDGET_VIEW in data and "text/plain" in data:
             del data[WIDGET_VIEW]  # the widget lives on the rank, where no front end can reach it
-        event = msgspec.structs.replace(event, data=data)
-        display_id = self._display_id(event)
-        if event.update and display_id:
-            self._take_update(display_id, event)
-            return
-        shown = _Shown(event)
-        if display_id:
-            self._show_update(display_id)  # it is of an earlier one
-            self._on_their_way.setdefault(display_id, []).append(shown)
-        poll = tuple(sorted((kind, str(value)) for kind, value in data.items()))
-        key: Hashable = (event.rank, display_id) if display_id else poll
-        self._grouping.feed_display(event.rank, key, shown, at, is_result=event.is_result)
-
-    def _take_update(self, display_id: str, event: DisplayData) -> None:
-        for shown in self._on_their_way.get(display_id, ()):
-            shown.event = msgspec.structs.replace(shown.event, data=event.data, metadata=event.metadata)
-        self._updates[display_id] = event
-
-    def _display_id(self, event: DisplayData) -> str | None:
-        """Return the display's id with its rank, since two ranks may choose the same id."""
         own = (event.transient or {}).get("display_id")
-        return f"{self._name}.{event.rank}.{own}" if own else None
+        display_id = f"{self._name}.{event.rank}.{own}" if own else None  # since two ranks may choose the same id
+        card = RankCard((event.rank,), data, event.metadata, display_id, event.is_result)
+        if event.update and display_id:
+            self._rounds.update(card)
+            return
+        self._rounds.expect(card)
+        key: Hashable = (event.rank, display_id) if display_id else look_of(data)
+        self._grouping.feed_display(event.rank, key, card, at, is_result=event.is_result)
 
-    def _show(self, pieces: list[LinePiece], now: float) -> None:
+    def _show(self, pieces: list[LinePiece], now: float, *, at_once: bool = False) -> None:
         for piece in pieces:
-            if piece.display is not None:
-                self._show_display(piece)
-                continue
-            if self._budget.admit(piece):
-                self._texts += self._labeller.write(piece)
+            if piece.display is None or self._admit_display(piece):
+                self._rounds.add(piece, now)
+        for item in self._rounds.release(now, at_once=at_once):
+            shown = item if isinstance(item, DisplayGrid) else item.display
+            if isinstance(shown, DisplayGrid | RankCard):
+                self._end_line()
+                self._rounds.show(shown, now)
+            elif isinstance(item, LinePiece) and self._budget.admit(item):
+                self._texts += self._labeller.write(item)
             else:
                 self._tell_of_limit()
         if self._texts:
@@ -402,12 +408,21 @@ class CellOutput(Scheduled):
             self._waiting.clear()
         self._send_texts()
 
+    def _admit_display(self, piece: LinePiece) -> bool:
+        """Whether a display is shown, and of which ranks: not the values of those whose values mean nothing."""
+        card = piece.display
+        assert isinstance(card, RankCard)
+        card.ranks = tuple(rank for rank in piece.ranks if not (card.is_result and rank in self._invalid))
+        size = sum(len(str(value)) for value in card.data.values())
+        return bool(card.ranks) and self._budget.admit_display(piece._replace(ranks=card.ranks), size)
+
     def _tell_of_limit(self) -> None:
         if not self._told_of_limit:
             self._told_of_limit = True
             all_of_it = "" if self._budget.lacks else "; all of it goes to the logs"
-            more = f"more is printed than can be shown here{all_of_it}: %mesh logs -n 100\n"
-            self._notes.append(Text("stderr", more))
+            self._notes.append(
+                CellMessage(NOTICE, f"more is printed than can be shown here{all_of_it}: %mesh logs -n 100")
+            )
 
     def _say(self, text: Text) -> None:
         self._texts += [*self._labeller.end_line(), text]
@@ -424,30 +439,14 @@ class CellOutput(Scheduled):
             self._runs += 1
             self._moved += 1
 
-    def _show_display(self, piece: LinePiece) -> None:
-        shown = piece.display
-        assert isinstance(shown, _Shown)
-        event, display_id = shown.event, self._display_id(shown.event)
-        if display_id:
-            self._on_their_way[display_id].remove(shown)
-        if event.is_result and not self._invalid.isdisjoint(piece.ranks):
-            piece = piece._replace(ranks=tuple(rank for rank in piece.ranks if rank not in self._invalid))
-            if not piece.ranks:
-                return
-        if not self._budget.admit_display(piece, sum(len(str(value)) for value in event.data.values())):
-            return
-        self._end_line()
-        if set(event.data) == {"text/plain"}:
-            text = label_block(piece.ranks, str(event.data["text/plain"]))
-            self._sink.display({"text/plain": text}, event.metadata, display_id)
-        else:
-            self._sink.display({"text/plain": label(piece.ranks)}, {})
-            self._sink.display(event.data, event.metadata, display_id)
-
     def _show_notes(self) -> None:
         notes, self._notes = self._notes, []
-        for note in notes:
-            self._say(note)
+        for kind, text in notes:
+            if kind == NEWS:
+                self._say(Text("stdout", f"{text}\n"))
+            else:
+                self._end_line()
+                show_message(self._sink, kind, text)
         self._send_texts()
 
     def _note_stops(self, now: float) -> None:
@@ -461,16 +460,8 @@ class CellOutput(Scheduled):
                 places.setdefault(stop.words, []).append(stop.rank)
         self._stopped_ranks.clear()
         self._notes += [
-            Text("stderr", f"{name_ranks(ranks)} {words}{self.stops_where}\n") for words, ranks in places.items()
+            CellMessage(NOTICE, f"{name_ranks(ranks)} {words}{self.stops_where}") for words, ranks in places.items()
         ]
-
-    def _show_update(self, display_id: str) -> None:
-        if (event := self._updates.pop(display_id, None)) is None:
-            return
-        data = dict(event.data)
-        if set(data) == {"text/plain"}:
-            data["text/plain"] = label_block([event.rank], str(data["text/plain"]))
-        self._sink.display(data, event.metadata, display_id, update=True)
 
     def _show_bars(self, now: float) -> None:
         self.progress = self._grouping.bars()
@@ -489,27 +480,42 @@ class CellOutput(Scheduled):
         self._show(self._grouping.take(now, at_once=True), now)
         note, last = self._budget.report(self._log_paths())
         if note:
-            self._say(Text("stderr", note))
+            self._end_line()
+            show_message(self._sink, NOTICE, note.rstrip("\n"))
         for piece in last:
             self._texts += self._labeller.write(piece)
         self._end_line()
 
 
 def open_output(
-    session: Session, procs: ProcMesh, *, group: str = "equal", ranks: Collection[int] | None = None, what: str = ""
+    session: Session,
+    procs: ProcMesh,
+    *,
+    group: str = "equal",
+    ranks: Collection[int] | None = None,
+    what: str = "",
+    only: Collection[int] = (),
 ) -> CellOutput:
     """Return the output of ``procs`` in the notebook's running cell.
 
     ranks: when these have ended the cell has; all of ``procs``, if they are not given. what: the name under which
-    `Transcripts` keep it, as ``cell 7``; without one it is not kept.
+    `Transcripts` keep it, as ``cell 7``; without one it is not kept. only: the ranks whose output is shown, if not all.
     """
-    sink, grouping = sink_for(session.shell), grouping_for(group, procs.ranks)
+    sink, grouping = sink_for(session.shell), grouping_for(group, only or procs.ranks)
     transcript = session.part(Transcripts).open(what, sink, page_of(session)) if what else None
-    done_by = procs.ranks if ranks is None else ranks
-    come = partial(states.await_printed, procs)
-    curves = CurveView(session.part(WatchedNames), states.metrics(procs))
-    shown_by = transcript or sink
-    output = CellOutput(done_by, shown_by, grouping, session.publisher, procs.log_paths, come, procs.name, curves)
+    members = members_of(procs.base())
+    output = CellOutput(
+        procs.ranks if ranks is None else ranks,
+        transcript or sink,
+        grouping,
+        session.publisher,
+        procs.log_paths,
+        partial(states.await_printed, procs),
+        procs.name,
+        CurveView(session.part(WatchedNames), states.metrics(procs)),
+        lambda rank: ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items()),
+        only,
+    )
     output.transcript = transcript
     return output
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshbook.errors import CallInterrupted, MeshError, UsageError
-from meshbook.formatting import format_bytes, group_ranks, name_ranks
+from meshbook.formatting import Table, format_bytes, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.shape.members import members_of
 from meshbook.system.os_errors import explain
 from meshbook_extension.notebook.grammar import Option
-from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.output.labels import format_seconds, show_tables
+from meshbook_extension.output.publisher import CellSink
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -44,8 +45,8 @@ class CellProfile:
         self._path = trace_path(path, f"profile-cell-{cell_number}")
         self._begun_s = time.time()
 
-    def finish(self, cell: RunningCell) -> None:
-        """Bring the traces, write the file, print the summary.
+    def finish(self, cell: RunningCell, sink: CellSink) -> None:
+        """Bring the traces, write the file, show the summary.
 
         Raises: CallInterrupted; nothing else: the cell's own outcome matters more.
         """
@@ -54,7 +55,7 @@ class CellProfile:
         try:
             profile = collect(cell.procs, self.name, cell.output.done, self._begun_s)
             if profile.traces:
-                print(summary(self.name, profile.traces))
+                show_tables(sink, summary(self.name, profile.traces))
                 print(self._write(cell.procs, profile))
         except CallInterrupted:
             raise
@@ -121,14 +122,12 @@ class _Row(NamedTuple):
     longest_s: float
 
 
-def summary(what: str, traces: Mapping[int, RankTrace]) -> str:
-    """Write a line on the whole, and a table of the operations that took longest; a second table for GPUs."""
-    lines = [_head(what, traces)]
-    rows = _rows(what, traces, lambda op: op.self_s)
-    lines += _table("self time", rows)
+def summary(what: str, traces: Mapping[int, RankTrace]) -> list[Table]:
+    """Return a table of the operations that took longest, with a line on the whole; a second table for GPUs."""
+    tables = [_table("self time", _rows(what, traces, lambda op: op.self_s), _head(what, traces))]
     if any(trace.gpu_s for trace in traces.values()):
-        lines += _table("on the GPU", _rows(what, traces, lambda op: op.gpu_s))
-    return "\n".join(lines)
+        tables += [_table("on the GPU", _rows(what, traces, lambda op: op.gpu_s), " ")]
+    return tables
 
 
 def _head(what: str, traces: Mapping[int, RankTrace]) -> str:
@@ -169,19 +168,15 @@ def _rows(what: str, traces: Mapping[int, RankTrace], seconds: Callable[[OpTime]
     return rows[:ROWS]
 
 
-def _table(title: str, rows: list[_Row]) -> list[str]:
-    if not rows:
-        return []
+def _table(what: str, rows: list[_Row], title: str) -> Table:
     names = [row.name if len(row.name) <= NAME_CHARACTERS else f"{row.name[: NAME_CHARACTERS - 3]}..." for row in rows]
-    width = max(len(title), *map(len, names))
-    digits = max(len(str(row.slowest)) for row in rows)
-    lines = [f"  {title:{width}}    calls    median  slowest"]
-    lines += [
-        f"  {name:{width}}  {row.calls:7,}  {_short(row.median_s):>8}  rank {row.slowest:{digits}}  "
-        f"{_short(row.longest_s):>8}"
+    longest_s = max((row.longest_s for row in rows), default=0.0)
+    cells = [
+        (name, f"{row.calls:,}", _short(row.median_s), f"rank {row.slowest}", _short(row.longest_s))
         for name, row in zip(names, rows, strict=True)
     ]
-    return lines
+    tints = {(number, 4): row.longest_s / longest_s for number, row in enumerate(rows)}
+    return Table([what, "calls", "median", "slowest", ""] if rows else (), cells, "<>><>", title, tints=tints)
 
 
 def _short(seconds: float) -> str:

@@ -22,10 +22,10 @@ from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief, show
 from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session, check_identifier
-from meshbook_extension.notebook.targets import FORMS, Setup
-from meshbook_extension.output.labels import format_seconds
+from meshbook_extension.notebook.targets import FORMS, RANK, Setup, choose
+from meshbook_extension.output.labels import FAILURE, NEWS, NOTICE, format_seconds, show_tables
 from meshbook_extension.output.publisher import Scheduled, is_attended, parent_of, sink_for
-from meshbook_extension.output.rank_times import chart, chart_html, headline, times_of
+from meshbook_extension.output.rank_times import chart, charts, headline, times_of
 from meshbook_extension.output.transcripts import Transcripts
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ MESH_CELL = Grammar(
         Option("--async", "go on with the notebook while it runs; see %mesh jobs"),
         Option("--out", "bind the result, a ValueMesh, to this name too", str, "VAR"),
         Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS),
+        Option("--only", "show the output of these ranks alone; all of it is in %mesh logs", str, "RANKS"),
         Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
         Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
         Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives"),
@@ -61,6 +62,7 @@ MESH_CELL = Grammar(
         "%%mesh --async --out losses",
         "%%mesh --timeout 30",
         "%%mesh --group rank",
+        "%%mesh --only 0",
         "%%mesh --profile",
         "%%mesh --profile --trace traces/",
         "%%mesh --setup",
@@ -103,6 +105,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
             cell_number=cell_number,
             line_offset=line_offset,
             group=arguments.text("--group") or "equal",
+            only=_chosen(procs, arguments.text("--only")),
             forbid_collectives=arguments.flag("--no-collective"),
             debug_name=debug_name,
             profile=profile,
@@ -134,6 +137,11 @@ def _check(arguments: Arguments, code: str) -> None:
         raise MESH_CELL.refuse("--profile does not go with --async.", "--profile")
 
 
+def _chosen(procs: ProcMesh, text: str | None) -> tuple[int, ...]:
+    """Return the ranks that ``--only`` names; none without it. Raises: UsageError."""
+    return () if text is None else choose(procs, {RANK: text}).ranks
+
+
 def _is_profiled(arguments: Arguments) -> bool:
     return arguments.flag("--profile") or arguments.text(TRACE.name) is not None
 
@@ -161,6 +169,7 @@ def start(
     cell_number: int,
     line_offset: int = 0,
     group: str = "equal",
+    only: tuple[int, ...] = (),
     forbid_collectives: bool = False,
     debug_name: str = "",
     profile: CellProfile | None = None,
@@ -169,7 +178,7 @@ def start(
 
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
-    output = open_output(session, procs, group=group, what=f"cell {cell_number}")
+    output = open_output(session, procs, group=group, what=f"cell {cell_number}", only=only)
     watch_modules(procs, session.part(WatchedNames))
     try:
         run: CellRun = start_cell(
@@ -224,9 +233,9 @@ def wait_for(
             sink = sink_for(session.shell)
             sink.stream("stdout", f"{headline(times)}\n")
             if len(times) > 1:
-                sink.display({"text/plain": chart(times), "text/html": chart_html(times)}, {})
+                show_tables(sink, charts(times), chart(times))
         if profile is not None:
-            profile.finish(cell)
+            profile.finish(cell, sink_for(session.shell))
 
 
 def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | None:
@@ -255,6 +264,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and report its end in the output of its cell."""
     WatchedCell(job.cell, session.publisher, f"%mesh cancel {job.number}")
+    job.cell.output.summary_follows = False
     watch_expression(session, job.cell)
 
     def on_end(_future: object) -> None:  # on the thread that completes the future, where nothing may wait
@@ -279,7 +289,7 @@ def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -
         why = f": {brief(error)[0].removeprefix('CallFailed: ')}"
     freed = [f"\n{line}" for line in verdict(error)] if isinstance(error, CallFailed) else []
     text = f"job {job.number} {job.state} after {format_seconds(job.duration_s)}{why}{''.join(freed)}"
-    job.cell.output.note(text, "stdout" if error is None else "stderr")
+    job.cell.output.note(text, NEWS if error is None else FAILURE if job.state == "failed" else NOTICE)
     if show_time and (times := times_of(job.cell.run)):
         job.cell.output.note(f"{headline(times)}\n{chart(times)}".rstrip("\n"), "stdout")
 

@@ -108,6 +108,7 @@ class RunningCell:
         error: CallError
         try:
             holding.close()
+            self.output.summary_follows = True
             self._tell_ahead_at = time.monotonic() + WAITS_S
             clock = states.stopped_ranks(self.procs).clock
             if wait_until_done(self.run.future, timeout_s, look=self._look_after, wanted=self._is_wanted, clock=clock):

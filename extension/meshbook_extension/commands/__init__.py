@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean
+from meshbook.formatting import Table, did_you_mean
 from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
+from meshbook_extension.output.labels import show_tables
+from meshbook_extension.output.publisher import sink_for
 
 Runner: TypeAlias = Callable[[Session, Arguments], object]
 
@@ -117,7 +119,7 @@ def dispatch(session: Session, line: str) -> object:
     if not name:
         name = "status"
     if name in ("--help", "-h", "?", "help"):
-        print(help_text(rest.strip()))
+        show_help(session, rest.strip())
         return None
     if name not in COMMANDS:
         raise _unknown(name, line)
@@ -129,31 +131,40 @@ def dispatch(session: Session, line: str) -> object:
     return run(session, arguments)
 
 
-def help_text(name: str = "") -> str:
-    """Return the text of ``%mesh help``: all commands, or one of them.
-
-    Raises: UsageError for an unknown command.
-    """
+def show_help(session: Session, name: str = "") -> None:
+    """Answer ``%mesh help``: all commands, or one of them. Raises: UsageError for an unknown command."""
     from meshbook_extension.cells.run import MESH_CELL
 
     load_all()
     if name in (MESH_CELL.name, "cell"):
-        return MESH_CELL.help()
+        print(MESH_CELL.help())
+        return
     if name:
         if name not in COMMANDS:
             raise _unknown(name, name)
-        return COMMANDS[name][0].help()
-    width = max(map(len, COMMANDS))
+        print(COMMANDS[name][0].help())
+        return
+    show_tables(sink_for(session.shell), help_tables())
+
+
+def help_tables() -> list[Table]:
+    """Return all commands, a table for each group, between a first and a last line."""
+    from meshbook_extension.cells.run import MESH_CELL
+
+    load_all()
+    width = max(map(len, COMMANDS)) + len("%mesh ")
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in dict.fromkeys(MODULES.values())}
     rows[RUN] += [(MESH_CELL.name, MESH_CELL.summary)]
     for known, (command, _) in COMMANDS.items():
         rows[GROUPS[known]].append((f"%mesh {known}", command.summary))
     rows[RUN] += [("%%local", "Run the cell in the notebook's own process, while %mesh auto is on.")]
-    lines = ["Meshes of processes, driven from a notebook. First: %mesh spawn gpus=4, then %%mesh above a cell."]
-    for group, commands in rows.items():
-        lines += ["", group, *(f"  {shown:{width + 6}}  {summary}" for shown, summary in commands)]
-    lines += ["", "More about one: %mesh spawn --help, or %mesh spawn?    the current mesh: %mesh"]
-    return "\n".join(lines)
+    first = "Meshes of processes, driven from a notebook. First: %mesh spawn gpus=4, then %%mesh above a cell."
+    last = "More about one: %mesh spawn --help, or %mesh spawn?    the current mesh: %mesh"
+    tables = [
+        Table((), [(f"{shown:{width}}", summary) for shown, summary in commands], "<=", title=f"\n{group}")
+        for group, commands in rows.items()
+    ]
+    return [Table((), (), title=first), *tables, Table((), (), title=f"\n{last}")]
 
 
 def _unknown(name: str, line: str) -> UsageError:

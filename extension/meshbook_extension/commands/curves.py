@@ -18,7 +18,7 @@ from meshbook_extension.commands.values import check_expression
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
-from meshbook_extension.output.labels import parse_duration
+from meshbook_extension.output.labels import parse_duration, show_tables
 from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
@@ -129,4 +129,4 @@ def metrics(session: Session, arguments: Arguments) -> None:
     if not table.names:
         print(table)
         return
-    sink_for(session.shell).display({"text/plain": repr(table), "text/html": table._repr_html_()}, {})
+    show_tables(sink_for(session.shell), [table.table()])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
-from meshbook.formatting import did_you_mean, format_sizes, name_ranks
+from meshbook.formatting import Table, did_you_mean, format_sizes, name_ranks
 from meshbook.launchers.engines.commands import job_lists
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import rename_mesh
@@ -19,7 +19,8 @@ from meshbook_extension.commands.spawn import find_profiles
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, RANK
-from meshbook_extension.output.labels import columns, count, format_duration, parse_duration
+from meshbook_extension.output.labels import count, format_duration, parse_duration, show_tables
+from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
 
 if TYPE_CHECKING:
@@ -45,13 +46,20 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     others.sort(key=lambda each: (not _left_by(each, session.notebook), each.owner_pid is not None))
     if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
+    lines, rows = [], []
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
         state = f"{count(len(procs), 'rank')}, {describe_age(states.saved_mesh(procs))}" if procs.alive else "stopped"
-        print(f"{mark} {name}: {format_sizes(procs.sizes)}, {states.device_of(procs)}, {state}")
+        axes, device = format_sizes(procs.sizes), states.device_of(procs)
+        lines.append(f"{mark} {name}: {axes}, {device}, {state}")
+        rows.append([mark, name, axes, device, state])
         for slice_name, named in session.slices.items():
             if named.mesh == name:
-                print(f"    {slice_name}: {format_sizes(named.view.sizes)}")
+                lines.append(f"    {slice_name}: {format_sizes(named.view.sizes)}")
+                rows.append(["", slice_name, format_sizes(named.view.sizes), "", f"slice of {name}"])
+    if rows:
+        heads = ["", "mesh", "axes", "device", "state"]
+        show_tables(sink_for(session.shell), [Table(heads, rows)], "\n".join(lines))
     shown = others if arguments.flag("--all") else others[:SHOWN]
     for number, each in enumerate(shown):
         names = names_of(each)
@@ -219,8 +227,8 @@ def _find(session: Session, name: str | None) -> SavedSession:
     )
 
 
-def welcome(session: Session) -> str:
-    """Return the text of ``%mesh`` where there is no mesh: the first steps, and what this notebook has left."""
+def welcome(session: Session) -> Table:
+    """Return the answer of ``%mesh`` where there is no mesh: the first steps, and what this notebook has left."""
     from meshbook.sessions.listing import sessions
 
     waiting = [each for each in sessions() if each.owner_pid is None and _left_by(each, session.notebook)]
@@ -228,7 +236,7 @@ def welcome(session: Session) -> str:
     rows += [(f"%mesh attach {each.id}", f"go on with {describe(each)}") for each in waiting]
     rows += [(f"%mesh spawn @{name}", line) for name, line in find_profiles(Path.cwd()).lines.items()]
     rows += [("%mesh help", "all commands")]
-    return "\n".join([session.absence, *(f"  {line}" for line in columns(rows))])
+    return Table((), rows, title=session.absence)
 
 
 def _left_by(saved: SavedSession, notebook: str) -> bool:

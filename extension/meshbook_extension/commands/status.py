@@ -6,10 +6,11 @@ import math
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshbook.calls.output import StreamText
-from meshbook.formatting import format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
+from meshbook.formatting import Table, format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
 from meshbook.mesh.states import follow_logs
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
@@ -18,8 +19,9 @@ from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import pause
-from meshbook_extension.output.labels import columns, format_duration, label, parse_duration
-from meshbook_extension.widget.display import HealthDisplays, status_text
+from meshbook_extension.output.labels import format_duration, label, parse_duration, show_tables
+from meshbook_extension.output.publisher import sink_for
+from meshbook_extension.widget.display import HealthDisplays, status_table, status_text
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -42,11 +44,16 @@ TEXT = Option("--text", "as text, also where the widget can be shown")
 )
 def status(session: Session, arguments: Arguments) -> None:
     if session.current is None and not arguments.words and not arguments.pairs:
-        print(welcome(session))
+        show_tables(sink_for(session.shell), [welcome(session)])
         return
     procs = session.target(arguments.words, arguments.pairs)
-    if arguments.flag(TEXT.name) or not session.part(HealthDisplays).show(session, procs):
-        print(status_text(session, procs, procs.status()))
+    as_text = arguments.flag(TEXT.name)
+    if as_text or not session.part(HealthDisplays).show(session, procs):
+        table = status_table(session, procs, procs.status())
+        if as_text:
+            print(status_text(table))
+        else:
+            show_tables(sink_for(session.shell), [table], status_text(table))
 
 
 @on_ranks(
@@ -83,13 +90,16 @@ def actors(session: Session, arguments: Arguments) -> None:
     notes="Tensors and modules that a variable holds, of all meshes; the totals count those without a name too.",
 )
 def tensors(session: Session, arguments: Arguments) -> None:
-    tables: list[str] = []
+    tables: list[Table] = []
     if "meshbook.tensors.handles.mesh_tensor" in sys.modules:  # there is none otherwise, and torch need not be imported
         from meshbook.tensors.handles.displays import tensor_tables
 
         names = session.shell.user_ns
         tables = tensor_tables({name: value for name, value in list(names.items()) if not name.startswith("_")})
-    print("\n".join(tables) or "no mesh tensors yet. Make one: meshbook.distribute(tensor, mesh)")
+    if tables:
+        show_tables(sink_for(session.shell), tables)
+    else:
+        print("no mesh tensors yet. Make one: meshbook.distribute(tensor, mesh)")
 
 
 READ_S, NATIVE_S = 3.0, 20.0
@@ -112,7 +122,8 @@ def stacks(session: Session, arguments: Arguments) -> None:
     found = procs.stacks(
         all_threads=arguments.flag(ALL_THREADS.name), native=native, timeout_s=NATIVE_S if native else READ_S
     )
-    print(found.text(all_frames=arguments.flag(ALL_FRAMES.name)))
+    all_frames = arguments.flag(ALL_FRAMES.name)
+    show_tables(sink_for(session.shell), [found.table(all_frames=all_frames)], found.text(all_frames=all_frames))
 
 
 FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
@@ -145,14 +156,16 @@ def errors(session: Session, arguments: Arguments) -> None:
     elif arguments.flag(FULL.name):
         print("\n\n".join(map(in_full, chosen)))
     else:
-        print(error_table(chosen, of_many=len({error.mesh for error in found}) > 1))
         older = len(found) - len(chosen)
         more = f"    {older} older: %mesh errors -n {len(found)}" if older else ""
-        print(f"  look: %mesh errors {chosen[0].number}{more}")
+        look = f"  look: %mesh errors {chosen[0].number}{more}"
+        table = error_table(chosen, of_many=len({error.mesh for error in found}) > 1)
+        text = str(replace(table, heads=(), notes=[look]))
+        show_tables(sink_for(session.shell), [replace(table, notes=[look])], text)
 
 
-def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
-    """Draw a row per error: number, time, ranks, cell, text. of_many: whether the mesh is named too."""
+def error_table(errors: list[LoggedError], *, of_many: bool = False) -> Table:
+    """Return a row per error: number, time, ranks, cell, text. of_many: whether the mesh is named too."""
     rows = [
         [
             str(error.number),
@@ -164,12 +177,13 @@ def error_table(errors: list[LoggedError], *, of_many: bool = False) -> str:
         ]
         for error in errors
     ]
-    return "\n".join(columns(rows))
+    heads = ["", "time", "ranks", *(["mesh"] if of_many else []), "cell", "failure"]
+    return Table(heads, rows)
 
 
 def in_full(error: LoggedError) -> str:
     """Return the error's row, then its traceback as far as it is kept."""
-    return f"{error_table([error])}\n{error.traceback}".rstrip()
+    return f"{replace(error_table([error]), heads=())}\n{error.traceback}".rstrip()
 
 
 @on_ranks(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshbook.formatting import format_bytes, format_some_ranks, group_ranks, name_ranks
+from meshbook.formatting import Table, format_bytes, format_some_ranks, group_ranks, name_ranks
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.commands.values import AT, NOW, TIMEOUT, check_expression, look, target_of
 from meshbook_extension.notebook.grammar import Arguments
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.labels import show_table
+from meshbook_extension.output.labels import show_tables
 from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _show_variables(session: Session, values: ValueMesh[Any]) -> None:
         print(f"no variables on {name_ranks(values.ranks)} yet. Make some: %%mesh above a cell, or %mesh push NAME")
         return
     heads = ["name", "type", "shape", "dtype", "size", "device", "value", "ranks"]
-    show_table(sink_for(session.shell), heads, rows, "<<<<><<<")
+    show_tables(sink_for(session.shell), [Table(heads, rows, "<<<<><<<").without_empty()])
 
 
 def _by_name(values: ValueMesh[Any]) -> dict[str, dict[int, ValueSummary]]:
@@ -141,7 +141,8 @@ def _show_diff(session: Session, written: str, values: ValueMesh[Any]) -> dict[s
         where = f"only on {format_some_ranks(compared[path], RANKS_CHARS)}" if lacking else _write_groups(groups)
         rows.append([path or written, one.shape or one.kind, one.dtype, where])
     if rows:
-        show_table(sink_for(session.shell), ["differs", "shape", "dtype", "equal ranks"], rows)
+        heads = ["differs", "shape", "dtype", "equal ranks"]
+        show_tables(sink_for(session.shell), [Table(heads, rows)])
     if len(differing) > ROWS:
         print(f"and {len(differing) - ROWS} more differ")
     return differing

@@ -14,7 +14,7 @@ import msgspec
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshError
 from meshbook.mesh import states
-from meshbook_extension.output.labels import format_duration
+from meshbook_extension.output.labels import WARN, format_duration, show_message
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class TimeLimit(Scheduled):
         return f"{format_duration(self.limit.total_s)} are over (--max-hours)"
 
     def _tell(self, text: str) -> None:
-        self._sink.stream("stderr", f'mesh "{self.procs.name}" {text}\n')
+        show_message(self._sink, WARN, f'mesh "{self.procs.name}" {text}')
 
     def _stop(self) -> None:
         try:

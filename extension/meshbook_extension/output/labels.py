@@ -1,4 +1,8 @@
-"""The text of output: each line behind its ranks, ``[0-3] step 10 loss 2.31``, and failures, equal ones once. Pure."""
+"""The text of output: each line behind its ranks, ``[0-3] step 10 loss 2.31``; failures, messages and tables.
+
+A message is a card with a rule in its colour, and no error output: the reader can tell news from trouble. Terminals
+have its words on stderr. HTML has its styles in its tags and no script, for viewers of saved notebooks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from html import escape
 from typing import NamedTuple
 
 from meshbook.errors import Failure, FailureKind, RankDeath, UsageError, describe_deaths, group_failures
-from meshbook.formatting import format_ranks, name_ranks
+from meshbook.formatting import WARNING, Table, format_ranks, name_ranks, themed
 from meshbook_extension.output.line_merging import LinePiece
 from meshbook_extension.output.publisher import CellSink
 
@@ -125,37 +129,78 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
 
 
-def columns(rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
-    """Return a line for each row, all columns of equal width; ``sides`` has ``>`` for columns aligned right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    forms = [f"{side}{width}" for side, width in zip(sides.ljust(len(widths), "<"), widths, strict=True)]
-    return ["  ".join(f"{cell:{form}}" for cell, form in zip(row, forms, strict=True)).rstrip() for row in rows]
+NEWS, NOTICE, WARN, FAILURE = "stdout", "notice", "warning", "failure"
+"""The kinds of messages; news is text on stdout."""
+_RULES = {
+    NOTICE: (themed("border-left:3px solid ", "--jp-info-color1", "#0288d1"), "rgba(2,136,209,.07)"),
+    WARN: (themed("border-left:3px solid ", *WARNING), "rgba(239,108,0,.09)"),
+    FAILURE: (themed("border-left:3px solid ", "--jp-error-color1", "#d32f2f"), "rgba(211,47,47,.08)"),
+}
+CODE_FONT = themed("font-family:", "--jp-code-font-family", "monospace")
+_MESSAGE = (
+    "{rule};background:{ground};color:inherit;padding:4px 10px;margin:2px 0 2px 8px;"
+    f"white-space:pre-wrap;font-size:13px;{CODE_FONT}"
+)
 
 
-_CELL = "padding:2px 8px;text-align:{side};white-space:nowrap;max-width:30em;overflow:hidden;text-overflow:ellipsis"
+class CellMessage(NamedTuple):
+    """A message of ours, and its kind."""
+
+    kind: str
+    text: str
 
 
-def show_table(sink: CellSink, heads: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> None:
-    """Show a table. sides: ``>`` for columns aligned right."""
-    data = {"text/plain": "\n".join(columns([heads, *rows], sides)), "text/html": to_html(heads, rows, sides)}
+def show_message(sink: CellSink, kind: str, text: str) -> None:
+    """Show a message as a card, or where the output is text on its stream."""
+    if kind == NEWS or not sink.replaces:
+        sink.stream("stdout" if kind in (NEWS, FAILURE) else "stderr", f"{text}\n")
+        return
+    rule, ground = _RULES[kind]
+    style = _MESSAGE.format(rule=rule, ground=ground)
+    sink.display({"text/plain": text, "text/html": f'<div style="{style}">{_in_colours(text)}</div>'}, {})
+
+
+_HUES = ("", "#d9534f", "#2e9e4f", "#b08800", "#3b8eea", "#b75fd3", "#1f9aa8", "")
+"""The colours of terminals by their numbers, for a light and a dark ground; black and white are those of the text."""
+_COLOUR = re.compile(r"\x1b\[([\d;]*)m")
+
+
+def _in_colours(text: str) -> str:
+    """Return a text as HTML, with the colours and the bold letters that a terminal would show."""
+    hue, weight, parts = "", "", []
+    for number, part in enumerate(_COLOUR.split(text)):
+        if number % 2 == 0:
+            parts.append(f'<span style="{hue}{weight}">{escape(part)}</span>' if hue or weight else escape(part))
+            continue
+        codes = [int(code or 0) for code in part.split(";")]
+        if codes[0] in (38, 48):  # one of 256 colours: that of the eight which is nearest
+            ground, _, shade, *codes = [*codes, 0, 0][: max(3, len(codes))]
+            levels = [(shade - 16) // 36, (shade - 16) // 6 % 6, (shade - 16) % 6] if 16 <= shade < 232 else [0, 0, 0]
+            nearest = sum((level > max(levels) / 2) << bit for bit, level in enumerate(levels))
+            codes = [30 + (nearest if shade > 15 else shade % 8), *codes] if ground == 38 else codes
+        for code in codes:
+            if code == 0 or 30 <= code <= 39 or 90 <= code <= 97:
+                colour = _HUES[code % 10] if code % 10 < 8 and code else ""
+                hue = f"color:{colour};" if colour else ""
+            if code in (0, 1, 22):
+                weight = "font-weight:700" if code == 1 else ""
+    return "".join(parts)
+
+
+def show_tables(sink: CellSink, tables: Sequence[Table], text: str = "") -> None:
+    """Show tables below each other, or as text, by default their own."""
+    plain = text or "\n".join(map(str, tables))
+    if not sink.replaces:
+        sink.stream("stdout", f"{plain}\n")
+        return
     sys.stdout.flush()  # what was printed stands above
-    sink.display(data, {})
-
-
-def to_html(heads: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Return a table as HTML; long cells end with an ellipsis, and show all of it to a pointer."""
-    styles = [_CELL.format(side="right" if side == ">" else "left") for side in sides.ljust(len(heads))]
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        shown = zip(cells, styles, strict=True)
-        return "".join(f'<{tag} style="{style}" title="{escape(cell)}">{escape(cell)}</{tag}>' for cell, style in shown)
-
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<table><thead><tr>{line(heads, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    sink.display({"text/plain": plain, "text/html": "".join(table._repr_html_() for table in tables)}, {})
 
 
 TOGETHER_S = 0.02
 """The time that a first failure waits for equal ones of other ranks."""
+REPEATS_S = 0.15
+"""The same for a failure like one that was shown, which the summary of the cell tells as well."""
 FULL = 4
 """The most different failures of one cell that are shown with their tracebacks."""
 BRIEF = 20
@@ -171,16 +216,27 @@ class FailureView:
         self.due_at: float | None = None
         """The time at which `show` should be called; None when no failure waits."""
 
-    def add(self, failure: Failure, now: float) -> None:
-        """Add a failure, to be shown within `TOGETHER_S`."""
-        self._waiting.append(failure)
-        self.due_at = self.due_at or now + TOGETHER_S
+    @property
+    def has_news(self) -> bool:
+        """Whether a failure waits that is unlike those shown."""
+        return any(failure.cause not in self._shown for failure in self._waiting)
 
-    def show(self, sink: CellSink, *, brief: bool = False) -> None:
-        """Write the failures that wait, equal ones once. brief: without tracebacks."""
-        groups = group_failures(self._waiting)
+    def add(self, failure: Failure, now: float) -> None:
+        """Add a failure, to be shown within `TOGETHER_S`, or `REPEATS_S` if an equal one was shown."""
+        self._waiting.append(failure)
+        due_at = now + (REPEATS_S if failure.cause in self._shown else TOGETHER_S)
+        self.due_at = due_at if self.due_at is None else min(self.due_at, due_at)
+
+    def show(self, sink: CellSink, *, brief: bool = False, without_repeats: bool = False) -> None:
+        """Show the failures that wait, equal ones once.
+
+        brief: without tracebacks. without_repeats: leave out those like earlier ones.
+        """
+        waiting = [each for each in self._waiting if not (without_repeats and each.cause in self._shown)]
+        groups = group_failures(waiting)
         self._waiting, self.due_at = [], None
         unnamed: list[int] = []
+        lines: list[str] = []
         for group in groups:
             first = group[0]
             if first.ename == "SystemExit" and len(first.traceback) == 1:
@@ -191,19 +247,20 @@ class FailureView:
                 self._shown.append(first.cause)
             is_full = not (known or brief or first.kind is FailureKind.INTERRUPTED)
             if is_full and len(self._shown) <= FULL:
-                if first.kind is FailureKind.LOST:
-                    deaths = [RankDeath(f.rank, f.host, f.evalue) for f in group]  # its last lines are on screen
-                    sink.error(first.ename, first.evalue, describe_deaths(deaths))
-                else:
-                    told = headline(first, ranks)
-                    says_all = told.endswith("".join(first.traceback))  # as of an error of ours, without frames
-                    sink.error(first.ename, first.evalue, [told] if says_all else [told, *first.traceback])
+                told = [headline(first, ranks)]
+                if first.kind is FailureKind.LOST:  # its last lines are on screen
+                    told = describe_deaths(RankDeath(each.rank, each.host, each.evalue) for each in group)
+                elif not told[0].endswith("".join(first.traceback)):  # else an error of ours, without frames
+                    told += first.traceback
+                show_message(sink, FAILURE, "\n".join(told))
             elif len(self._shown) <= FULL + BRIEF:
-                sink.stream("stderr", f"{headline(first, ranks, brief=True)}\n")
+                lines.append(headline(first, ranks, brief=True))
             else:
                 unnamed += ranks
         if unnamed:
-            sink.stream("stderr", f"{name_ranks(unnamed)} raised too, each something else\n")
+            lines.append(f"{name_ranks(unnamed)} raised too, each something else")
+        if lines:
+            show_message(sink, FAILURE, "\n".join(lines))
 
 
 def headline(failure: Failure, ranks: Iterable[int], *, brief: bool = False) -> str:

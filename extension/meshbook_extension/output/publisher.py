@@ -50,9 +50,6 @@ class CellSink(Protocol):
     def display(self, data: Content, metadata: Content, display_id: str | None = None, update: bool = False) -> None:
         """Show rich output, or put other data in the place of an earlier one with this id."""
 
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        """Show an exception; the lines may have ANSI colours."""
-
     def bars(self, lines: Sequence[str]) -> None:
         """Show progress bars in the place of those shown before; without lines, take those away."""
 
@@ -80,12 +77,6 @@ class KernelSink:
         transient = {"display_id": display_id} if display_id else {}
         content = {"data": dict(data), "metadata": dict(metadata), "transient": transient}
         self._send("update_display_data" if update else "display_data", content, "display_data")
-
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        if not self._is_attended and served_cell.parent.get("header") != self._parent.get("header"):
-            self.stream("stdout", "\n".join(traceback) + "\n")  # it is no error of that cell
-            return
-        self._send("error", {"ename": ename, "evalue": evalue, "traceback": list(traceback)}, "error")
 
     def bars(self, lines: Sequence[str]) -> None:
         has_bars, self._bars_id = bool(self._bars_id), self._bars_id or uuid.uuid4().hex
@@ -165,9 +156,6 @@ class StreamSink:
         self._clear_bars()
         transient = {"display_id": display_id} if display_id else {}
         self._publish_display(dict(data), dict(metadata), transient=transient, update=update)
-
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        self.stream("stdout", "\n".join(traceback) + "\n")
 
     def bars(self, lines: Sequence[str]) -> None:
         self._clear_bars()

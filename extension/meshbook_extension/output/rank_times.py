@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshbook.formatting import format_some_ranks
-from meshbook_extension.output.labels import columns, format_seconds, label
+from meshbook.formatting import Table, format_some_ranks
+from meshbook_extension.output.labels import format_seconds, label
 
 if TYPE_CHECKING:
     from meshbook.calls.call_future import CellRun
@@ -32,6 +32,8 @@ SLOW_FACTOR, SLOW_S = 1.25, 0.02
 WAITED_SHARE, WAITED_S = 0.02, 0.002
 """The shortest waits that are shown: a part of the cell's time, seconds."""
 WORK, WAIT = "█", "░"
+_WORKS, _SLOW = "#1e88e5", "#ef6c00"
+_WAITS = "repeating-linear-gradient(135deg,rgba(128,128,128,.55) 0 2px,rgba(128,128,128,.15) 2px 5px)"
 
 
 class RankTime(NamedTuple):
@@ -92,16 +94,39 @@ def headline(times: Sequence[RankTime]) -> str:
     return f"{text} (slowest rank {slowest.rank}: {own}, median {median}{rest})"
 
 
-def chart(times: Sequence[RankTime]) -> str:
-    """Draw a bar per rank, or of many the slowest, the median, the fastest and a histogram; nothing for one rank."""
+def charts(times: Sequence[RankTime]) -> list[Table]:
+    """Return a bar per rank, or of many the slowest, the median, the fastest and a histogram; nothing for one rank."""
     if len(times) < 2:
-        return ""
-    lines = _bars(rows_of(times), max(time.total_s for time in times))
-    if len(times) > ROWS:
-        lines += ["", f"ranks by {'own work' if has_waits(times) else 'time'}", *_histogram(times)]
-    if has_waits(times):
-        lines.append(f"{WORK} own work  {WAIT} waiting in collectives")
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+        return []
+    slow, rows, longest_s = stragglers(times), rows_of(times), max(time.total_s for time in times)
+    digits = max(len(str(time.rank)) for time, _ in rows)
+    cells = [(f"rank {time.rank:{digits}}", format_seconds(time.total_s), _bar(time, longest_s), n) for time, n in rows]
+    bars = {
+        (at, 2): [(time.own_s / longest_s, _SLOW if time.rank in slow else _WORKS), (time.waited_s / longest_s, _WAITS)]
+        for at, (time, _) in enumerate(rows)
+        if longest_s
+    }
+    titles = {
+        (at, 2): f"{format_seconds(time.own_s)} own work, {format_seconds(time.waited_s)} waiting"
+        for at, (time, _) in enumerate(rows)
+    }
+    legend = [f"{WORK} own work  {WAIT} waiting in collectives"] if has_waits(times) else []
+    is_grouped = len(times) > ROWS
+    tables = [Table((), cells, "<>", bars=bars, titles=titles, notes=[] if is_grouped else legend)]
+    if is_grouped:
+        found, title = bins(times), f"\nranks by {'own work' if legend else 'time'}"
+        most = max(len(each.ranks) for each in found)
+        cells = [
+            (_span(each), str(len(each.ranks)), _count_bar(len(each.ranks), most), few_ranks(each)) for each in found
+        ]
+        bars = {(at, 2): [(len(each.ranks) / most, _WORKS)] for at, each in enumerate(found)}
+        tables.append(Table((), cells, ">>", title, legend, bars=bars))
+    return tables
+
+
+def chart(times: Sequence[RankTime]) -> str:
+    """Return the charts as text."""
+    return "\n".join(f"  {line}".rstrip() for table in charts(times) for line in str(table).splitlines())
 
 
 def rows_of(times: Sequence[RankTime]) -> list[tuple[RankTime, str]]:
@@ -113,17 +138,6 @@ def rows_of(times: Sequence[RankTime]) -> list[tuple[RankTime, str]]:
     middle = ordered[len(ordered) // 2]
     first = [(time, "slowest" if slow and time is slowest else "") for time in ordered[:SLOWEST]]
     return [*first, (middle, "median"), (ordered[-1], "fastest")]
-
-
-def _bars(rows: Sequence[tuple[RankTime, str]], longest_s: float) -> list[str]:
-    digits = max(len(str(time.rank)) for time, _ in rows)
-    return columns(
-        [
-            (f"rank {time.rank:{digits}}", format_seconds(time.total_s), f"{_bar(time, longest_s):{WIDTH}}", note)
-            for time, note in rows
-        ],
-        "<>",
-    )
 
 
 def _bar(time: RankTime, longest_s: float) -> str:
@@ -150,17 +164,8 @@ def bins(times: Sequence[RankTime]) -> list[Bin]:
     ]
 
 
-def _histogram(times: Sequence[RankTime]) -> list[str]:
-    found = bins(times)
-    most = max(len(each.ranks) for each in found)
-    spans = [f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}" for each in found]
-    return columns(
-        [
-            (span, str(len(each.ranks)), f"{_count_bar(len(each.ranks), most):{WIDTH}}", few_ranks(each))
-            for span, each in zip(spans, found, strict=True)
-        ],
-        ">>",
-    )
+def _span(each: Bin) -> str:
+    return f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}"
 
 
 def _count_bar(count: int, most: int) -> str:
@@ -172,64 +177,3 @@ def few_ranks(each: Bin) -> str:
     if not 0 < len(each.ranks) <= ROWS:
         return ""
     return f"rank{'' if len(each.ranks) == 1 else 's'} {format_some_ranks(each.ranks, 30)}"
-
-
-_HTML_TABLE = "color:inherit;border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums;margin:4px 0"
-_CELL = "text-align:right;padding:1px 10px 1px 0;border:none"
-_TRACK = "display:flex;width:320px;height:11px"
-_WORK = "var(--jp-brand-color1,#1e88e5)"
-_SLOW = "var(--jp-warn-color1,#ef6c00)"
-_WAIT = "repeating-linear-gradient(135deg,rgba(128,128,128,.55) 0 2px,rgba(128,128,128,.15) 2px 5px)"
-
-
-def chart_html(times: Sequence[RankTime]) -> str:
-    """Return the chart of `chart`, as HTML."""
-    slow = stragglers(times)
-    longest_s = max(time.total_s for time in times) or 1.0
-    parts = [_html_table([_html_row(time, note, longest_s, slow) for time, note in rows_of(times)])]
-    if len(times) > ROWS:
-        found = bins(times)
-        most = max(len(each.ranks) for each in found)
-        title = "ranks by own work" if has_waits(times) else "ranks by time"
-        parts += [
-            f'<div style="font-size:12px;opacity:.75">{title}</div>',
-            _html_table([_html_bin(each, most) for each in found]),
-        ]
-    if has_waits(times):
-        parts.append(
-            f'<div style="font-size:12px;opacity:.75">{_swatch(_WORK)} own work &nbsp; '
-            f"{_swatch(_WAIT)} waiting in collectives</div>"
-        )
-    return f"<div>{''.join(parts)}</div>"
-
-
-def _html_table(rows: Sequence[str]) -> str:
-    return f'<table style="{_HTML_TABLE}">{"".join(rows)}</table>'
-
-
-def _html_row(time: RankTime, note: str, longest_s: float, slow: frozenset[int]) -> str:
-    own, waited = 100 * time.own_s / longest_s, 100 * time.waited_s / longest_s
-    hint = f"rank {time.rank}: {format_seconds(time.own_s)} own work, {format_seconds(time.waited_s)} waiting"
-    track = _html_bar(own, _SLOW if time.rank in slow else _WORK) + _html_bar(waited, _WAIT)
-    return _html_cells(f"rank {time.rank}", format_seconds(time.total_s), track, note, hint)
-
-
-def _html_bin(each: Bin, most: int) -> str:
-    span = f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}"
-    return _html_cells(span, str(len(each.ranks)), _html_bar(100 * len(each.ranks) / most, _WORK), few_ranks(each), "")
-
-
-def _html_cells(first: str, second: str, track: str, note: str, hint: str) -> str:
-    return (
-        f'<tr title="{hint}" style="background:none"><td style="{_CELL}">{first}</td><td style="{_CELL}">{second}</td>'
-        f'<td style="{_CELL}"><div style="{_TRACK}">{track}</div></td>'
-        f'<td style="{_CELL};text-align:left">{note}</td></tr>'
-    )
-
-
-def _html_bar(percent: float, background: str) -> str:
-    return f'<div style="width:{percent:.1f}%;background:{background}"></div>'
-
-
-def _swatch(background: str) -> str:
-    return f'<span style="display:inline-block;width:12px;height:9px;background:{background}"></span>'

@@ -52,20 +52,6 @@ class _KeptDisplay:
         return sum(len(str(value)) for value in self.data.values())
 
 
-@dataclass
-class _KeptError:
-    ename: str
-    evalue: str
-    traceback: Sequence[str]
-
-    def show(self, sink: CellSink) -> None:
-        sink.stream("stdout", "\n".join(self.traceback) + "\n")  # it is no error of the cell that shows it again
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.traceback))
-
-
 @dataclass(eq=False)
 class Transcript:
     """The output of one cell: a sink that keeps its messages and hands them on. From any thread."""
@@ -84,7 +70,7 @@ class Transcript:
     """Whether another page was told of it."""
 
     def __post_init__(self) -> None:
-        self._kept: deque[_KeptText | _KeptDisplay | _KeptError] = deque()
+        self._kept: deque[_KeptText | _KeptDisplay] = deque()
         self._displays: dict[str, _KeptDisplay] = {}
         self.replaces = self.sink.replaces
         self._bars: Sequence[str] = ()
@@ -120,14 +106,6 @@ class Transcript:
             for sink in () if update else self._also:  # an update reaches every display with this id
                 sink.display(data, metadata, display_id)
 
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        with self._lock:
-            error = _KeptError(ename, evalue, traceback)
-            self._keep(error)
-            self.sink.error(ename, evalue, traceback)
-            for sink in self._also:
-                error.show(sink)
-
     def bars(self, lines: Sequence[str]) -> None:
         with self._lock:
             self._bars = lines
@@ -152,7 +130,7 @@ class Transcript:
         """Whether nothing was shown."""
         return not self._kept and not self._bars
 
-    def _keep(self, message: _KeptText | _KeptDisplay | _KeptError) -> None:
+    def _keep(self, message: _KeptText | _KeptDisplay) -> None:
         self._kept.append(message)
         self._fit(message.size)
 

@@ -6,14 +6,14 @@ import importlib.util
 import uuid
 from collections import Counter, deque
 from collections.abc import Sequence
-from html import escape
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshbook.formatting import format_bytes, format_ranks, format_sizes
+from meshbook.formatting import Table, columns, format_bytes, format_ranks, format_sizes
 from meshbook.mesh import states
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
-from meshbook_extension.output.labels import columns, count, format_seconds
+from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.publisher import KernelSink, kernel_of, sink_for
 from meshbook_extension.widget.snapshot import IDLE, NAMES, Snapshot
 
@@ -29,10 +29,15 @@ WORTH_BYTES = 1_000_000
 """The least memory that is worth a word."""
 
 
-def status_text(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> str:
-    """Return the mesh as a terminal shows it."""
+def status_table(session: Session, procs: ProcMesh, statuses: Sequence[RankStatus]) -> Table:
+    """Return the mesh as a table of its ranks."""
     hosts = len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses})
-    return f"{describe_mesh(session, procs, hosts)}\n{rank_table(statuses)}"
+    return replace(rank_table(statuses), title=describe_mesh(session, procs, hosts))
+
+
+def status_text(table: Table) -> str:
+    """Return the table of `status_table` as a terminal shows it."""
+    return "\n".join([table.title, *columns([table.heads, *table.rows])])
 
 
 def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
@@ -50,10 +55,11 @@ def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
     return "; ".join(parts)
 
 
-def rank_table(statuses: Sequence[RankStatus]) -> str:
-    """Draw a row per rank, or of many a row per host and state."""
+def rank_table(statuses: Sequence[RankStatus]) -> Table:
+    """Return a row per rank, or of many a row per host and state."""
     if len(statuses) > ROWS:
-        return _table(["ranks", "host", "state", "memory"], _summaries(statuses, [one.state for one in statuses]))
+        rows = _summaries(statuses, [one.state for one in statuses])
+        return _table(["ranks", "host", "state", "memory"], rows)
     rows = [
         [
             str(one.rank),
@@ -69,9 +75,8 @@ def rank_table(statuses: Sequence[RankStatus]) -> str:
         ]
         for one in statuses
     ]
-    return _table(
-        ["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "held by its last error", "at"], rows
-    )
+    heads = ["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "held by its last error", "at"]
+    return _table(heads, rows)
 
 
 def _summaries(statuses: Sequence[RankStatus], states: Sequence[str]) -> list[list[str]]:
@@ -85,14 +90,12 @@ def _summaries(statuses: Sequence[RankStatus], states: Sequence[str]) -> list[li
     ]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Draw columns of equal width, without empty ones."""
-    kept = [index for index in range(len(head)) if any(row[index] for row in rows)]
-    return "\n".join(columns([[row[index] for index in kept] for row in [head, *rows]]))
+NUMBERS = frozenset({"rank", "pid", "memory"})
 
 
-_TABLE = "border-collapse:collapse;font-size:12px;font-variant-numeric:tabular-nums"
-_CELL = "text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid rgba(128,128,128,.25)"
+def _table(heads: list[str], rows: list[list[str]], title: str = "") -> Table:
+    sides = "".join(">" if head in NUMBERS else "<" for head in heads)
+    return Table(heads, rows, sides, title).without_empty()
 
 
 def as_html(snapshot: Snapshot) -> str:
@@ -102,14 +105,7 @@ def as_html(snapshot: Snapshot) -> str:
     counts = Counter(snapshot.states)
     summary = ", ".join(f"{count} {NAMES[letter]}" for letter, count in counts.most_common())
     title = f"{snapshot.name}: {format_sizes(snapshot.sizes)}, {snapshot.device}; {summary}"
-    return (
-        f'<div><div style="font-weight:600;margin-bottom:6px">{escape(title)}</div>'
-        f'<table style="{_TABLE}">{_line("th", heads)}{"".join(_line("td", row) for row in rows)}</table></div>'
-    )
-
-
-def _line(tag: str, row: Sequence[str]) -> str:
-    return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in row) + "</tr>"
+    return _table(heads, rows, title)._repr_html_()
 
 
 def _rows(snapshot: Snapshot) -> list[list[str]]:
@@ -206,5 +202,5 @@ class ShownWidget:
         return {
             WIDGET_VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id},
             "text/html": as_html(snapshot),
-            "text/plain": status_text(self._session, self._source.procs, snapshot.statuses),
+            "text/plain": status_text(status_table(self._session, self._source.procs, snapshot.statuses)),
         }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from meshbook.calls.rank_state import State
 from meshbook.errors.advice import advice
-from meshbook.formatting import format_some_ranks
+from meshbook.formatting import Table, format_some_ranks
 from meshbook.groups.deadlock import RankProgress, Verdict, find_stragglers
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import NATIVE, RUNTIME, USER, Frame, ThreadStack
@@ -94,11 +94,21 @@ class MeshStacks:
 
     def text(self, *, all_frames: bool = False) -> str:
         """The verdict, then equal stacks once. all_frames: library and runtime frames too, which are folded else."""
-        lines = []
-        if self.verdict is not None:
-            lines += [self.verdict.text, ""]
+        lines = [] if self.verdict is None else [self.verdict.text, ""]
         odd = self.verdict.odd if self.verdict is not None else ()
-        return "\n".join([*lines, *_describe_groups(self.ranks, odd, all_frames)])
+        for label, state, *body in _describe_groups(self.ranks, odd, all_frames):
+            lines += [f"{label} {state}", *body]
+        return "\n".join(lines)
+
+    def table(self, *, all_frames: bool = False) -> Table:
+        """Return the same as a table: the ranks, and their state above their frames."""
+        odd = self.verdict.odd if self.verdict is not None else ()
+        groups = _describe_groups(self.ranks, odd, all_frames)
+        rows = [(label, "\n".join([state, *body])) for label, state, *body in groups]
+        return Table((), rows, title=self.verdict.text if self.verdict is not None else "")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def __str__(self) -> str:
         return self.text()
@@ -127,23 +137,22 @@ def users_place(one: RankStack) -> str:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def _describe_groups(ranks: Sequence[RankStack], odd: Collection[int], all_frames: bool) -> list[str]:
-    """The lines for all ranks; groups with ``odd`` ranks first, then the larger ones."""
+def _describe_groups(ranks: Sequence[RankStack], odd: Collection[int], all_frames: bool) -> list[list[str]]:
+    """Return ranks, state and frames of each group; groups with ``odd`` ranks first, then the larger ones."""
     groups: dict[tuple[object, ...], list[RankStack]] = {}
     for one in ranks:
         groups.setdefault(_key(one, all_frames), []).append(one)
     ordered = sorted(groups.values(), key=lambda each: (each[0].rank not in odd, each[0].state == "idle", -len(each)))
-    lines: list[str] = []
+    told = []
     for index, group in enumerate(ordered[: FULL + BRIEF]):
-        lines.append(_headline(group))
-        if index < FULL or all_frames:
-            lines += _body(group[0], all_frames)
+        body = _body(group[0], all_frames) if index < FULL or all_frames else []
+        told.append([*_headline(group).split(" ", 1), *body])
     rest = [one.rank for group in ordered[FULL + BRIEF :] for one in group]
     if rest:
         some = format_some_ranks(rest, RANKS_CHARS)
         choose = advice().stacks_of.format(rank=rest[0])
-        lines.append(f"[{some}] {len(rest)} ranks in other places; choose some: {choose}")
-    return lines
+        told.append([f"[{some}]", f"{len(rest)} ranks in other places; choose some: {choose}"])
+    return told
 
 
 def _key(one: RankStack, all_frames: bool) -> tuple[object, ...]:

@@ -30,8 +30,11 @@ class Request:
         self.replied_after_s = 0.0
 
     def text(self, name: str | None = None) -> str:
+        """The text of one stream; of both, and of displays."""
         return "".join(
-            content["text"] for kind, content in self.outputs if kind == "stream" and name in (None, content["name"])
+            content["text"] if kind == "stream" else f"{content['data'].get('text/plain', '')}\n"
+            for kind, content in self.outputs
+            if (kind == "stream" and name in (None, content["name"])) or (kind == "display_data" and name is None)
         )
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -103,6 +106,46 @@ def test_output_and_results_are_there_before_the_cell_is_idle(kernel: Kernel) ->
     assert request.reply["status"] == "ok"
     assert by_rank(request.text("stdout")) == each_of(4, "hello")
     assert [display["data"]["text/plain"] for display in request.of("display_data")] == ["[0,1] 0", "[2,3] 1"]
+
+
+GRID = """%%mesh
+import time
+from IPython.display import HTML, clear_output, display
+time.sleep({pause} * (3 - rank))
+display(HTML(f"<b>plot of {{rank}}</b>"))
+print("after", rank)
+"""
+
+
+@pytest.mark.slow
+def test_displays_of_all_ranks_are_one_grid_above_what_they_print_later(kernel: Kernel) -> None:
+    request = kernel.run(GRID.format(pause=0.05))
+    grids = [content["data"]["text/html"] for kind, content in request.outputs if "data" in content]
+    assert next(kind for kind, _ in request.outputs if kind != "execute_input") == "display_data"
+    assert re.findall(r"\[(\d)\] gpus=(\d)", grids[-1]) == [(str(rank), str(rank)) for rank in range(4)]
+    assert re.findall(r"plot of (\d)", grids[-1]) == ["0", "1", "2", "3"]
+    assert by_rank(request.text("stdout")) == {rank: [f"after {rank}"] for rank in range(4)}
+
+
+@pytest.mark.slow
+def test_clear_output_acts_on_the_card_of_its_rank(kernel: Kernel) -> None:
+    code = (
+        GRID.format(pause=0) + "time.sleep(0.6)\nif rank != 2:\n    clear_output(wait=True)\n    display(HTML('new'))"
+    )
+    request = kernel.run(code)
+    last = [content["data"]["text/html"] for content in request.of("update_display_data")][-1]
+    assert "[0,1,3] same" in last and last.count("new") == 1
+    assert re.findall(r"plot of (\d)", last) == ["2"] and "warn-color1" in last
+
+
+@pytest.mark.slow
+def test_only_the_ranks_that_were_asked_for_show_output(kernel: Kernel) -> None:
+    request = kernel.run("%%mesh --only 1:3\nprint('line', rank)\ndisplay(HTML(f'{rank}'))\nrank")
+    assert request.text("stdout") == "[1] line 1\n[2] line 2\n"
+    assert [each["data"]["text/plain"] for each in request.of("display_data")][1:] == ["[1] 1", "[2] 2"]
+    assert kernel.run("_mesh.values()").of("execute_result")[0]["data"]["text/plain"] == "[0, 1, 2, 3]"
+    refused = kernel.run("%%mesh --only 9\n1").of("error")[0]
+    assert "9" in refused["evalue"] and refused["ename"] in ("RankError", "UsageError")
 
 
 @pytest.mark.slow
@@ -223,9 +266,9 @@ def test_output_of_a_job_lands_below_the_cell_that_started_it(kernel: Kernel) ->
     wait = kernel.run("%mesh wait 1")
     assert wait.reply["status"] == "error" and wait.reply["ename"] == "CallFailed"
     assert "from the job\n" in job.text() and "from the job" not in wait.text()
-    assert job.of("error")[0]["evalue"] == "bad"
+    assert "rank 1 raised ValueError: bad\n" in job.text() and not job.of("error")
     kernel.listen(0.3)
-    assert "job 1 failed after" in job.text("stderr")
+    assert "job 1 failed after" in job.text()
 
 
 @pytest.mark.slow
@@ -235,7 +278,7 @@ def test_a_tool_that_executes_notebooks_gets_one_error_with_all_of_it(kernel: Ke
     text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
     assert "----> 2 if rank == 1: raise ValueError('bad shard')" in text
     assert "CallFailed: rank 1 raised ValueError: bad shard (cell " in text and "  again: run the cell again" in text
-    assert failed.text("stderr").startswith("rank 1 raised ValueError: bad shard (cell ")
+    assert failed.text().startswith("rank 1 raised ValueError: bad shard (cell ")
 
 
 @pytest.mark.slow
@@ -310,9 +353,10 @@ def test_a_failure_is_an_error_reply_with_the_traceback_shown_once(kernel: Kerne
     assert request.reply["status"] == "error"
     assert request.reply["ename"] == "CallFailed"
     assert "rank 1 raised ValueError: bad shard" in request.reply["evalue"]
-    first, last = request.of("error")
-    assert (first["ename"], first["evalue"]) == ("ValueError", "bad shard")
-    assert "Traceback (most recent call last)" in "".join(first["traceback"])
+    (failure,), (last,) = request.of("display_data"), request.of("error")
+    assert "Traceback (most recent call last)" in failure["data"]["text/plain"]
+    html = failure["data"]["text/html"]
+    assert "rank 1 raised ValueError: bad shard\n" in html and "\x1b" not in html and "color:#d9534f" in html
     assert "Traceback" not in "".join(last["traceback"]) and len(last["traceback"]) == 2
 
 
@@ -448,7 +492,7 @@ def test_a_headless_run_keeps_what_jobs_and_threads_print_after_their_cells(tmp_
     ]
     report = (
         "for cell in notebook.cells[2:]:\n"
-        "    text = ''.join(output.text for output in cell.outputs if output.output_type == 'stream')\n"
+        "    text = ''.join(each.get('text') or each.get('data', {}).get('text/plain', '') for each in cell.outputs)\n"
         "    print([words in text for words in ('[0,1] of the job', 'ZeroDivisionError', '[0,1] of a thread')])\n"
     )
     shown = [[False, False, False], [True, True, False], [False, False, False], [False, False, True]]
@@ -472,7 +516,8 @@ def test_the_cell_that_ends_a_job_has_the_note_of_its_end(tmp_path: Path) -> Non
     ]
     report = (
         "for cell in notebook.cells[3:]:\n"
-        "    lines = ''.join(output.get('text', '') for output in cell.outputs).splitlines()\n"
+        "    texts = [each.get('text') or each.data['text/plain'] + '\\n' for each in cell.outputs]\n"
+        "    lines = ''.join(texts).splitlines()\n"
         "    print(sorted(line.split(' after')[0] for line in lines if not line.startswith('[')))\n"
     )
     cancelled = ["job 1 cancelled", "job 1 interrupted: ranks 0,1 stopped, all variables kept"]
@@ -550,8 +595,8 @@ def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_
     number = first["execution_count"]
     assert "rank 3 did not stop: in time.sleep (cell " in first["evalue"]
     waiting = kernel.send("%%mesh\nran = True")
-    kernel.until(lambda: f"cell {number + 1} waits for that; an interrupt drops it" in waiting.text("stderr"), waiting)
-    assert f"rank 3 is still in cell {number}: in time.sleep (cell {number}, line " in waiting.text("stderr")
+    kernel.until(lambda: f"cell {number + 1} waits for that; an interrupt drops it" in waiting.text(), waiting)
+    assert f"rank 3 is still in cell {number}: in time.sleep (cell {number}, line " in waiting.text()
     pressed = time.monotonic()
     kernel.manager.interrupt_kernel()
     second = kernel.wait(waiting).reply
@@ -642,3 +687,15 @@ def _execute_in(kernel: Kernel, subshell: str, code: str) -> Request:
     kernel.client.shell_channel.send(message)
     request = kernel.requests[message["header"]["msg_id"]] = Request(message["header"]["msg_id"])
     return request
+
+
+@pytest.mark.slow
+def test_tables_and_messages_have_html_beside_their_text(kernel: Kernel) -> None:
+    for command in ("list", "stacks", "help"):
+        (shown,) = kernel.run(f"%mesh {command}").of("display_data")
+        assert "<table" in shown["data"]["text/html"] and "text/plain" in shown["data"], command
+    kernel.run("%%mesh --async\nif rank == 1: raise ValueError('bad')")
+    kernel.run("%mesh wait")
+    for command in ("jobs", "errors"):
+        (shown,) = kernel.run(f"%mesh {command}").of("display_data")
+        assert "<th " in shown["data"]["text/html"], command

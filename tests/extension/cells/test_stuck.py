@@ -29,18 +29,13 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
     """The texts that were shown, each with the time since this moment."""
     texts: list[tuple[float, str]] = []
     started = time.monotonic()
-    stream, error = StreamSink.stream, StreamSink.error
+    stream = StreamSink.stream
 
     def spy_stream(sink: StreamSink, name: str, text: str) -> None:
         texts.append((time.monotonic() - started, text))
         stream(sink, name, text)
 
-    def spy_error(sink: StreamSink, ename: str, evalue: str, lines: list[str]) -> None:
-        texts.append((time.monotonic() - started, "\n".join(lines)))
-        error(sink, ename, evalue, lines)
-
     monkeypatch.setattr(StreamSink, "stream", spy_stream)
-    monkeypatch.setattr(StreamSink, "error", spy_error)
     return texts
 
 

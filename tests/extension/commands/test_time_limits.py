@@ -16,7 +16,9 @@ from meshbook_extension.notebook.time_limits import Limit, TimeLimit, TimeLimits
 
 
 class Told:
-    """What a cell shows."""
+    """What a cell shows, as text."""
+
+    replaces = False
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshbook_extension.output.rank_times import RankTime, chart, chart_html, headline, stragglers
+from meshbook_extension.output.rank_times import RankTime, chart, charts, headline, stragglers
 
 
 def _even(count: int, **slow: float) -> list[RankTime]:
@@ -45,10 +45,10 @@ def test_many_ranks_are_grouped(count: int) -> None:
     assert any(line.endswith("median") for line in lines) and any(line.endswith("fastest") for line in lines)
     assert any(line.split()[:3] == ["0.40-0.48", "s", str(count - 2)] for line in lines), text
     assert "ranks 3,9" in text
-    html = chart_html(_even(count, r3=1.0, r9=0.97))
-    assert html.count("<tr") == 13 and "slowest" in html and "ranks 3,9" in html
+    html = "".join(table._repr_html_() for table in charts(_even(count, r3=1.0, r9=0.97)))
+    assert html.count("<tr") == html.count("height:11px") == 13 and "slowest" in html and "ranks 3,9" in html
 
 
 def test_times_of_no_length_are_no_trouble() -> None:
     times = [RankTime(rank, 0.0, 0.0) for rank in range(20)]
-    assert "20" in chart(times) and chart_html(times)
+    assert "20" in chart(times) and charts(times)

@@ -31,9 +31,6 @@ class Sink:
     ) -> None:
         self.shown.append(f"{'update' if update else 'display'} {display_id}: {data['text/plain']}")
 
-    def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
-        self.shown.append(ename)
-
     def bars(self, lines: Sequence[str]) -> None:
         self.shown.append(f"bars {list(lines)}")
 
@@ -43,7 +40,6 @@ def write(transcript: Transcript) -> None:
     transcript.stream("stdout", "two\n")
     transcript.display({"text/plain": "1"}, {}, "a")
     transcript.display({"text/plain": "2"}, {}, "a", update=True)
-    transcript.error("ValueError", "bad", ["Traceback", "ValueError: bad"])
     transcript.bars(["10%"])
     transcript.bars(["20%"])
 
@@ -53,10 +49,10 @@ def test_messages_go_on_and_are_shown_again_as_they_stand() -> None:
     transcript = Transcript("cell 1", page, "page")
     write(transcript)
     assert page.shown == [
-        "one\n", "two\n", "display a: 1", "update a: 2", "ValueError", "bars ['10%']", "bars ['20%']",
+        "one\n", "two\n", "display a: 1", "update a: 2", "bars ['10%']", "bars ['20%']",
     ]  # fmt: skip
     transcript.show(later)
-    assert later.shown == ["one\ntwo\n", "display a: 2", "Traceback\nValueError: bad\n", "bars ['20%']"]
+    assert later.shown == ["one\ntwo\n", "display a: 2", "bars ['20%']"]
     transcript.stream("stdout", "three\n")
     assert later.shown[-1] == "bars ['20%']", "the cell has ended"
 

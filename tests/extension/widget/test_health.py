@@ -83,7 +83,7 @@ def test_large_meshes_travel_compactly() -> None:
     assert live["texts"] == ["in all_reduce (cell 7, line 5)"] and live["states"] == "C" * 4096
     assert len(json.dumps(live)) < 100_000 and len(json.dumps(snapshot.layout())) < 100_000
     assert snapshot.layout()["ranks"] == [] and len(snapshot.layout()["hosts"]) == 512
-    assert as_html(snapshot).count("<tr>") == 1 + 512
+    assert as_html(snapshot).count("<tr ") == 1 + 512
 
 
 def test_gpus_are_told_and_without_any_their_columns_are_empty() -> None:
@@ -93,7 +93,7 @@ def test_gpus_are_told_and_without_any_their_columns_are_empty() -> None:
     assert (live["gpu_percent"], live["gpu_used_mb"], live["gpu_own_mb"]) == ([83, -1], [38_700, 0], [33_200, 0])
     assert snapshot.layout()["gpu_total_mb"] == [80_000, 0]
     assert "200 MB; GPU 83 %, 38.7 GB of 80 GB" in as_html(snapshot)
-    assert "83 %, 38.7 GB of 80 GB" in rank_table(snapshot.statuses)
+    assert "83 %, 38.7 GB of 80 GB" in str(rank_table(snapshot.statuses))
     assert Snapshot("main", "cpu", {"gpus": 1}, [status()]).live()["gpu_percent"] == []
 
 

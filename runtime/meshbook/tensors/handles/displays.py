@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from meshbook.errors import MeshError
-from meshbook.formatting import format_bytes_per_rank, format_ranks, group_ranks, name_ranks
+from meshbook.formatting import Table, format_bytes_per_rank, format_ranks, group_ranks, name_ranks
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 from meshbook.tensors.messages.layouts import MeshEnd, are_in_blocks
@@ -103,7 +103,7 @@ def draw(boxes: Mapping[int, Box], shape: Sequence[int], drawn: Sequence[int]) -
     )
 
 
-def tensor_tables(names: Mapping[str, object]) -> list[str]:
+def tensor_tables(names: Mapping[str, object]) -> list[Table]:
     """Return a table for each mesh with a tensor under one of these names, or in a module there.
 
     Values that share memory count once; a tensor that could not be made has no bytes.
@@ -119,12 +119,12 @@ def tensor_tables(names: Mapping[str, object]) -> list[str]:
     return [_table(mesh, found) for mesh in meshes]
 
 
-def _table(mesh: Mesh, found: Mapping[str, Sequence[MeshTensor]]) -> str:
+def _table(mesh: Mesh, found: Mapping[str, Sequence[MeshTensor]]) -> Table:
     try:
         mesh.stream.settle()
         told = mesh.stream.ask("parts").get()
     except MeshError as error:
-        return f"{mesh}: its ranks do not say what they hold: {error}"
+        return Table((), (), title=f"{mesh}: its ranks do not say what they hold: {error}")
     ranks = [parts for parts, _ in told.values()]
     names: dict[tuple[int, ...], list[str]] = {}
     for name, tensors in found.items():
@@ -132,9 +132,7 @@ def _table(mesh: Mesh, found: Mapping[str, Sequence[MeshTensor]]) -> str:
             names.setdefault(numbers, []).append(name)
     rows = [(", ".join(named), *_row(numbers, ranks)) for numbers, named in names.items()]
     every = _held(sorted(set().union(*ranks)), ranks)
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join(["", *map(str.ljust, row[:3], widths), row[3]]) for row in rows]
-    return "\n".join([f"{mesh}: {every} in all tensors, named or not", *lines])
+    return Table((), rows, title=f"{mesh}: {every} in all tensors, named or not")
 
 
 def _row(numbers: Sequence[TensorId], ranks: Sequence[Mapping[TensorId, LocalPart]]) -> tuple[str, str, str]:
