@@ -78,5 +78,5 @@ def test_the_summary_names_the_rank_that_waits_least() -> None:
     assert str(table).splitlines() == [
         "profile of cell 7 on ranks 0-7: 1.00 s; waiting in collectives 75%, rank 3 least: 5%",
         "  self time  calls    median  slowest",
-        "  mm            20  200.0 ms  rank 3  900.0 ms",
+        "  mm            20  200.0 ms  rank 3   900.0 ms",
     ]
