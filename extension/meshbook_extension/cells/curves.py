@@ -27,6 +27,7 @@ from meshbook.mesh import states
 from meshbook.mesh.peeks import NoValue, peek
 from meshbook.mesh.proc_view import ask
 from meshbook_extension.output.curve_picture import DEFAULT_LOOK, Curve, Look, bundle
+from meshbook_extension.output.labels import WARN, show_message
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, sink_for
 
 if TYPE_CHECKING:
@@ -283,5 +284,5 @@ class OwnCurves(Scheduled):
     def _show(self, view: CurveView, *, at_once: bool = False) -> None:
         now = time.monotonic()
         if alarm := view.alarm(now, at_once=at_once):
-            self._sink.stream("stderr", f"{alarm}\n")
+            show_message(self._sink, WARN, alarm)
         view.show(self._sink, now, at_once=at_once)

@@ -271,13 +271,12 @@ class CellOutput(Scheduled):
             without_repeats = finishing and self.summary_follows
             self._failures.show(self._sink, brief=self.defers_tracebacks, without_repeats=without_repeats)
         self._note_stops(now)
+        if self._curves is not None and (alarm := self._curves.alarm(now, at_once=finishing)):
+            self._notes.append(CellMessage(WARN, alarm))
         self._show_notes()
         self._rounds.draw_again(now, at_once=finishing)
         self._show_bars(now)
         if self._curves is not None:
-            if alarm := self._curves.alarm(now, at_once=finishing):
-                self._say(Text("stderr", f"{alarm}\n"))
-                self._send_texts()
             self._curves.show(self._sink, now, at_once=finishing)
         if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)
