@@ -20,7 +20,10 @@ from pathlib import Path
 
 from meshbook.errors import MeshError, ProtocolError, UsageError
 from meshbook.launchers.agent_start import AGENT, TEMPLATES
-from meshbook.launchers.invitation import (
+from meshbook.system.exits import log_tail
+from meshbook.system.processes import describe_exit, python_version
+from meshbook.system.user_folders import log_base
+from meshbook.wire.invitation import (
     Admitted,
     Arrival,
     Departure,
@@ -29,9 +32,6 @@ from meshbook.launchers.invitation import (
     encode,
     read_invitation,
 )
-from meshbook.system.exits import log_tail
-from meshbook.system.processes import describe_exit, python_version
-from meshbook.system.user_folders import log_base
 from meshbook.wire.messages import PROTOCOL_VERSION
 from meshbook.wire.ticket import Ticket, encode_ticket
 from meshbook.wire.zmq_transport import ask_gate

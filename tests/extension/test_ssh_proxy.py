@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_clusters import SshHosts, ssh_hosts
 from jupyter_servers import TOKEN, Server
-from ssh_hosts import SshHosts, ssh_hosts
 
 import meshbook
 from meshbook import start_hosts

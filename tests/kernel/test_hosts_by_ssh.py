@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ssh_hosts import SshHosts, ssh_hosts
+from engine_clusters import SshHosts, await_quiet, ssh_hosts
 
 pytestmark = pytest.mark.cluster
 
@@ -42,5 +42,5 @@ def test_the_next_kernel_has_the_hosts_and_the_same_spawn_goes_on(
     after = kernel.run("%mesh eval kept").text()
     assert "[0] 40" in after and "[1] 41" in after
     kernel.manager.shutdown_kernel()
-    there.await_quiet()
+    await_quiet(there)
     assert not [process for process in psutil.wait_procs(family, timeout=20)[1] if process.is_running()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_clusters import ssh_hosts
 from executed_notebooks import execute, kinds_that_differ, text_of
-from ssh_hosts import ssh_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

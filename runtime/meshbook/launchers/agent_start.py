@@ -13,12 +13,12 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from meshbook.errors import MeshError, UsageError
-from meshbook.system.interfaces import family_of, own_address
+from meshbook.system.interfaces import address_towards, family_of, own_address
 from meshbook.system.user_folders import log_base
 
 AGENT = "meshbook.agent.host_agent"
@@ -28,6 +28,8 @@ TEMPLATES = "meshbook.launchers.templates"
 LASTING = "MESHBOOK_HOST_TEMPLATE"
 """The environment variable with the path of the socket of a template of hosts that serves every process of a user."""
 
+SAID_LINES, SAID_CHARS = 3, 400
+"""The number of last lines of a log that a message has, and of their last characters."""
 NO_PYTHON = "meshbook: no Python"
 
 PYTHON_HINTS = (
@@ -100,10 +102,25 @@ def agent_script(python: str) -> str:
     )
 
 
-def with_hint(said: str, hints: Iterable[tuple[str, str]]) -> str:
-    """Return a message with advice: the first of ``hints`` whose words are in it."""
-    hint = next((hint for words, hint in hints if words in said), "")
-    return f"{said}. {hint}" if hint else said
+def with_words(what: str, lines: Sequence[str] = (), hints: Iterable[tuple[str, str]] = ()) -> str:
+    """Return a message with the last of some lines, and advice: the first of ``hints`` whose words are in it."""
+    said = "; ".join(line.strip().rstrip(".") for line in lines[-SAID_LINES:])[-SAID_CHARS:]
+    text = ": ".join(filter(None, (what, said)))
+    hint = next((hint for words, hint in hints if words in text), "")
+    return f"{text}. {hint}" if hint else text
+
+
+def address_reaching(hosts: Iterable[str]) -> str:
+    """Return the address of this machine from which the first of ``hosts`` on another machine is reached.
+
+    Where there is none it is that of the default route.
+    """
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            address = address_towards(host)
+            if not address.startswith("127.") and address != "::1":
+                return address
+    return own_address()
 
 
 def own_ip(address: str, as_in: str) -> str:

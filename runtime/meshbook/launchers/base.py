@@ -5,12 +5,15 @@ Nothing beside the launcher, and `meshbook.launchers.registry`, knows which engi
 
 from __future__ import annotations
 
+import argparse
 import copy
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from typing_extensions import Self
 
+from meshbook.errors import UsageError
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.wire.ticket import Ticket
@@ -113,6 +116,14 @@ class EngineLauncher(Launcher, Generic[HostT]):
     def transport(self) -> str:
         return f"tcp://{in_endpoint(own_address())}"
 
+    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+        self._launched = self._start(tickets)
+        return list(self._launched)
+
+    @abstractmethod
+    def _start(self, tickets: list[Ticket]) -> list[HostT]:
+        """Ask the engine for a host per ticket; they come when it has them. Raises: OSError, SpawnError."""
+
     def in_place_of(self, place: HostT | None) -> Self:
         """Return the same launcher for another host in the place of one."""
         other = copy.copy(self)
@@ -131,3 +142,20 @@ class EngineLauncher(Launcher, Generic[HostT]):
     def saved(self) -> SavedLauncher:
         saved = SavedLauncher(self.name, python=self.python, options=(*self.named, *self.options))
         return saved if self._place is None else self._place.save(saved)
+
+
+class EngineOptions(argparse.ArgumentParser):
+    """The options of an engine, named as the engine's own tool names them."""
+
+    def __init__(self, engine: str, hosts: str) -> None:
+        """hosts: the engine's word for them, as in ``pods``."""
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._engine = engine
+        self._hosts = hosts
+
+    def error(self, message: str) -> NoReturn:
+        """Raises: UsageError."""
+        options = (f"{each.option_strings[0]} {each.metavar or ''}".rstrip() for each in self._actions)
+        raise UsageError(
+            f"{message}. Options of {self._engine} are {', '.join(options)}; hosts=N says how many {self._hosts}."
+        )

@@ -23,18 +23,16 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_words
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
 from meshbook.launchers.engines.batch_queue import SCHEDULERS, BatchQueue, queue_of, read_options
-from meshbook.launchers.engines.clients import wait_for_end
+from meshbook.launchers.engines.clients import ENDED, ON, wait_for_end
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import describe_shell_exit
 from meshbook.system.user_folders import write_private
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
 
-_SAID_LINES, _SAID_CHARS = 4, 400
-_ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _NO_FOLDER = "meshbook: no folder"
 _AGAIN = "the scheduler has requeued the job: its ticket was used, and heal submits another"
 
@@ -80,21 +78,21 @@ class BatchLauncher(EngineLauncher["BatchHost"]):
     def named(self) -> tuple[str, ...]:
         return (self.scheduler,)
 
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+    def _start(self, tickets: list[Ticket]) -> list[BatchHost]:
         """Submit a job for each; the agents come when they run. Raises: OSError, SpawnError, UsageError."""
         queue = queue_of(self.scheduler, self.options)
-        self._launched = []
+        hosts: list[BatchHost] = []
         try:
             for ticket in tickets:
                 files = BatchFiles(Path(ticket.log_dir), ticket.host_id)
                 files.write(ticket, agent_script(self.python))
-                self._launched.append(BatchHost(queue, files, ""))
-                self._launched[-1].job = queue.submit(files.command, files.folder, ticket.host_id)
+                hosts.append(BatchHost(queue, files, ""))
+                hosts[-1].job = queue.submit(files.command, files.folder, ticket.host_id)
         except BaseException:
-            for host in self._launched:
+            for host in hosts:
                 host.close(0.0)
             raise
-        return list(self._launched)
+        return hosts
 
 
 class BatchHost:
@@ -169,7 +167,7 @@ class BatchFiles:
     def script(self, agent: str) -> str:
         """Return the script that the job runs where the folder is there. agent: the script that runs the agent."""
         ticket = shlex.quote(str(self._ticket))
-        return _SCRIPT.format(on=_ON, ended=_ENDED, again=_AGAIN, ticket=ticket, agent=agent)
+        return _SCRIPT.format(on=ON, ended=ENDED, again=_AGAIN, ticket=ticket, agent=agent)
 
     def write(self, ticket: Ticket, agent: str) -> None:
         """Write the script and the ticket. Raises: OSError."""
@@ -179,27 +177,24 @@ class BatchFiles:
     @property
     def node(self) -> str:
         """The name of the machine on which the job runs, by its own account; empty until it has said so."""
-        return next((line.removeprefix(_ON) for line in self._lines() if line.startswith(_ON)), "")
+        return self._told(ON)
 
     @property
     def exit_code(self) -> str:
         """The exit code of the agent; empty while the job has not said it."""
-        return next((line.removeprefix(_ENDED) for line in self._lines() if line.startswith(_ENDED)), "")
+        return self._told(ENDED)
 
     def why_ended(self) -> str:
         """Return how the agent has ended; empty while the job has not said so."""
         if not (code := self.exit_code):
             return ""
-        status = int(code)
-        how = describe_shell_exit(status)
-        return self.with_words(f"its agent on {self.node} ended ({how})")
+        return self.with_words(f"its agent on {self.node} ended ({describe_shell_exit(int(code))})")
 
     def with_words(self, what: str) -> str:
         """Add the last lines of the job, from our log or the scheduler's, and advice."""
         theirs = [line for path in self._theirs() if "err" in path.name for line in _read(path)]
-        lines = [line for line in [*theirs, *self._lines()] if not line.startswith((_ON, _ENDED))]
-        said = " ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
-        return with_hint(f"{what}: {said}" if said else what, _HINTS)
+        lines = [line for line in [*theirs, *self._lines()] if not line.startswith((ON, ENDED))]
+        return with_words(what, lines, _HINTS)
 
     def remove(self) -> None:
         """Remove all files but the log."""
@@ -213,6 +208,10 @@ class BatchFiles:
 
     def _lines(self) -> list[str]:
         return _read(self.log)
+
+    def _told(self, mark: str) -> str:
+        """Return the rest of the line that begins with a mark of our scripts; empty while there is none."""
+        return next((line.removeprefix(mark) for line in self._lines() if line.startswith(mark)), "")
 
 
 def _read(path: Path) -> list[str]:

@@ -13,16 +13,11 @@ they are so.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from meshbook.errors import SpawnError
 from meshbook.launchers.agent_start import NO_PYTHON, own_ip
@@ -31,19 +26,16 @@ from meshbook.launchers.engines.clients import END_S, DrivenHost, DriverClient, 
 from meshbook.launchers.engines.k8s_manifests import (
     NO_CLIENT,
     NO_TICKET,
-    HostOptions,
     make_job,
     make_secret,
+    read_options,
     read_template,
     with_whole_paths,
 )
-from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
 from meshbook.system.interfaces import in_endpoint
 from meshbook.wire.ticket import Ticket, elsewhere, encode_ticket
-
-DRIVER = "meshbook.launchers.engines.k8s_driver"
 
 _HINTS = (
     (NO_PYTHON, "Name the interpreter that has meshbook in the image: --python PATH"),
@@ -91,6 +83,9 @@ class KubernetesClient(DriverClient[K8sLog]):
     """A driver. group: the label of its pods."""
 
     log_type = K8sLog
+    package = "kubernetes"
+    missing = NO_CLIENT
+    module = "meshbook.launchers.engines.k8s_driver"
     group = ""
 
     def end(self, timeout_s: float) -> None:
@@ -146,16 +141,15 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
         python: the interpreter in the image, by default ``python3`` there. Raises: UsageError.
         """
         super().__init__(python, with_whole_paths(options))
-        self._wanted = HostOptions().read(self.options)
+        self._wanted = read_options(self.options)
 
     @property
     def transport(self) -> str:
         address = self._wanted.address
         return f"tcp://{in_endpoint(own_ip(address, '--address 10.0.0.5'))}" if address else super().transport
 
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+    def _start(self, tickets: list[Ticket]) -> list[KubernetesHost]:
         """Ask for pods with an agent in each; they come when Kubernetes has them. Raises: OSError, SpawnError."""
-        reap_released()
         driver = self._place.client if self._place is not None else None
         names = [f"meshbook-{Path(ticket.session).name}-{ticket.host_id}".lower() for ticket in tickets]
         template, group = read_template(self._wanted.template), driver.group if driver is not None else names[0]
@@ -164,24 +158,18 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
                 "id": ticket.host_id,
                 "name": name,
                 "job": make_job(name, group, self._wanted, self.python, template),
-                "secret": make_secret(name, encode_ticket(in_pod).decode()),
+                # the host is called by its id rather than by the pod's name
+                "secret": make_secret(name, encode_ticket(elsewhere(ticket, name=ticket.host_id)).decode()),
             }
             for ticket, name in zip(tickets, names, strict=True)
-            # the host is called by its id rather than by the pod's name
-            for in_pod in [msgspec.structs.replace(elsewhere(ticket), name=ticket.host_id)]
         ]
         if driver is None or not all(driver.ask({"start": host}) for host in hosts):
             log, listens = Path(tickets[0].log_dir), f"{tickets[0].session}/{tickets[0].host_id}"
             driver = self.start_driver(log / f"agent-{tickets[0].host_id}.log", listens, hosts, group)
-        self._launched = [
-            KubernetesHost(driver, ticket.host_id, name, self) for ticket, name in zip(tickets, names, strict=True)
-        ]
-        return list(self._launched)
+        return [KubernetesHost(driver, ticket.host_id, name, self) for ticket, name in zip(tickets, names, strict=True)]
 
     def start_driver(self, log: Path, listens: str, hosts: Sequence[object], group: str) -> KubernetesClient:
         """Start a driver of some hosts. Raises: OSError, SpawnError."""
-        if importlib.util.find_spec("kubernetes") is None:
-            raise SpawnError(NO_CLIENT)
         before = self._place.client.said if self._place is not None else K8sLog()
         wanted = {
             "kubeconfig": self._wanted.kubeconfig,
@@ -193,11 +181,10 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
         }
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it takes that when it can remove its Jobs
         try:
-            client = KubernetesClient.start(log, [sys.executable, "-m", DRIVER])
+            client = KubernetesClient.start_driver(log, wanted)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         client.group = group
-        client.write(json.dumps(wanted).encode() + b"\n")
         return client
 
 

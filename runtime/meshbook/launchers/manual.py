@@ -5,9 +5,9 @@
       '────── the ticket of one agent ───────────────────────────────────────────────────────────────> agent
     controller, own address: port <══════════════════ network ══════════════════════════════════════════'
 
-The gate is a port of its own, open as long as a host that came through it lives: it also hears why a host leaves, and
-tells who comes too late that it is so. ``gate.log`` among the session's logs lists the hosts that it has let in and
-turned away.
+Each launch has a gate, a port of its own, which is open as long as a host that came through it lives: it also hears why
+a host leaves, and tells who comes too late that it is so. ``gate.log`` among the session's logs lists the hosts that it
+has let in and turned away.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
 from meshbook.launchers.agent_start import open_log, own_ip, quoted_program
 from meshbook.launchers.base import LaunchedHost, Launcher
-from meshbook.launchers.invitation import (
+from meshbook.launchers.local import FoundHost
+from meshbook.launchers.registry import Asked
+from meshbook.sessions.folder import SavedHost, SavedLauncher
+from meshbook.system.interfaces import in_endpoint, own_address
+from meshbook.wire.invitation import (
     COMMAND,
     Admitted,
     Arrival,
-    Departure,
     GateAnswer,
     Invitation,
     TurnedAway,
@@ -39,10 +42,6 @@ from meshbook.launchers.invitation import (
     difference,
     encode,
 )
-from meshbook.launchers.local import FoundHost
-from meshbook.launchers.registry import Asked
-from meshbook.sessions.folder import SavedHost, SavedLauncher
-from meshbook.system.interfaces import in_endpoint, own_address
 from meshbook.wire.ticket import Ticket, elsewhere
 from meshbook.wire.zmq_transport import Gate
 
@@ -79,7 +78,7 @@ class ManualLauncher(Launcher):
 
     def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
         """Print the command, and let in the machines that run it. Raises: OSError."""
-        party = _door.expect(tickets, self.within_s)
+        party = Party(tickets, self.within_s)
         print(_instructions(party, self.python), flush=True)
         return list(party.hosts)
 
@@ -128,26 +127,39 @@ class ManualHost(LaunchedHost):
         self.is_closed = True
         if self.name and not self.ended:
             self.has_left.wait(timeout_s)
-        _door.leave(self)
+        self._party.leave()
 
     def release(self) -> None:
         """Let the agent live on; a machine that has not come yet comes too late."""
         self.is_closed = True
-        _door.leave(self)
+        self._party.leave()
 
 
 class Party:
-    """The hosts of one launch, for which there is one ticket. The door's lock guards it."""
+    """The hosts of one launch, for which there is one ticket, and the gate that lets them in.
 
-    def __init__(self, tickets: Sequence[Ticket], within_s: float, invitation: Invitation) -> None:
-        self.invitation, self.within_s = invitation, within_s
-        self.hosts = [ManualHost(self, elsewhere(ticket)) for ticket in tickets]
-        self.log = Path(tickets[0].log_dir) / "gate.log"
-        self.turned_away = ""
+    The gate is open while a place is free or a host that came by it lives. Machines are admitted by its thread alone.
+    """
+
+    def __init__(self, tickets: Sequence[Ticket], within_s: float) -> None:
+        """Raises: OSError."""
+        self.within_s = within_s
+        self.hosts = [ManualHost(self, ticket) for ticket in tickets]
+        self._log = Path(tickets[0].log_dir) / "gate.log"
+        self._turned_away = ""
         """The last machine that was turned away, and the reason."""
         self._deadline = time.monotonic() + within_s
         ends = time.localtime(time.time() + within_s)
         self.until = time.strftime("%H:%M" if within_s < 43200 else "%b %d, %H:%M", ends)
+        ip, _, _ = tickets[0].endpoint.removeprefix("tcp://").rpartition(":")
+        self._gate = Gate(f"tcp://{ip}:*", self._answer)
+        self.invitation = Invitation(self._gate.endpoint, self._gate.key, secrets.token_urlsafe(16))
+        _parties.add(self)
+
+    def leave(self) -> None:
+        """Close the gate if no host is left."""
+        if all(host.is_closed for host in self.hosts):
+            self._gate.close()
 
     @property
     def is_over(self) -> bool:
@@ -161,10 +173,28 @@ class Party:
     def describe(self) -> str:
         count = sum(not host.name for host in self.hosts)
         waits = f"waiting for {count} host{'s' * (count > 1)}, until {self.until}"
-        return "; ".join(filter(None, (waits, self.came, self.turned_away)))
+        return "; ".join(filter(None, (waits, self.came, self._turned_away)))
 
-    def admit(self, arrival: Arrival, name: str, taken: Sequence[str]) -> GateAnswer:
-        """Let a machine in, if there is a place. taken: the names of other hosts."""
+    def _answer(self, question: bytes) -> bytes:
+        """Answer a question, on the gate's thread."""
+        try:
+            asked = decode_question(question)
+        except msgspec.MsgspecError:
+            return encode(TurnedAway("that was no question of this version of meshbook; install the same on both"))
+        is_known = hmac.compare_digest(self.invitation.token.encode(), asked.token.encode())
+        if isinstance(asked, Arrival):
+            name = _printable(asked.name, _NAME_CHARS) or "a machine without a name"
+            answer = self._admit(asked, name) if is_known else TurnedAway(_UNKNOWN)
+            self._note(name, answer)
+            return encode(answer)
+        for host in self.hosts:
+            if is_known and host.ticket.host_id == asked.host_id and host.name:
+                host.ended = _printable(asked.why, _WHY_CHARS) or "its agent has ended"
+                host.has_left.set()
+        return encode(TurnedAway("" if is_known else _UNKNOWN))
+
+    def _admit(self, arrival: Arrival, name: str) -> GateAnswer:
+        """Let a machine in, if there is a place."""
         free = next((host for host in self.hosts if not host.name and not host.is_closed), None)
         if free is None and all(host.name for host in self.hosts):
             return TurnedAway(f"this ticket has been used as often as it may be: {self.came}")
@@ -173,85 +203,23 @@ class Party:
         if self.is_over:
             return TurnedAway(f"this ticket was good until {self.until}; the notebook makes another for the next spawn")
         if differs := difference(arrival.protocol, arrival.python, "it", "the notebook"):
-            self.turned_away = f"turned away {name}: {differs}"
+            self._turned_away = f"turned away {name}: {differs}"
             return TurnedAway(f"{differs}; install the same there")
+        taken = {host.name for party in tuple(_parties) for host in party.hosts if not host.is_closed}
         free.name = next(each for each in (name, *(f"{name}-{n}" for n in range(2, 9999))) if each not in taken)
-        free.ticket = msgspec.structs.replace(free.ticket, name=free.name, ends_with_launcher=True)
+        free.ticket = elsewhere(free.ticket, name=free.name, ends_with_launcher=True)
         return Admitted(free.ticket, f"{getpass.getuser()}@{socket.gethostname()}")
 
-    def dismiss(self, departure: Departure) -> None:
-        for host in self.hosts:
-            if host.ticket.host_id == departure.host_id and host.name:
-                host.ended = _printable(departure.why, _WHY_CHARS) or "its agent has ended"
-                host.has_left.set()
-
-
-class Door:
-    """The gate of this process, open while a place is free or a host that came by it lives."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._gate: Gate | None = None
-        self._parties: list[Party] = []
-
-    def expect(self, tickets: list[Ticket], within_s: float) -> Party:
-        """Raises: OSError."""
-        ip, _, _ = tickets[0].endpoint.removeprefix("tcp://").rpartition(":")
-        with self._lock:
-            if self._gate is None:
-                self._gate = Gate(f"tcp://{ip}:*", self._answer)
-            invitation = Invitation(self._gate.endpoint, self._gate.key, secrets.token_urlsafe(16))
-            party = Party(tickets, within_s, invitation)
-            self._parties.append(party)
-            return party
-
-    def leave(self, host: ManualHost) -> None:
-        with self._lock:
-            over = all(host.is_closed for party in self._parties for host in party.hosts)
-            gate = self._gate if over else None
-            if over:
-                self._gate, self._parties = None, []
-        if gate is not None:
-            gate.close()
-
-    def _answer(self, question: bytes) -> bytes:
-        """Answer a question, on the gate's thread."""
-        try:
-            asked = decode_question(question)
-        except msgspec.MsgspecError:
-            return encode(TurnedAway("that was no question of this version of meshbook; install the same on both"))
-        with self._lock:
-            token = asked.token.encode()
-            known = (each for each in self._parties if hmac.compare_digest(each.invitation.token.encode(), token))
-            party = next(known, None)
-            answer: GateAnswer = TurnedAway(_UNKNOWN)
-            if isinstance(asked, Arrival):
-                name = _printable(asked.name, _NAME_CHARS) or "a machine without a name"
-                if party is not None:
-                    hosts = [host for each in self._parties for host in each.hosts if not host.is_closed]
-                    answer = party.admit(asked, name, [host.name for host in hosts])
-                for each in [party] if party is not None else self._parties[-1:]:
-                    self._note(each, name, answer)
-            elif party is not None:
-                party.dismiss(asked)
-                answer = TurnedAway("")
-        return encode(answer)
-
-    def _note(self, party: Party, name: str, answer: GateAnswer) -> None:
+    def _note(self, name: str, answer: GateAnswer) -> None:
         became = "is a host" if isinstance(answer, Admitted) else f"was turned away: {answer.reason}"
-        if isinstance(answer, TurnedAway) and not party.turned_away:
-            party.turned_away = f"turned away {name}: {answer.reason.partition(':')[0]}"
-        with open_log(party.log) as log:
+        if isinstance(answer, TurnedAway) and not self._turned_away:
+            self._turned_away = f"turned away {name}: {answer.reason.partition(':')[0]}"
+        with open_log(self._log) as log:
             log.write(f"{time.strftime('%H:%M:%S')} {name} {became}\n".encode())
 
-    def forget(self) -> None:
-        """Forget the gate in a fork, where it does not listen."""
-        self._lock = threading.Lock()
-        self._inherited, self._gate, self._parties = self._gate, None, []
 
-
-_door = Door()
-at_fork(in_child=_door.forget)
+_parties: weakref.WeakSet[Party] = weakref.WeakSet()
+"""The launches of this process: no two of their hosts have one name."""
 
 
 def _instructions(party: Party, python: str) -> str:

@@ -19,14 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_words
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
-from meshbook.launchers.engines.clients import Client, ClientHost, ClientLog
+from meshbook.launchers.engines.clients import ENDED, ON, Client, ClientHost, TaskLog
 from meshbook.launchers.engines.commands import answer_of
-from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
 from meshbook.system.exits import end_process
@@ -37,7 +34,6 @@ from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 ANSWER_S = 10.0
 """The time within which mpirun has to say its version."""
 
-_ON, _ENDED = "meshbook: on ", "meshbook: ended "
 _PROGRAMS = ("mpirun", "mpiexec")
 _HOSTS = ("-H", "-host", "--host", "-hosts", "--hosts")
 """Options with the names of hosts, in which a single one takes their place."""
@@ -52,7 +48,8 @@ _UNREACHED = re.compile(
     r"ssh: |(ssh|kex)_exchange_identification|Host key verification failed|\S+: Permission denied \("
 )
 """The words of ssh for a host that it does not reach, after which MPICH goes on waiting for it."""
-_SAID_LINES, _SAID_CHARS = 4, 400
+_FIRST_LINES = 4
+"""The number of lines of mpirun that a message has, the first ones: mpirun repeats itself."""
 
 _FEW = "more processes than the ppr"
 """Part of the complaint of Open MPI where its options name fewer nodes than there are to be hosts."""
@@ -65,23 +62,19 @@ _HINTS = (
 
 
 @dataclass
-class MPILog(ClientLog):
-    """The log of mpirun and of the agents that it has started. nodes, ends: by task."""
+class MPILog(TaskLog):
+    """The log of mpirun and of the agents that it has started. ends: their exit codes, by task."""
 
-    nodes: dict[int, str] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
-    said: list[tuple[int | None, str]] = field(default_factory=list)
-    """Lines, each with the task that wrote it; None: mpirun."""
 
-    def add(self, line: str) -> None:
-        labelled = _LABEL.match(line)
-        task, line = (int(labelled[1]), labelled[2].strip()) if labelled else (None, line)
-        if task is not None and line.startswith(_ON):
-            self.nodes[task] = line.removeprefix(_ON)
-        elif task is not None and line.startswith(_ENDED):
-            self.ends[task] = int(line.removeprefix(_ENDED))
+    label = _LABEL
+    hints = _HINTS
+
+    def add_said(self, task: int | None, line: str) -> None:
+        if task is not None and line.startswith(ENDED):
+            self.ends[task] = int(line.removeprefix(ENDED))
         elif line and not _NOISE.match(line) and not _RULE.match(line):
-            self.said.append((task, line))
+            self.said[task].append(line)
 
     def why_ended(self, task: int, status: int | None) -> str | None:
         """Return why there is no agent any more, or will be none; None while there may be.
@@ -93,20 +86,16 @@ class MPILog(ClientLog):
             return f"mpirun has put two agents on {node}, and each host gets one: name as many hosts as hosts=N says"
         if task in self.ends:
             how = describe_shell_exit(self.ends[task])
-            return self._with_words(f"its agent{node and f' on {node}'} ended ({how})", task)
-        unreached = next((line for who, line in self.said if who is None and _UNREACHED.match(line)), "")
+            return self.with_words(f"its agent{node and f' on {node}'} ended ({how})", task)
+        told = self.said[None]
+        unreached = next(filter(_UNREACHED.match, told), "")
         if unreached and not node:
             return f"mpirun does not reach its hosts: {unreached.rstrip('.')}"
-        if status is not None and any(_FEW in line for _, line in self.said):
+        if status is None:
+            return None
+        if any(_FEW in line for lines in self.said.values() for line in lines):
             return "mpirun's options name fewer nodes than hosts=N asks for, and each host is a node of its own"
-        return None if status is None else self._with_words(f"mpirun ended ({describe_exit(status)})", None)
-
-    def _with_words(self, what: str, task: int | None) -> str:
-        """Add the last lines of a task, or the first ones of mpirun, since it repeats itself, and advice."""
-        lines = [line for who, line in self.said if who == task]
-        told = lines[:_SAID_LINES] if task is None else lines[-_SAID_LINES:]
-        said = " ".join(told)[:_SAID_CHARS].rstrip(".")
-        return with_hint(f"{what}: {said}" if said else what, _HINTS)
+        return with_words(f"mpirun ended ({describe_exit(status)})", [" ".join(told[:_FIRST_LINES])], _HINTS)
 
 
 class MPIClient(Client[MPILog]):
@@ -170,9 +159,8 @@ class MPILauncher(EngineLauncher[MPIHost]):
     def named(self) -> tuple[str, ...]:
         return (self.program,)
 
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+    def _start(self, tickets: list[Ticket]) -> list[MPIHost]:
         """Start mpirun; the agents come when it has started them. Raises: OSError, SpawnError."""
-        reap_released()
         log = Path(tickets[0].log_dir) / f"agent-{tickets[0].host_id}.log"
         program = _find(self.program)
         by_stdin = _is_open_mpi(program)
@@ -185,15 +173,13 @@ class MPILauncher(EngineLauncher[MPIHost]):
         count = ("-np", str(hosts))
         ours = ("--stdin", "all", "--tag-output", "--map-by", "ppr:1:node", "--bind-to", "none")
         command = [program, *options, *count, *(ours if by_stdin else ("-ppn", "1", "-prepend-rank"))]
-        own = [msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True) for ticket in tickets]
-        data = encode_tickets(own) + b"\n"
+        data = encode_tickets([elsewhere(ticket, ends_with_launcher=True) for ticket in tickets]) + b"\n"
         tickets_file = log.with_suffix(".tickets")
         write_private(tickets_file, data)
         client = MPIClient.start(log, [*command, "sh", "-c", _script(self.python, tickets_file, by_stdin)])
         if by_stdin:
             client.write(data)
-        self._launched = [MPIHost(client, ticket.host_id, task=task) for task, ticket in enumerate(tickets)]
-        return list(self._launched)
+        return [MPIHost(client, ticket.host_id, task=task) for task, ticket in enumerate(tickets)]
 
 
 def parse(asked: Asked) -> MPILauncher:
@@ -213,11 +199,11 @@ def _script(python: str, tickets: Path, by_stdin: bool) -> str:
     tickets: the file with the tickets. by_stdin: whether they come by stdin where there is no such file.
     """
     rank = "MESHBOOK_TASK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}; export MESHBOOK_TASK"
-    on, agent = f'echo "{_ON}$(uname -n)" >&2', f"({agent_script(python)})"
+    on, agent = f'echo "{ON}$(uname -n)" >&2', f"({agent_script(python)})"
     path = shlex.quote(str(tickets))
     other = f"{on}; {agent}" if by_stdin else f"echo meshbook: no ticket at {path} >&2; (exit 66)"
     run = f"if t=$(cat {path} 2>&-); then {on}; printf '%s\\n' \"$t\" | {agent}; else {other}; fi"
-    return f'{rank}; {run}; echo "{_ENDED}$?" >&2'
+    return f'{rank}; {run}; echo "{ENDED}$?" >&2'
 
 
 def _find(program: str) -> str:

@@ -15,29 +15,22 @@ a placement group of its own.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
-from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script
-from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
+from meshbook.errors import SpawnError
+from meshbook.launchers.agent_start import PYTHON_HINTS, address_reaching, agent_script
+from meshbook.launchers.base import EngineLauncher, EngineOptions, LaunchedHost, Launcher
 from meshbook.launchers.engines.clients import DrivenHost, DriverClient, DriverLog
-from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost
-from meshbook.system.interfaces import address_towards, in_endpoint, own_address
+from meshbook.system.interfaces import in_endpoint
 from meshbook.wire.ticket import Ticket, elsewhere
-
-DRIVER = "meshbook.launchers.engines.ray_driver"
 
 _HINTS = (
     *PYTHON_HINTS,
@@ -64,6 +57,9 @@ class RayClient(DriverClient[RayLog]):
     """A driver, which has a placement group for us."""
 
     log_type = RayLog
+    package = "ray"
+    missing = "Ray is not installed for the notebook's Python; install it: pip install 'meshbook[ray]'"
+    module = "meshbook.launchers.engines.ray_driver"
 
 
 class RayHost(DrivenHost[RayClient]):
@@ -88,7 +84,7 @@ class RayLauncher(EngineLauncher[RayHost]):
         """
         super().__init__(python, options)
         self.address, self.gpus = address, gpus
-        self._wanted = _RayOptions().parse_args(list(self.options))
+        self._wanted = _read_options(self.options)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -98,11 +94,7 @@ class RayLauncher(EngineLauncher[RayHost]):
     def transport(self) -> str:
         """TCP to the address of this machine that leads to the cluster."""
         host = (self.address or os.environ.get("RAY_ADDRESS", "")).removeprefix("ray://").rpartition(":")[0]
-        towards = ""
-        with contextlib.suppress(OSError):
-            towards = address_towards(host.strip("[]")) if host else ""
-        is_far = towards and not towards.startswith("127.") and towards != "::1"
-        return f"tcp://{in_endpoint(towards if is_far else own_address())}"
+        return f"tcp://{in_endpoint(address_reaching([host.strip('[]')] if host else []))}"
 
     @property
     def place_is_gone(self) -> bool:
@@ -112,13 +104,9 @@ class RayLauncher(EngineLauncher[RayHost]):
         """Return one that has another placement group."""
         return self.in_place_of(None)
 
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+    def _start(self, tickets: list[Ticket]) -> list[RayHost]:
         """Ask for nodes and an agent on each; both come when Ray has them. Raises: OSError, SpawnError."""
-        reap_released()
-        agents = [
-            msgspec.to_builtins(msgspec.structs.replace(elsewhere(ticket), ends_with_launcher=True))
-            for ticket in tickets
-        ]
+        agents = [msgspec.to_builtins(elsewhere(ticket, ends_with_launcher=True)) for ticket in tickets]
         if self._place is not None:
             driver, first = self._place.client, self._place.task
             if not driver.ask({"start": agents[0], "bundle": first}):
@@ -126,12 +114,9 @@ class RayLauncher(EngineLauncher[RayHost]):
                 raise SpawnError(f"{why}; its placement group has ended")
         else:
             driver, first = self._start_driver(tickets[0], agents), 0
-        self._launched = [RayHost(driver, ticket.host_id, task=bundle) for bundle, ticket in enumerate(tickets, first)]
-        return list(self._launched)
+        return [RayHost(driver, ticket.host_id, task=bundle) for bundle, ticket in enumerate(tickets, first)]
 
     def _start_driver(self, ticket: Ticket, agents: list[object]) -> RayClient:
-        if importlib.util.find_spec("ray") is None:
-            raise SpawnError("Ray is not installed for the notebook's Python; install it: pip install 'meshbook[ray]'")
         wanted = {
             **vars(self._wanted),
             "address": self.address,
@@ -140,9 +125,7 @@ class RayLauncher(EngineLauncher[RayHost]):
             "socket": f"{ticket.session}/{ticket.host_id}",
             "agents": agents,
         }
-        client = RayClient.start(Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", [sys.executable, "-m", DRIVER])
-        client.write(json.dumps(wanted).encode() + b"\n")
-        return client
+        return RayClient.start_driver(Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", wanted)
 
 
 def parse(asked: Asked) -> RayLauncher:
@@ -160,21 +143,14 @@ def find(id: str, saved: SavedHost, logs: Path) -> tuple[LaunchedHost, Launcher]
     return host, RayLauncher(address, python=launcher.python, options=options, gpus=int(gpus)).in_place_of(host)
 
 
-class _RayOptions(argparse.ArgumentParser):
-    """The resources that a host may ask for, named as by ``ray start``."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.add_argument("--num-cpus", type=float, default=1.0)
-        self.add_argument("--num-gpus", type=float, default=None)
-        self.add_argument("--resources", type=_resources, default={})
-        self.add_argument("--wait-for-nodes", action="store_true")
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(
-            f"{message}. Options of Ray are --num-cpus N, --num-gpus N, --resources JSON and --wait-for-nodes; hosts=N "
-            "says how many nodes."
-        )
+def _read_options(options: Sequence[str]) -> argparse.Namespace:
+    """Return the resources that a host may ask for, named as by ``ray start``. Raises: UsageError."""
+    known = EngineOptions("Ray", "nodes")
+    known.add_argument("--num-cpus", type=float, default=1.0, metavar="N")
+    known.add_argument("--num-gpus", type=float, default=None, metavar="N")
+    known.add_argument("--resources", type=_resources, default={}, metavar="JSON")
+    known.add_argument("--wait-for-nodes", action="store_true")
+    return known.parse_args(list(options))
 
 
 def _resources(text: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ import msgspec
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import agent_script
 from meshbook.launchers.base import EngineLauncher, LaunchedHost, Launcher
-from meshbook.launchers.engines.clients import ClientHost
+from meshbook.launchers.engines.clients import ON, ClientHost
 from meshbook.launchers.engines.slurm_jobs import (
     JOB_NAME,
     PIPE_BYTES,
@@ -34,7 +34,6 @@ from meshbook.launchers.engines.slurm_jobs import (
     allocation_of,
     describe_nodes,
 )
-from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.interfaces import in_endpoint
@@ -96,15 +95,14 @@ class SlurmLauncher(EngineLauncher["SlurmHost"]):
         more._apart = (f"--exclude={','.join(nodes)}",) if nodes else ()
         return more
 
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
+    def _start(self, tickets: list[Ticket]) -> list[SlurmHost]:
         """Ask for nodes and an agent on each; both come when Slurm has them. Raises: OSError, SpawnError."""
-        reap_released()
         log = Path(tickets[0].log_dir) / f"agent-{tickets[0].host_id}.log"
         if len(encode_tickets(tickets)) > PIPE_BYTES:
             raise UsageError(f"{len(tickets)} nodes are more than one srun gets tickets for; spawn two meshes.")
         count, own_job, node = str(len(tickets)), os.environ.get("SLURM_JOB_ID", ""), ""
         srun = [*_SRUN, f"--nodes={count}", f"--ntasks={count}"]
-        agent = ["sh", "-c", f'echo "meshbook: on $SLURMD_NODENAME" >&2; {agent_script(self.python)}']
+        agent = ["sh", "-c", f'echo "{ON}$SLURMD_NODENAME" >&2; {agent_script(self.python)}']
         if self._place is not None:
             allocation, node = self._place.allocation, self._place.node
             job = allocation.job
@@ -120,10 +118,7 @@ class SlurmLauncher(EngineLauncher["SlurmHost"]):
                 command = [*salloc, *self.options, *self._apart, "sh", "-c", _HOLD, "meshbook", *srun, *agent]
         allocation.address = self._address
         client = allocation.start(command, tickets, log, job)
-        self._launched = [
-            SlurmHost(allocation, client, ticket.host_id, task, node) for task, ticket in enumerate(tickets)
-        ]
-        return list(self._launched)
+        return [SlurmHost(allocation, client, ticket.host_id, task, node) for task, ticket in enumerate(tickets)]
 
 
 class SlurmHost(ClientHost[SlurmClient]):
@@ -132,7 +127,6 @@ class SlurmHost(ClientHost[SlurmClient]):
     def __init__(self, allocation: Allocation, client: SlurmClient, id: str, task: int, node: str) -> None:
         super().__init__(client, id, task=task)
         self.allocation, self._node = allocation, node
-        allocation.hosts.add(id)
 
     @property
     def node(self) -> str:

@@ -22,13 +22,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_hint
+from meshbook.launchers.agent_start import PYTHON_HINTS, agent_script, with_words
 from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.launchers.engines.clients import Client, ClientHost, ClientLog
-from meshbook.launchers.local import reap_released
 from meshbook.launchers.registry import Asked
 from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.processes import describe_exit, describe_shell_exit
@@ -59,7 +56,6 @@ _NOISE = re.compile(
     r"debug\d|connect_to |Warning: Permanently added|channel \d+: open failed|\*\* |Transferred: "
     r"|Bytes per|.*\bKilled\b"  # of an agent: the exit status says so too
 )
-_SAID_LINES = 3
 
 _HINTS = (
     ("Could not resolve hostname", "Hosts are named as for ssh: by your ssh config, or by DNS."),
@@ -87,9 +83,9 @@ class SSHLog(ClientLog):
         """Return the last lines, with advice."""
         lines = self._lines
         usage = next((at for at, line in enumerate(lines) if line.startswith("usage: ssh")), None)
-        told = lines[-_SAID_LINES:] if usage is None else [*lines[:usage][-2:], lines[usage]]
-        said = "; ".join(line.removeprefix("ssh: ").rstrip(".") for line in told)
-        return with_hint(said, ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS))
+        told = [line.removeprefix("ssh: ") for line in (lines if usage is None else lines[: usage + 1])]
+        hints = ((words, hint.format(host=host, timeout=CONNECT_S)) for words, hint in _HINTS)
+        return with_words("", told, hints)
 
 
 class SSHClient(Client[SSHLog]):
@@ -150,7 +146,6 @@ class SSHLauncher(Launcher):
         """Begin to connect to all hosts at once. Raises: OSError, SpawnError; then none is left."""
         if len(tickets) != len(self.hosts):
             raise UsageError(f"{len(self.hosts)} hosts were named, but {len(tickets)} are asked for.")
-        reap_released()
         started: list[SSHHost] = []
         try:
             for host, ticket in zip(self.hosts, tickets, strict=True):
@@ -169,7 +164,7 @@ class SSHLauncher(Launcher):
         log = Path(ticket.log_dir) / f"agent-{ticket.host_id}.log"
         command = [ssh, *_OURS, *self.options, *_DEFAULTS, "-R", way_back, host, _command(self.python, tunnel)]
         client = SSHClient.start(log, command)
-        ticket = msgspec.structs.replace(elsewhere(ticket), name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True)
+        ticket = elsewhere(ticket, name=host, endpoint=f"ipc://{tunnel}", by_tunnel=True)
         client.write(encode_ticket(ticket) + b"\n")  # which lies with ssh until there is an agent
         return SSHHost(client, ticket.host_id, host)
 

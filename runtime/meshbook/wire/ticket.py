@@ -36,10 +36,13 @@ class Ticket(msgspec.Struct, frozen=True):
     ends_with_launcher: bool = False
 
 
-def elsewhere(ticket: Ticket) -> Ticket:
-    """Return the ticket of an agent that shares neither memory nor folders with the controller."""
+def elsewhere(ticket: Ticket, **changes: object) -> Ticket:
+    """Return the ticket of an agent that shares neither memory nor folders with the controller.
+
+    changes: to other fields.
+    """
     log_dir = f"{Path(ticket.session).name}/{ticket.host_id}"
-    return msgspec.structs.replace(ticket, shares_memory=False, log_dir=log_dir, session="")
+    return msgspec.structs.replace(ticket, shares_memory=False, log_dir=log_dir, session="", **changes)
 
 
 # several tickets for a program that passes one stdin on to several agents, as srun does

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slurm_cluster import slurm_cluster
+from engine_clusters import slurm_cluster
 
 from benchmarks.slurm_nodes import SlurmNodes
 from meshbook import shutdown
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def nodes(empty_notebook) -> Iterator[SlurmNodes]:
-    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch) as found:
+    with slurm_cluster() as found:
         yield found
         empty_notebook.run("%mesh stop --all")
         shutdown()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from ssh_hosts import SshHosts, ssh_hosts
+from engine_clusters import SshHosts, ssh_hosts
 
 from meshbook import shutdown
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from controllers import Zygote
+from engine_clusters import await_quiet, slurm_cluster
 from engine_hosts import (
     Shown,
     agent_of,
@@ -22,7 +23,6 @@ from engine_hosts import (
     program,
     spawned,
 )
-from slurm_cluster import await_quiet, slurm_cluster
 
 import meshbook
 from benchmarks.slurm_nodes import SlurmNodes
@@ -40,7 +40,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nodes(clean_end: None) -> Iterator[SlurmNodes]:
-    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch) as found:
+    with slurm_cluster() as found:
         yield found
         meshbook.shutdown()
 
@@ -109,10 +109,10 @@ def test_without_parsl(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "more", "said"),
     [
         (("--walltime", "0:30:00", "--partition", "nosuch"), {}, "Slurm took no job: sbatch: error: invalid partition"),
-        (("--walltme", "0:10:00"), {}, "Slurm has no option --walltme. Did you mean --walltime"),
+        (("--walltme", "0:10:00"), {}, 'Slurm has no option --walltme. Did you mean "--walltime"'),
         (("--walltime", "0:30:00"), {"python": "/no/python"}, "no Python at /no/python.*--python PATH"),
         (("--partition", "main"), {}, "say how long hosts of Slurm may run, as in -- --walltime 4:00:00"),
-        (("--waltime", "1:00:00", "--walltime=1:0:0"), {}, "Slurm has no option --waltime. Did you mean --walltime"),
+        (("--waltime", "1:00:00", "--walltime=1:0:0"), {}, 'Slurm has no option --waltime. Did you mean "--walltime"'),
         (("--walltime=1:0:0", "--nodes-per-block", "2"), {}, "Slurm has no option --nodes-per-block"),
         (("--walltime=1:0:0", "--cores-per-node", "many"), {}, '--cores-per-node takes a number, not "many"'),
         (("--walltime",), {}, "--walltime needs a value"),

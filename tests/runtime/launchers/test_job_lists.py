@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_clusters import slurm_cluster
 from patience import wait_until
-from slurm_cluster import slurm_cluster
 
 from meshbook import start_hosts
 from meshbook.errors import SpawnError
@@ -33,7 +33,7 @@ def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_jobs_of_slurm_are_shown_as_squeue_has_them() -> None:
-    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch):
+    with slurm_cluster():
         for name in ("meshbook", "another"):
             begin = ["salloc", "--no-shell", "-N1", "--time=5", f"--job-name={name}"]
             subprocess.run(begin, check=True, capture_output=True, timeout=60)

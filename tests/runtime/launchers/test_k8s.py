@@ -28,12 +28,12 @@ from patience import wait_until
 import meshbook
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job
+from meshbook.launchers.engines.k8s_manifests import make_job, read_options
 from meshbook.launchers.k8s import KubernetesLauncher
 from meshbook.monarch.job import ImageSpec, KubernetesJob
 
 pytest.importorskip("kubernetes")
-from k8s_cluster import await_quiet, drivers, kubernetes_here
+from engine_clusters import await_quiet, drivers, kubernetes_here
 from kubernetes import client
 
 from benchmarks.k8s.cluster import KubernetesHere
@@ -71,7 +71,7 @@ def test_collectives_run_across_pods(here: KubernetesHere) -> None:
         assert [value[:2] for value in values] == [(1.0, {"hosts": 0, "gpus": 0}), (1.0, {"hosts": 1, "gpus": 0})]
         assert all(value[2].startswith(job_of(procs, rank)) for rank, value in enumerate(values))
         in_pod = here.nodes.of(job_of(procs, 0)).first().children(recursive=True)
-        assert "k8s_driver" in check_no_secret_is_seen([drivers()[0], *in_pod])
+        assert "k8s_driver" in check_no_secret_is_seen([drivers("k8s")[0], *in_pod])
     await_quiet(here)
 
 
@@ -111,7 +111,7 @@ def test_what_ends_a_pod_is_told_and_another_takes_its_place(here: KubernetesHer
         code = "import os; (os.environ['GREETING'], globals().get('kept'))"
         assert procs.run(code).get(60).values() == [("hello", 1), ("hello", None)]
         second = job_of(procs, 1)
-        assert second != first and len(drivers()) == 1
+        assert second != first and len(drivers("k8s")) == 1
         said = loss(procs, lambda: here.delete_pod(second))
         assert f"pod {second}-" in said and "was deleted" in said
         procs.heal()
@@ -129,7 +129,7 @@ def test_what_ends_a_pod_is_told_and_another_takes_its_place(here: KubernetesHer
 
 def test_pods_outlive_their_driver(here: KubernetesHere) -> None:
     with spawned(2, launcher(here)) as procs:
-        drivers()[0].kill()
+        drivers("k8s")[0].kill()
         assert procs.run("rank").get(60).values() == [0, 1]
         assert procs.slice(hosts=1).run("import os; os.getppid()").get(60)
         loss(procs, here.nodes.of(job_of(procs, 1)).first().kill)
@@ -139,7 +139,7 @@ def test_pods_outlive_their_driver(here: KubernetesHere) -> None:
 
 
 def test_a_driver_that_is_told_to_end_while_it_starts_removes_its_jobs(here: KubernetesHere, short_tmp: Path) -> None:
-    wants = HostOptions().read(here.options("--gpus", "3"))  # which waits for ever
+    wants = read_options(here.options("--gpus", "3"))  # which waits for ever
     job = make_job("left", "left", wants, here.python, {})
     client.BatchV1Api(here.api).create_namespaced_job("ml", job)
     driver = launcher(here).start_driver(short_tmp / "log", f"{short_tmp}/s", [{"id": "h", "name": "left"}], "left")

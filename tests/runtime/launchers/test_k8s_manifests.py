@@ -13,7 +13,7 @@ import pytest
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.engines.k8s_cluster import Pod
-from meshbook.launchers.engines.k8s_manifests import HostOptions, make_job, make_secret, owned_by, read_template
+from meshbook.launchers.engines.k8s_manifests import make_job, make_secret, owned_by, read_options, read_template
 from meshbook.launchers.k8s import K8sLog, KubernetesLauncher
 
 VERSIONS = ("1.25", "1.28", "1.31", "1.37")
@@ -40,7 +40,7 @@ spec:
 
 
 def job_of(options: list[str], template: dict[str, Any] | None = None, python: str = "") -> dict[str, Any]:
-    return make_job("meshbook-1-k8s-1", "meshbook-1-k8s-1", HostOptions().read(options), python, template or {})
+    return make_job("meshbook-1-k8s-1", "meshbook-1-k8s-1", read_options(options), python, template or {})
 
 
 ALL = [

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pexpect
 import psutil
 import pytest
+from engine_clusters import ssh_hosts
 from engine_hosts import (
     Shown,
     agent_of,
@@ -22,14 +23,13 @@ from engine_hosts import (
     spawned,
 )
 from joined import LINE, Machine, People, command, people
-from ssh_hosts import ssh_hosts
 
 import meshbook
 from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.errors import SpawnError, UsageError
-from meshbook.launchers.invitation import Invitation, read_invitation
 from meshbook.launchers.manual import ManualLauncher
 from meshbook.mesh.driven import own_sessions
+from meshbook.wire.invitation import Invitation, read_invitation
 from meshbook.wire.zmq_transport import Gate
 
 pytestmark = pytest.mark.cluster

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from controllers import Zygote
+from engine_clusters import await_quiet, drivers, ray_cluster, tasks
 from engine_hosts import (
     Shown,
     agent_of,
@@ -24,7 +25,6 @@ from engine_hosts import (
     spawned,
 )
 from patience import wait_until
-from ray_cluster import await_quiet, drivers, ray_cluster, tasks
 
 import meshbook
 from benchmarks.ray_nodes import RayNodes
@@ -99,7 +99,7 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
         assert actor.name().startswith("ray::")
         assert "The actor is dead because its worker process has died" in loss(procs, actor.kill)
         procs.heal()
-        assert "ray_driver" in check_no_secret_is_seen([*tasks(nodes), *drivers()])
+        assert "ray_driver" in check_no_secret_is_seen([*tasks(nodes), *drivers("ray")])
         rank = next(rank for rank, name in enumerate(procs.hosts) if name != "r1")  # r1 is the head
         lost = procs.hosts[rank]
         assert "node was terminated unexpectedly" in loss(procs, lambda: nodes.ask("kill", lost), rank)
@@ -111,10 +111,10 @@ def test_a_lost_agent_a_lost_actor_and_a_lost_node_are_told_and_come_back(nodes:
 
 def test_the_end_of_the_driver_is_the_end_of_all_until_they_are_healed(nodes: RayNodes) -> None:
     with spawned(2, RayLauncher(nodes.address)) as procs:
-        assert "the driver of Ray has ended (killed by SIGKILL" in loss(procs, drivers()[0].kill)
+        assert "the driver of Ray has ended (killed by SIGKILL" in loss(procs, drivers("ray")[0].kill)
         await_quiet(nodes)
         procs.heal()
-        assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1] and len(drivers()) == 1
+        assert len(set(procs.hosts)) == 2 and procs.run("rank").get(60).values() == [0, 1] and len(drivers("ray")) == 1
     await_quiet(nodes)
     assert not known_hosts("ray")
 
@@ -123,11 +123,11 @@ def test_more_hosts_come_by_another_placement_group_which_ends_when_they_leave(n
     with spawned(1, RayLauncher(nodes.address)) as procs:
         procs.run("kept = rank + 1").get(60)
         wide = procs.grow(hosts=2)
-        assert len(set(wide.hosts[1:])) == 2 and len(drivers()) == 2
+        assert len(set(wide.hosts[1:])) == 2 and len(drivers("ray")) == 2
         assert wide.run("globals().get('kept')").get(60).values() == [1, None, None]
         narrow = wide.shrink(hosts=2)
         assert narrow.run("kept").get(60).values() == [1]
-        wait_until(lambda: len(drivers()) == 1, 30)
+        wait_until(lambda: len(drivers("ray")) == 1, 30)
     await_quiet(nodes)
     assert not known_hosts("ray")
 
@@ -180,7 +180,7 @@ def test_an_interrupt_while_ray_is_busy_leaves_nothing(nodes: RayNodes, busy: No
     with interrupted_once(lambda: "waited" in shown()), spawned(2, RayLauncher(nodes.address)):
         pass
     assert "Ray's queue: 2 hosts need a node each with 1 CPU; 0 of 3 nodes have that free; waited" in shown()
-    assert len(nodes.left()) == 1 and not drivers() and not known_hosts("ray"), "what others hold is theirs"
+    assert len(nodes.left()) == 1 and not drivers("ray") and not known_hosts("ray"), "what others hold is theirs"
 
 
 def test_a_controller_that_is_killed_leaves_nothing_waiting(nodes: RayNodes, busy: None, zygote: Zygote) -> None:

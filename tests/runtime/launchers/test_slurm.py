@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from controllers import Zygote
+from engine_clusters import await_quiet, clients, slurm_cluster, tasks
 from engine_hosts import (
     Shown,
     agent_of,
@@ -24,7 +25,6 @@ from engine_hosts import (
     spawned,
 )
 from patience import wait_until
-from slurm_cluster import await_quiet, slurm_cluster, slurm_processes, tasks
 
 import meshbook
 from benchmarks.slurm_nodes import SlurmNodes, start_node
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def nodes(clean_end: None) -> Iterator[SlurmNodes]:
-    with pytest.MonkeyPatch.context() as patch, slurm_cluster(patch) as found:
+    with slurm_cluster() as found:
         yield found
         meshbook.shutdown()
 
@@ -63,7 +63,7 @@ def test_a_lost_host_comes_back_on_its_node_in_the_same_job(nodes: SlurmNodes) -
         assert "its agent on n2 ended" in loss(procs, agent_of(procs, 1).kill), "as often as it is lost"
         procs.heal()
         assert procs.hosts == ("n1", "n2") and nodes.queue() == queue
-        check_no_secret_is_seen([*tasks(nodes), *slurm_processes()])
+        check_no_secret_is_seen([*tasks(nodes), *clients("salloc", "srun")])
         assert len(tasks(nodes)) >= 4
     await_quiet(nodes)
 
@@ -72,7 +72,7 @@ def test_a_lost_host_comes_back_on_its_node_in_the_same_job(nodes: SlurmNodes) -
 def test_srun_and_then_the_job_are_killed(nodes: SlurmNodes) -> None:
     with spawned(2, SlurmLauncher()) as procs:
         queue = nodes.queue()
-        for client in slurm_processes():
+        for client in clients("salloc", "srun"):
             if client.name() == "srun":
                 client.kill()
         procs_lost = loss(procs, lambda: None)
@@ -134,7 +134,7 @@ def test_an_allocation_that_is_there_is_used_and_stays(nodes: SlurmNodes, monkey
         with spawned(2, SlurmLauncher()) as procs:
             code = "import os; os.environ['SLURM_JOB_ID']"
             assert procs.run(code).get(60).values() == [number] * 2 and len(nodes.queue()) == 1
-            assert "srun ended (killed by SIGKILL" in loss(procs, slurm_processes()[0].kill)
+            assert "srun ended (killed by SIGKILL" in loss(procs, clients("salloc", "srun")[0].kill)
             procs.heal()
             assert procs.run("rank").get(60).values() == [0, 1]
             assert procs.grow(hosts=1).hosts == ("n1", "n2", "n3") and len(nodes.queue()) == 1
@@ -171,7 +171,7 @@ def test_the_next_controller_has_the_hosts_of_one_that_was_killed(nodes: SlurmNo
 
 
 def test_detached_hosts_are_found_again_and_end_with_their_lease(nodes: SlurmNodes) -> None:
-    check_detached(SlurmLauncher(), lambda procs: slurm_processes())
+    check_detached(SlurmLauncher(), lambda procs: clients("salloc", "srun"))
     await_quiet(nodes)
 
 
@@ -241,7 +241,7 @@ def test_an_interrupt_in_the_queue_leaves_nothing(nodes: SlurmNodes, queued: Non
     with interrupted_once(lambda: "is pending in the queue of Slurm (" in shown()), spawned(2, SlurmLauncher()):
         pass
     assert "is pending in the queue of Slurm (" in shown()
-    assert not pending(nodes) and not slurm_processes() and not known_hosts("slurm")
+    assert not pending(nodes) and not clients("salloc", "srun") and not known_hosts("slurm")
 
 
 def test_a_job_that_is_cancelled_in_the_queue(nodes: SlurmNodes, queued: None) -> None:
@@ -249,7 +249,7 @@ def test_a_job_that_is_cancelled_in_the_queue(nodes: SlurmNodes, queued: None) -
     with pytest.raises(SpawnError, match="Job has been cancelled"), spawned(2, SlurmLauncher()):
         pass
     thread.join()
-    assert not pending(nodes) and not slurm_processes() and not known_hosts("slurm")
+    assert not pending(nodes) and not clients("salloc", "srun") and not known_hosts("slurm")
 
 
 def test_a_controller_that_is_killed_leaves_nothing_in_the_queue(

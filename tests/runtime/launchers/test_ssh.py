@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from controllers import Zygote
+from engine_clusters import SshHosts, await_quiet, ssh_hosts
 from engine_hosts import (
     agent_of,
     check_detached,
@@ -26,7 +27,6 @@ from engine_hosts import (
     loss,
     program,
 )
-from ssh_hosts import SshHosts, ssh_hosts
 
 import meshbook
 from benchmarks.ssh_hosts import HOSTS
@@ -198,12 +198,12 @@ def test_a_mesh_of_this_machine_grows_by_a_host_elsewhere_which_another_replaces
 def test_the_next_controller_has_the_hosts_of_one_that_was_killed(there: SshHosts, zygote: Zygote) -> None:
     kill_controller(zygote, program(f"ssh.SSHLauncher(['nodeA', 'nodeB'], options={there.options!r})"))
     check_next_controller(lambda procs: client_of(procs, 1).kill(), "its ssh connection has ended")
-    there.await_quiet()
+    await_quiet(there)
 
 
 def test_detached_hosts_are_found_again_and_end_with_their_lease(there: SshHosts) -> None:
     check_detached(SSHLauncher(["nodeA"], options=there.options), lambda procs: [client_of(procs, 0)])
-    there.await_quiet()
+    await_quiet(there)
 
 
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def refusal(there: SshHosts, *names: str, python: str | None = None, options: tu
         hosts = launch(there, *names, python=python, options=options)
         hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True)
     assert time.monotonic() - began < 60
-    there.await_quiet()
+    await_quiet(there)
     assert not [child for child in psutil.Process().children() if child.name() == "ssh"]
     assert not known_hosts("ssh")
     return str(told.value)
@@ -369,7 +369,7 @@ def test_what_cannot_be_asked_of_ssh(hosts: tuple[str, ...], options: tuple[str,
 def test_a_folder_that_is_not_there(there: SshHosts) -> None:
     with pytest.raises(SpawnError, match="no workers on nodeA: there is no folder /no/such/folder"):
         launch(there, "nodeA").spawn_procs({"gpus": 1}, torch=False, owns_hosts=True, cwd="/no/such/folder")
-    there.await_quiet()
+    await_quiet(there)
 
 
 @pytest.mark.parametrize("wrong", [{"cwd": "here"}, {"env": {"": "x"}}, {"env": {"A": 1}}, {"env": {"A=B": "x"}}])
@@ -381,7 +381,7 @@ def test_folders_and_variables_that_make_no_sense(wrong: dict[str, object]) -> N
 def test_a_spawn_that_makes_no_sense_ends_the_hosts_that_were_started_for_it(there: SshHosts) -> None:
     with pytest.raises(UsageError, match="cwd is a folder"):
         launch(there, "nodeA").spawn_procs(torch=False, owns_hosts=True, cwd="here")
-    there.await_quiet()
+    await_quiet(there)
     assert not known_hosts("ssh")
 
 
@@ -398,4 +398,4 @@ def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) ->
     with interrupted_once(lambda: len(clients()) == 2):
         launch(there, "nodeA", "silent").spawn_procs(torch=False, owns_hosts=True)
     assert not clients() and not known_hosts("ssh")
-    there.await_quiet()
+    await_quiet(there)

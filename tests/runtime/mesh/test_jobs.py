@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_clusters import SshHosts, await_quiet, ssh_hosts
 from patience import wait_until
-from ssh_hosts import SshHosts, ssh_hosts
 
 from meshbook import this_host
 from meshbook.errors import SpawnError, UsageError, WorkerLost
@@ -146,7 +146,7 @@ def test_hosts_by_ssh(there: SshHosts) -> None:
     with state.judges.spawn_procs(torch=False) as procs:
         assert procs.hosts == ("nodeC",)
     job.kill()
-    there.await_quiet()
+    await_quiet(there)
 
 
 def test_hosts_of_one_name_that_do_not_start_end_those_of_the_others(there: SshHosts) -> None:
@@ -156,7 +156,7 @@ def test_hosts_of_one_name_that_do_not_start_end_those_of_the_others(there: SshH
     with pytest.raises(SpawnError, match="host closed did not start"):
         job.apply()
     assert not job.active
-    there.await_quiet()
+    await_quiet(there)
 
 
 def test_names_that_a_job_does_not_have(job: ProcessJob) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import logging
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from meshbook.errors import SpawnError, UsageError
+from meshbook.formatting import did_you_mean
 from meshbook.launchers.engines.commands import program_of
 
 ANSWER_S = 15
@@ -215,9 +215,9 @@ def _provider(scheduler: str, given: dict[str, str]) -> Any:
     values: dict[str, Any] = {}
     for name, text in given.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            there = f"Did you mean {_option(near[0])}?" if near else f"There is: {', '.join(map(_option, names))}."
-            raise UsageError(f"{title} has no option {_option(name)}. {there}")
+            options = list(map(_option, names))
+            there = did_you_mean(_option(name), options) or f" There is: {', '.join(options)}."
+            raise UsageError(f"{title} has no option {_option(name)}.{there}")
         values[name] = _converted(name, text, str(hints.get(name, "")) or type(known[name].default).__name__)
     if limits and "walltime" not in given:
         raise forgotten

@@ -7,13 +7,17 @@ pid and its log. Each engine has a `ClientLog` that reads its lines.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import re
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -21,10 +25,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from typing_extensions import Self
 
-from meshbook.launchers.agent_start import open_log, with_hint
+from meshbook.errors import SpawnError
+from meshbook.launchers.agent_start import open_log, with_words
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.engines.driver import MARK
-from meshbook.launchers.local import release_child
+from meshbook.launchers.local import reap_released, release_child
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.exits import end_process
 from meshbook.system.processes import describe_exit, is_same_process, start_time
@@ -36,7 +41,8 @@ ASK_S = 5.0
 LOOK_S = 0.02
 """The pause between two looks while a host ends."""
 
-_SAID_LINES = 3
+ON, ENDED = "meshbook: on ", "meshbook: ended "
+"""Lines that our scripts write: the name of the agent's machine, and the agent's exit code."""
 
 
 def wait_for_end(has_ended: Callable[[], object], timeout_s: float) -> None:
@@ -62,6 +68,35 @@ class ClientLog(ABC):
         """Note the facts of a line, which is stripped and not empty."""
 
 
+@dataclass
+class TaskLog(ClientLog):
+    """The log of a client whose tasks are agents. nodes: the names of their machines, by task."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    said: dict[int | None, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Lines by the task that wrote them; under None those of the client."""
+
+    label: ClassVar[re.Pattern[str]]
+    """The beginning of a task's line, with the task's number and the line as its groups."""
+    hints: ClassVar[tuple[tuple[str, str], ...]]
+
+    def add(self, line: str) -> None:
+        labelled = self.label.match(line)
+        task, line = (int(labelled[1]), labelled[2].strip()) if labelled else (None, line)
+        if task is not None and line.startswith(ON):
+            self.nodes[task] = line.removeprefix(ON)
+        else:
+            self.add_said(task, line)
+
+    @abstractmethod
+    def add_said(self, task: int | None, line: str) -> None:
+        """Note the facts of a line of a task; None: of the client."""
+
+    def with_words(self, what: str, task: int | None) -> str:
+        """Add the last lines of a task, or of the client, and advice."""
+        return with_words(what, self.said.get(task, ()), self.hints)
+
+
 Log = TypeVar("Log", bound=ClientLog)
 
 
@@ -80,6 +115,7 @@ class Client(Generic[Log]):
     @classmethod
     def start(cls, log: Path, command: Sequence[str], pass_fds: Sequence[int] = ()) -> Self:
         """Start the process. Raises: OSError."""
+        reap_released()
         with open_log(log) as output:
             process = subprocess.Popen(
                 command,
@@ -231,11 +267,11 @@ class DriverLog(ClientLog):
         status: the exit status of the driver, None while it runs.
         """
         if said := self.end_of(host):
-            return with_hint(said, self.hints)
+            return with_words(said, hints=self.hints)
         if status is None or (self.outlived and host in self.node):
             return None
-        words = "; ".join(self.said[-_SAID_LINES:]) if status > 0 else ""  # else they are about something else
-        return f"the driver of {self.engine} has ended ({describe_exit(status)}){words and f': {words}'}"
+        words = self.said if status > 0 else ()  # else they are about something else
+        return with_words(f"the driver of {self.engine} has ended ({describe_exit(status)})", words)
 
 
 AnyDriverLog = TypeVar("AnyDriverLog", bound=DriverLog)
@@ -243,6 +279,21 @@ AnyDriverLog = TypeVar("AnyDriverLog", bound=DriverLog)
 
 class DriverClient(Client[AnyDriverLog]):
     """A driver."""
+
+    package: ClassVar[str]
+    """The package of the engine's client, which the driver imports."""
+    missing: ClassVar[str]
+    """The message where that is not installed."""
+    module: ClassVar[str]
+
+    @classmethod
+    def start_driver(cls, log: Path, wanted: Mapping[str, object]) -> Self:
+        """Start a driver, with its task. Raises: OSError, SpawnError."""
+        if importlib.util.find_spec(cls.package) is None:
+            raise SpawnError(cls.missing)
+        client = cls.start(log, [sys.executable, "-m", cls.module])
+        client.write(json.dumps(wanted).encode() + b"\n")
+        return client
 
     def ask(self, request: dict[str, object]) -> bool:
         """Send the driver a request; returns whether it has answered."""

@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from meshbook.errors import SpawnError
@@ -81,20 +81,22 @@ def job_lists(deadline_s: float = LISTED_S) -> Iterator[str]:
     config = Path(os.environ.get("KUBECONFIG", "").split(":")[0] or "~/.kube/config").expanduser()
     if not config.exists():
         del commands["Kubernetes"]
-    here = {engine: command for engine, command in commands.items() if shutil.which(command[0])}
+    here = [(engine, command) for engine, command in commands.items() if shutil.which(command[0])]
     pool = ThreadPoolExecutor(max(1, len(here)))
-    asked: dict[str, Future[subprocess.CompletedProcess[str]]] = {
-        engine: pool.submit(answer_of, engine, *command, timeout_s=deadline_s) for engine, command in here.items()
-    }
-    pool.shutdown(wait=False)
-    for engine, answer in asked.items():
-        try:
-            told = answer.result()
-        except SpawnError as error:
-            yield f"{engine} has not told its jobs: {error}"
-            continue
-        head, *lines = told.stdout.splitlines() or [""]
-        if told.returncode and NO_CLUSTER not in told.stderr:
-            yield f"{engine} has not told its jobs: {describe_failure(told)}"
-        elif ours := [line for line in lines if _OURS.search(line)]:
-            yield from (head, *ours)
+    lists = pool.map(lambda each: _list_of(each[0], each[1], deadline_s), here)
+    pool.shutdown(wait=False)  # an interrupt waits for nothing
+    for lines in lists:
+        yield from lines
+
+
+def _list_of(engine: str, command: Sequence[str], deadline_s: float) -> list[str]:
+    """Return the head and our lines of an engine's list, or why there is none."""
+    try:
+        told = answer_of(engine, *command, timeout_s=deadline_s)
+    except SpawnError as error:
+        return [f"{engine} has not told its jobs: {error}"]
+    if told.returncode and NO_CLUSTER not in told.stderr:
+        return [f"{engine} has not told its jobs: {describe_failure(told)}"]
+    head, *lines = told.stdout.splitlines() or [""]
+    ours = [line for line in lines if _OURS.search(line)]
+    return [head, *ours] if ours else []

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from meshbook.launchers.agent_start import with_words
 from meshbook.launchers.engines.k8s_manifests import GROUP_LABEL, HOST_LABEL, owned_by
 from meshbook.system.processes import describe_shell_exit
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
 """The times within which the API server has to let us in, and to answer."""
 TAIL_LINES = 20
-_SAID_LINES, _SAID_CHARS = 3, 400
 
 _IN_TIME = {"_request_timeout": (CONNECT_S, ANSWER_S)}
 _RAW = {**_IN_TIME, "_preload_content": False}
@@ -222,12 +222,10 @@ class Pod:
             if phase in ("Failed", "Succeeded"):
                 return f"{self.place} has ended: {_joined(phase, self._status.get('message'))}"
             return "" if is_there else f"{self.place} was deleted"
-        lines = [line.strip() for line in read_log().splitlines() if line.strip()]
-        last = "; ".join(lines[-_SAID_LINES:])[-_SAID_CHARS:].rstrip(".")
+        last = with_words("", [line for line in read_log().splitlines() if line.strip()])
         how = _reason_of(ended) if ended.get("reason") not in ("Error", "Completed", None) else ""
-        words = "; ".join(filter(None, (how, last)))
         exit = describe_shell_exit(int(ended.get("exitCode", 0)))
-        return f"its agent in {self.place} ended ({exit}){words and f': {words}'}"
+        return with_words(f"its agent in {self.place} ended ({exit})", list(filter(None, (how, last))))
 
     @property
     def _state(self) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import copy
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.agent_start import AGENT, NO_PYTHON, quoted_program
+from meshbook.launchers.base import EngineOptions
 
 NO_TICKET = "meshbook: no ticket"
 NO_CLIENT = (
@@ -46,40 +47,23 @@ exit $code
 """The first process of a container gets no signal that it does not ask for, so it passes SIGTERM on to the agent."""
 
 
-class HostOptions(argparse.ArgumentParser):
-    """The options for each host."""
+_TEXTS = ("image", "namespace", "context", "kubeconfig", "address", "cpu", "memory", "service-account", "template")
 
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        texts = (
-            "image",
-            "namespace",
-            "context",
-            "kubeconfig",
-            "address",
-            "cpu",
-            "memory",
-            "service-account",
-            "template",
-        )
-        for name in texts:
-            self.add_argument(f"--{name}", default="", metavar=name.upper())
-        self.add_argument("--gpus", type=int, default=0, metavar="N")
-        self.add_argument("--resource", type=_pair, action="append", default=[], metavar="NAME=AMOUNT")
-        self.add_argument("--node-selector", type=_pair, action="append", default=[], metavar="LABEL=VALUE")
 
-    def error(self, message: str) -> NoReturn:
-        options = (f"{action.option_strings[0]} {action.metavar}" for action in self._actions)
-        raise UsageError(f"{message}. Options of Kubernetes are {', '.join(options)}; hosts=N says how many pods.")
-
-    def read(self, options: Sequence[str]) -> argparse.Namespace:
-        """Raises: UsageError."""
-        wanted = self.parse_args(list(options))
-        if not wanted.image and not wanted.template:
-            raise UsageError("Kubernetes needs an image that has meshbook in it, as in -- --image IMAGE.")
-        if wanted.gpus < 0:
-            raise UsageError(f"--gpus {wanted.gpus}: a pod has 0 GPUs or more.")
-        return wanted
+def read_options(options: Sequence[str]) -> argparse.Namespace:
+    """Return the options of each host. Raises: UsageError."""
+    known = EngineOptions("Kubernetes", "pods")
+    for name in _TEXTS:
+        known.add_argument(f"--{name}", default="", metavar=name.upper())
+    known.add_argument("--gpus", type=int, default=0, metavar="N")
+    known.add_argument("--resource", type=_pair, action="append", default=[], metavar="NAME=AMOUNT")
+    known.add_argument("--node-selector", type=_pair, action="append", default=[], metavar="LABEL=VALUE")
+    wanted = known.parse_args(list(options))
+    if not wanted.image and not wanted.template:
+        raise UsageError("Kubernetes needs an image that has meshbook in it, as in -- --image IMAGE.")
+    if wanted.gpus < 0:
+        raise UsageError(f"--gpus {wanted.gpus}: a pod has 0 GPUs or more.")
+    return wanted
 
 
 def with_whole_paths(options: Sequence[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import threading
 import time
 from typing import Any
 
+from meshbook.launchers.agent_start import with_words
 from meshbook.launchers.engines.driver import CONNECT_S, Driver, fail, say
 from meshbook.system.processes import describe_shell_exit
 
@@ -240,10 +241,8 @@ class RayDriver(Driver):
             ray.get(actor.start.remote(self._wanted["script"], json.dumps(agent).encode()))
             say(node=name or node[:8], host=host.id)
             status, said = watch_agent(actor)
-            lines = [line.strip() for line in said.splitlines() if line.strip() not in ("", "Killed")]
-            words = "; ".join(lines[-3:])
-            how = f"ended ({describe_shell_exit(status)})"
-            why = f"its agent{name and f' on {name}'} {how}{words and f': {words}'}"
+            lines = [line for line in said.splitlines() if line.strip() not in ("", "Killed")]
+            why = with_words(f"its agent{name and f' on {name}'} ended ({describe_shell_exit(status)})", lines)
             ray.kill(actor)
         except Exception as error:
             why = words_of(error)

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshbook.errors import SpawnError
-from meshbook.launchers.agent_start import PYTHON_HINTS, open_log, with_hint
-from meshbook.launchers.engines.clients import END_S, Client, ClientLog
+from meshbook.launchers.agent_start import PYTHON_HINTS, address_reaching, open_log
+from meshbook.launchers.engines.clients import END_S, Client, TaskLog
 from meshbook.launchers.engines.commands import NO_CLUSTER, answer_of, describe_failure, program_of
-from meshbook.system.interfaces import address_towards, own_address
 from meshbook.system.processes import describe_shell_exit
 from meshbook.wire.ticket import Ticket, elsewhere, encode_tickets
 
@@ -44,7 +43,6 @@ _SALLOC = re.compile(r"(?:/\S*/)?salloc: ")
 """The beginning of its lines; complaints about its options begin with its path."""
 _RUNS_IN = "meshbook: job "
 _LABEL = re.compile(r"(\d+): (.*)")
-_NODE = "meshbook: on "
 _SRUN_ENDED = re.compile(r"meshbook: srun ended (\d+)")
 _TASKS_ENDED = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.*)")
 _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
@@ -58,7 +56,6 @@ _NOISE = re.compile(
     r"|srun: (Job step aborted|Force Terminated|launch/|Terminating|forcing|cluster configuration lacks)"
     r"|srun: error: \S+: tasks? [\d,-]+: "
 )
-_SAID_LINES = 3
 
 _HINTS = (
     *(
@@ -71,31 +68,27 @@ _HINTS = (
 
 
 @dataclass
-class StepLog(ClientLog):
-    """The log of salloc, srun and their tasks. nodes, ends: by task."""
+class StepLog(TaskLog):
+    """The log of salloc, srun and their tasks. ends: Slurm's words on the end of a task, by task."""
 
     job: str = ""
     owned: bool = False
     """Whether the job was asked for by the salloc that wrote this."""
     is_granted: bool = False
     is_given_back: bool = False
-    nodes: dict[int, str] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     failed_nodes: set[str] = field(default_factory=set)
     srun_status: int | None = None
     cancelled: str = ""
-    said: list[tuple[int | None, str]] = field(default_factory=list)
-    """Lines, each with the task that wrote it; None: salloc or srun."""
 
-    def add(self, line: str) -> None:
-        labelled = _LABEL.match(line)
-        task, line = (int(labelled[1]), labelled[2]) if labelled else (None, line)
+    label = _LABEL
+    hints = _HINTS
+
+    def add_said(self, task: int | None, line: str) -> None:
         self.owned = self.owned or _SALLOC.match(line) is not None
         if match := _CANCELLED.search(line):
             why = f": {match[2].lower()}" if match[2] else ""
             self.cancelled = f"Slurm has cancelled job {match[1]}{why}"
-        elif task is not None and line.startswith(_NODE):
-            self.nodes[task] = line.removeprefix(_NODE)
         elif match := _SRUN_ENDED.match(line):
             self.srun_status = int(match[1])
         elif match := _NODE_FAILED.match(line):
@@ -103,7 +96,7 @@ class StepLog(ClientLog):
         elif match := _TASKS_ENDED.match(line):
             self.ends.update(dict.fromkeys(_numbers(match[1]), match[2]))
         elif not _NOISE.match(line) and not line.startswith("meshbook: job"):
-            self.said.append((task, re.sub(r"^(salloc|srun|slurmstepd\S*): (error: |fatal: )?", r"\1: ", line)))
+            self.said[task].append(re.sub(r"^(salloc|srun|slurmstepd\S*): (error: |fatal: )?", r"\1: ", line))
         if match := _JOB.match(line):
             self.job = match[1]
         self.is_granted = self.is_granted or line.startswith(_RUNS_IN)
@@ -118,28 +111,19 @@ class StepLog(ClientLog):
         if node in self.failed_nodes:
             return f"node {node} has failed, as Slurm says"
         if task in self.ends:
-            return self.cancelled or self._with_words(f"its agent{where} ended ({self.ends[task].lower()})", task)
+            return self.cancelled or self.with_words(f"its agent{where} ended ({self.ends[task].lower()})", task)
         if self.srun_status is not None or status is not None:
             ended = self.srun_status if self.srun_status is not None else (status or 0)
             who = "srun" if self.srun_status is not None else client
             code = describe_shell_exit(ended)
-            said = self._words(None)
-            return self.cancelled or (said if said and ended == 1 else self._with_words(f"{who} ended ({code})", None))
+            what = "" if ended == 1 and self.said[None] else f"{who} ended ({code})"
+            return self.cancelled or self.with_words(what, None)
         return f"salloc: {_IMPOSSIBLE}" if self.is_impossible else None
 
     @property
     def is_impossible(self) -> bool:
         """Whether Slurm has said that no nodes will ever do, though it goes on to wait for them."""
-        return not self.is_granted and any(_IMPOSSIBLE in line for _, line in self.said)
-
-    def _with_words(self, what: str, task: int | None) -> str:
-        said = self._words(task)
-        return f"{what}: {said}" if said else what
-
-    def _words(self, task: int | None) -> str:
-        """Return the last lines of a task, or of Slurm, with advice."""
-        lines = [line for who, line in self.said if who == task][-_SAID_LINES:]
-        return with_hint("; ".join(line.rstrip(".") for line in lines), _HINTS)
+        return not self.is_granted and any(_IMPOSSIBLE in line for line in self.said[None])
 
 
 def _numbers(text: str) -> Iterator[int]:
@@ -177,8 +161,6 @@ class Allocation:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.hosts: set[str] = set()
-        """The ids of the hosts that are there; with the last one the allocation ends."""
         self._clients: dict[Path, SlurmClient] = {}
         self._looked, self._queue = 0.0, ""
         self.sizes = "see sinfo"
@@ -248,8 +230,8 @@ class Allocation:
 
     def leave(self, host_id: str, client: SlurmClient, timeout_s: float) -> None:
         """End a host, or note its end; after the last one all that was started here ends, within the time."""
-        self.hosts.discard(host_id)
-        if not self.hosts:
+        client.hosts.pop(host_id, None)
+        if not any(each.hosts for each in self._clients.values()):
             self._end(timeout_s)
         elif client is not self._first:
             client.end(timeout_s)
@@ -302,9 +284,4 @@ def describe_nodes(asked: int) -> str:
 
 def address_for_nodes() -> str:
     """Return the address of this machine that leads to the nodes. Raises: SpawnError if Slurm does not answer."""
-    found = []
-    for node in list(dict.fromkeys(ask("sinfo", "-h", "-N", "-o", "%o").split()))[:8]:
-        with contextlib.suppress(OSError):
-            found.append(address_towards(node))
-    far = [address for address in found if not address.startswith("127.") and address != "::1"]
-    return next(iter(far or found), own_address())
+    return address_reaching(list(dict.fromkeys(ask("sinfo", "-h", "-N", "-o", "%o").split()))[:8])
