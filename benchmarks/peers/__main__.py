@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import machine
 from benchmarks.peers import comparison
-from benchmarks.peers.environments import ACTOR_PEERS, PEERS, ROOT, InstallError, Peer, python_of, version_of
+from benchmarks.peers.environments import PEERS, ROOT, InstallError, Peer, python_of, version_of
 from benchmarks.processes import descendants, end, living
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,13 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     _adopt_orphans()
     print(machine.describe(), flush=True)
     pythons, notes = _environments(options.only)
+    asked = [flag for flag in ("--quick", "--actors") if getattr(options, flag[2:])]
     answers: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in pythons}
     loads: list[float] = []
     for number in range(options.rounds):
         for peer in list(pythons)[number % len(pythons) :] + list(pythons)[: number % len(pythons)]:
             loads.append(machine.others_load())
             print(f"round {number + 1}: {peer.name}", file=sys.stderr, flush=True)
-            turn = _take_turn(peer, pythons[peer], quick=options.quick, deadline_s=options.deadline)
+            turn = _take_turn(peer, pythons[peer], asked, options.deadline)
             answers[peer.name] += turn.answers
             if turn.problem:
                 notes.append(f"{peer.name}, round {number + 1}: {turn.problem}")
@@ -72,7 +73,7 @@ def _environments(peers: tuple[Peer, ...]) -> tuple[dict[Peer, Path], list[str]]
     return pythons, notes
 
 
-def _take_turn(peer: Peer, python: Path, *, quick: bool, deadline_s: float) -> Turn:
+def _take_turn(peer: Peer, python: Path, asked: list[str], deadline_s: float) -> Turn:
     """Run one peer in its own session and folder; whatever of it still runs afterwards is ended."""
     folder = Path(tempfile.mkdtemp(prefix="meshbook-peer-"))
     answers, log = folder / "answers", folder / "log"
@@ -82,7 +83,7 @@ def _take_turn(peer: Peer, python: Path, *, quick: bool, deadline_s: float) -> T
         "IPYTHONDIR": str(folder / "ipython"),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [str(python), "-m", peer.module, "--answers", str(answers), *(["--quick"] if quick else [])]
+    command = [str(python), "-m", peer.module, "--answers", str(answers), *asked]
     problem = ""
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -134,7 +135,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="of one peer's run")
     parser.add_argument("--quick", action="store_true", help="few samples, nothing above 100 MB")
     options = parser.parse_args(argv)
-    known = {peer.name: peer for peer in (ACTOR_PEERS if options.actors else PEERS)}
+    known = {peer.name: peer for peer in PEERS}
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"no peer is called {unknown[0]}; there are {', '.join(known)}")
     options.only = tuple(known[name] for name in options.only or known)

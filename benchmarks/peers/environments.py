@@ -28,8 +28,6 @@ PEERS = (
     Peer("monarch", "torchmonarch", "benchmarks.peers.on_monarch"),
     Peer("ray", "ray", "benchmarks.peers.on_ray"),
 )
-ACTOR_PEERS = tuple(peer._replace(module=f"benchmarks.peers.actors_on_{peer.name}") for peer in PEERS)
-"""The same peers, with the modules that ask them about actors."""
 
 
 class InstallError(Exception):

@@ -1,13 +1,20 @@
-"""meshbook: `execute`, `push`, `pull`, and the events of a cell for errors."""
+"""meshbook: `execute`, `push`, `pull`, and the events of a cell for errors; actors as Monarch's program has them.
+
+Hosts are agents, over TCP on loopback.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import meshbook.monarch
+from benchmarks.actor_program import COLLECTED_BYTES, Array
 from benchmarks.cells import WatchedCell
-from benchmarks.peers.questions import COLLECTED_BYTES, Array, main
+from benchmarks.peers.monarchs_actors import MonarchsActors
+from benchmarks.peers.questions import main
 from benchmarks.subject import TIMEOUT_S, no_op, pids
-from meshbook import this_host
+from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
 
 
 class Meshbook:
@@ -17,7 +24,7 @@ class Meshbook:
         self._host = this_host()
         self._spawned = 0
 
-    def spawn(self, ranks: int) -> None:
+    def spawn(self, ranks: int, *, torch: bool = True) -> None:
         self._spawned += 1
         self._procs = self._host.spawn_procs(per_host={"gpus": ranks}, name=f"bench{self._spawned}", device="cpu")
         self._first = self._procs.slice(gpus=0)
@@ -64,5 +71,16 @@ class Meshbook:
         self.stop()
 
 
+@contextmanager
+def two_hosts() -> Iterator[tuple[ProcMesh, ProcMesh]]:
+    """Processes of two agents."""
+    hosts = start_hosts({"hosts": 2}, LocalLauncher(separate_hosts=True))
+    try:
+        procs = hosts.spawn_procs({"gpus": 1}, name="apart", device="cpu")
+        yield procs.slice(hosts=0), procs.slice(hosts=1)
+    finally:
+        hosts.shutdown()
+
+
 if __name__ == "__main__":
-    main(Meshbook())
+    main(Meshbook(), MonarchsActors(meshbook.monarch, two_hosts, name="bench", device="cpu"))

@@ -1,4 +1,7 @@
-"""Ray: one actor per process; payloads by `ray.put`, which every actor maps; errors by `ray.wait`."""
+"""Ray: one actor per process, an async one that calls another; payloads by `ray.put`, which every actor maps.
+
+Errors and streams by `ray.wait`.
+"""
 
 # mypy: disable-error-code="import-not-found, attr-defined"
 
@@ -7,93 +10,102 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import ray
+from ray.cluster_utils import Cluster
 
-from benchmarks.peers.questions import COLLECTED_BYTES, Array, Holder, main
+from benchmarks.actor_program import Array, Work, round_trips
+from benchmarks.peers.questions import main
 
-
-@ray.remote(num_cpus=1)
-class Rank(Holder):
-    """One per process."""
-
-    def __init__(self, rank: int) -> None:
-        import torch  # noqa: F401
-
-        super().__init__()
-        self.rank, self.made = rank, np.zeros(0, np.uint8)
-
-    def collect(self) -> Array:
-        """Return the array that we made."""
-        if not len(self.made):
-            self.made = np.full(COLLECTED_BYTES, self.rank, np.uint8)
-        return self.made
-
-    def work(self, busy_s: float) -> None:
-        """Raise on rank 3, sleep on the others."""
-        if self.rank == 3:
-            raise ValueError("shard 3 is bad")
-        time.sleep(busy_s)
+Target = ray.remote(num_cpus=1)(Work)
 
 
-class RayActors:
-    """Eight actors on a cluster of this machine."""
+@ray.remote(num_cpus=0)
+class Caller:
+    """Calls another actor."""
+
+    async def round_trips(self, target: Any, count: int) -> list[float]:
+        return await round_trips(target.no_op.remote, count)
+
+
+class RaysActors:
+    """Actors on a cluster of this machine."""
 
     def open(self) -> None:
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["TMPDIR"] + "/ray")
+        head = {"num_cpus": 8, "include_dashboard": False, "temp_dir": os.environ["TMPDIR"] + "/ray"}
+        self._cluster = Cluster()
+        self._cluster.add_node(**head)
+        ray.init(address=self._cluster.address, log_to_driver=False)
 
-    def spawn(self, ranks: int) -> None:
-        self._ranks = [Rank.remote(rank) for rank in range(ranks)]
-        self.call_all()
+    def spawn(self, ranks: int, *, torch: bool = False) -> None:
+        self._targets = [Target.remote(rank) for rank in range(ranks)]
+        self._ask("import_torch" if torch else "no_op")
 
     def call_one(self) -> object:
-        return ray.get(self._ranks[0].no_op.remote())
+        return ray.get(self._targets[0].no_op.remote())
 
     def call_all(self) -> object:
-        return ray.get([rank.no_op.remote() for rank in self._ranks])
+        return self._ask("no_op")
+
+    def stream(self) -> object:
+        left = [target.no_op.remote() for target in self._targets]
+        while left:
+            done, left = ray.wait(left)
+            ray.get(done)
+        return None
 
     def pipelined(self, count: int) -> object:
-        return ray.get([self._ranks[0].no_op.remote() for _ in range(count)])
+        return ray.get([self._targets[0].no_op.remote() for _ in range(count)])
+
+    def between(self, count: int) -> list[float]:
+        return ray.get(Caller.remote().round_trips.remote(self._targets[0], count))  # type: ignore[no-any-return]
+
+    def between_hosts(self, count: int) -> list[float]:
+        node = self._cluster.add_node(num_cpus=1, resources={"there": 1})
+        target = Target.options(resources={"there": 1}).remote()
+        ray.get(target.no_op.remote())
+        times: list[float] = ray.get(Caller.remote().round_trips.remote(target, count))
+        self._cluster.remove_node(node)
+        return times
+
+    def hold_one(self, payload: Array) -> object:
+        return ray.get(self._targets[0].hold.remote(ray.put(payload)))
 
     def hold(self, payload: Array) -> object:
-        reference = ray.put(payload)
-        return ray.get([rank.hold.remote(reference) for rank in self._ranks])
+        return self._ask("hold", ray.put(payload))
 
     def held(self) -> list[tuple[int, int]]:
-        return ray.get([rank.held.remote() for rank in self._ranks])  # type: ignore[no-any-return]
+        return self._ask("held")
 
     def collect(self) -> Sequence[Array]:
-        return ray.get([rank.collect.remote() for rank in self._ranks])  # type: ignore[no-any-return]
+        return self._ask("collect")
 
     def fail(self, busy_s: float) -> object:
-        done, self._busy = ray.wait([rank.work.remote(busy_s) for rank in self._ranks])
+        done, self._busy = ray.wait([target.work.remote(busy_s) for target in self._targets])
         return ray.get(done)
 
     def settle(self) -> object:
         return ray.get(self._busy)
 
     def pids(self) -> list[int]:
-        return ray.get([rank.pid.remote() for rank in self._ranks])  # type: ignore[no-any-return]
+        return self._ask("pid")
 
     def stop(self) -> None:
         pids = self.pids()
-        for rank in self._ranks:
-            ray.kill(rank)
-        while any(_alive(pid) for pid in pids):
+        for target in self._targets:
+            ray.kill(target)
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
             time.sleep(0.005)
 
     def close(self) -> None:
         ray.shutdown()
+        self._cluster.shutdown()
 
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    def _ask(self, method: str, *arguments: object) -> list[Any]:
+        return ray.get([getattr(target, method).remote(*arguments) for target in self._targets])  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    main(RayActors())
+    actors = RaysActors()
+    main(actors, actors)

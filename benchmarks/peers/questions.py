@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.actor_program import Array
 from benchmarks.processes import memory
 from benchmarks.stats import repeat, seconds
 
-Array = npt.NDArray[np.uint8]
-
 RANKS = 8
-COLLECTED_BYTES = 10_000_000
 IN_FLIGHT = 500
 BUSY_S = 2.0
 SETTLE_S = 0.5
@@ -37,15 +33,8 @@ class Served(Protocol):
     def open(self) -> None:
         """Bring up whatever serves the ranks, with no rank yet."""
 
-    def spawn(self, ranks: int) -> None:
-        """Start ``ranks`` processes; return when each has answered a call."""
-
-    def close(self) -> None:
-        """End everything."""
-
-
-class Peer(Served, Protocol):
-    """What a peer must be able to do with ranks; `spawn` has them import torch."""
+    def spawn(self, ranks: int, *, torch: bool) -> None:
+        """Start ``ranks`` processes; return when each has answered a call, and has imported torch if that is wanted."""
 
     def call_one(self) -> object:
         """Call a function that does nothing on one rank."""
@@ -61,6 +50,13 @@ class Peer(Served, Protocol):
 
     def held(self) -> list[tuple[int, int]]:
         """Return (length, first byte) of what every rank holds."""
+
+    def close(self) -> None:
+        """End everything."""
+
+
+class Peer(Served, Protocol):
+    """What a peer must be able to do with ranks."""
 
     def collect(self) -> Sequence[Array]:
         """Return every rank's array of `COLLECTED_BYTES`, filled with its rank; made on first use."""
@@ -78,26 +74,20 @@ class Peer(Served, Protocol):
         """End the ranks; `spawn` may follow."""
 
 
-class Holder:
-    """The work of a rank, for peers whose actors are plain classes."""
+class ActorPeer(Served, Protocol):
+    """What a peer must be able to do with one actor in each process."""
 
-    def __init__(self) -> None:
-        self.payload = np.zeros(1, np.uint8)
+    def stream(self) -> object:
+        """Call every actor, taking the answers in the order in which they come."""
 
-    def no_op(self) -> None:
-        """Do nothing."""
+    def between(self, count: int) -> list[float]:
+        """Return the seconds of each of ``count`` round trips from one actor to another on this host."""
 
-    def pid(self) -> int:
-        """Return our process."""
-        return os.getpid()
+    def between_hosts(self, count: int) -> list[float]:
+        """The same from one host to another; two hosts' worth of processes on this machine."""
 
-    def hold(self, payload: Array) -> None:
-        """Keep the payload."""
-        self.payload = payload
-
-    def held(self) -> tuple[int, int]:
-        """Return length and first byte of the payload."""
-        return len(self.payload), int(self.payload[0])
+    def hold_one(self, payload: Array) -> object:
+        """Have one actor hold ``payload``."""
 
 
 class Answers:
@@ -124,26 +114,26 @@ class Answers:
         self._file.flush()
 
 
-def main(peer: Peer) -> None:
-    """Ask ``peer`` everything; see `python -m benchmarks.peers`, which starts us."""
-    serve(peer, lambda answers, quick: _ask(peer, answers, quick=quick))
-
-
-def serve(peer: Served, ask: Callable[[Answers, bool], None]) -> None:
-    """Spawn, and ask; ``ask`` gets where answers go, and whether to take few samples."""
+def main(peer: Peer, actors: ActorPeer) -> None:
+    """Ask about ranks, or about actors; see `python -m benchmarks.peers`, which starts us."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--started", type=float, required=True, help="monotonic clock before we were started")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--actors", action="store_true")
     options = parser.parse_args()
     answers = Answers(options.answers)
+    served: Served = actors if options.actors else peer
     try:
-        peer.open()
-        peer.spawn(RANKS)
+        served.open()
+        served.spawn(RANKS, torch=not options.actors)
         answers.give(f"spawn {RANKS}, from nothing", "s", [time.monotonic() - options.started])
-        ask(answers, options.quick)
+        if options.actors:
+            _ask_actors(actors, answers, 60 if options.quick else 300)
+        else:
+            _ask(peer, answers, quick=options.quick)
     finally:
-        peer.close()
+        served.close()
 
 
 def _ask(peer: Peer, answers: Answers, *, quick: bool) -> None:
@@ -161,11 +151,23 @@ def _ask(peer: Peer, answers: Answers, *, quick: bool) -> None:
     _failing(peer, answers, 2 if quick else 4)
 
 
+def _ask_actors(peer: ActorPeer, answers: Answers, count: int) -> None:
+    _calling(peer, answers, count)
+    with answers.attempt(f"stream {RANKS}"):
+        answers.give(f"stream {RANKS}", "ms", as_ms(repeat(peer.stream, count=count // 2, warmup=10)))
+    for question, between in (("actor to actor", peer.between), ("actor to actor, 2 hosts", peer.between_hosts)):
+        with answers.attempt(question):
+            answers.give(question, "ms", as_ms(between(count)))
+    for megabytes, times in ((1, 20), (100, 5 if count < 100 else 9)):
+        _holding(peer, answers, megabytes, times, peer.hold_one, "one")
+        _holding(peer, answers, megabytes, times)
+
+
 def _spawning(peer: Peer, answers: Answers, count: int) -> None:
     """Stop and start the ranks while the service stays up."""
     for _ in range(count):
         answers.give(f"stop {RANKS}", "s", [seconds(peer.stop)])
-        answers.give(f"spawn {RANKS}, service up", "s", [seconds(lambda: peer.spawn(RANKS))])
+        answers.give(f"spawn {RANKS}, service up", "s", [seconds(lambda: peer.spawn(RANKS, torch=True))])
 
 
 def _memory(peer: Peer, answers: Answers) -> None:
@@ -176,7 +178,7 @@ def _memory(peer: Peer, answers: Answers) -> None:
         answers.give("private per idle rank", "MB", [weight.private_mb for weight in weights])
 
 
-def _calling(peer: Peer, answers: Answers, count: int) -> None:
+def _calling(peer: Served, answers: Answers, count: int) -> None:
     with answers.attempt("call one"):
         answers.give("call one", "ms", as_ms(repeat(peer.call_one, count=count, warmup=20)))
     with answers.attempt(f"call {RANKS}"):
@@ -186,19 +188,29 @@ def _calling(peer: Peer, answers: Answers, count: int) -> None:
         answers.give("pipelined calls", "per s", [IN_FLIGHT / each for each in took])
 
 
-def _holding(peer: Peer, answers: Answers, megabytes: int, count: int) -> None:
-    """Send the same buffer with another first byte each time; the last one is checked on the ranks."""
-    question = f"{megabytes} MB to {RANKS}"
+def _holding(
+    peer: Served,
+    answers: Answers,
+    megabytes: int,
+    count: int,
+    send: Callable[[Array], object] | None = None,
+    to: str = str(RANKS),
+) -> None:
+    """Send the same buffer with another first byte each time; the last one is checked on the ranks.
+
+    send: to the first rank alone; without it to all.
+    """
+    question = f"{megabytes} MB to {to}"
     payload = np.ones(megabytes * 1_000_000, np.uint8)  # zeros would all lie on one page
 
     def hold() -> None:
         payload[0] += 1
-        peer.hold(payload)
+        (send or peer.hold)(payload)
 
     with answers.attempt(question):
         answers.give(question, "ms", as_ms(repeat(hold, count=count, warmup=4)))
-        wanted = (len(payload), int(payload[0]))
-        assert peer.held() == [wanted] * RANKS, "a rank holds something else"
+        held = peer.held()
+        assert set(held if send is None else held[:1]) == {(len(payload), int(payload[0]))}, "a rank holds another"
 
 
 def _failing(peer: Peer, answers: Answers, count: int) -> None:
