@@ -175,29 +175,43 @@ def values(mesh: Any) -> list[Any]:
     return [value for _, value in mesh.items()]
 
 
-@program
-def call(procs: Any) -> Any:
-    return values(procs.spawn("c", Counter, 3).add.call(2).get())
+def told_by(there: Any, ask: Callable[[Any], Any]) -> list[Any]:
+    """Return the answers of counters in processes that are stopped then."""
+    told = values(ask(there.spawn("c", Counter)))
+    there.stop().get()
+    return told
 
 
-@program
-def call_one_of_a_slice(procs: Any) -> Any:
-    return procs.spawn("c", Counter).slice(gpus=2).rank.call_one().get(), "done"
-
-
-@program
-def call_one_of_several(procs: Any) -> Any:
-    return procs.spawn("c", Counter).add.call_one(1).get()
-
-
-@program
-def choose(procs: Any) -> Any:
-    return procs.spawn("c", Counter, 5).add.choose(1).get()
-
-
-@program
-def stream(procs: Any) -> Any:
-    return sorted(future.get() for future in procs.spawn("c", Counter).rank.stream())
+for _name, _function in {
+    "call": lambda procs: values(procs.spawn("c", Counter, 3).add.call(2).get()),
+    "call_one_of_a_slice": lambda procs: (procs.spawn("c", Counter).slice(gpus=2).rank.call_one().get(), "done"),
+    "call_one_of_several": lambda procs: procs.spawn("c", Counter).add.call_one(1).get(),
+    "choose": lambda procs: procs.spawn("c", Counter, 5).add.choose(1).get(),
+    "stream": lambda procs: sorted(future.get() for future in procs.spawn("c", Counter).rank.stream()),
+    "an_endpoint_that_raises": lambda procs: procs.spawn("c", Counter).fail.call().get(),
+    "too_many_arguments": lambda procs: procs.spawn("c", Counter).add.call(1, 2).get(),
+    "a_keyword_that_is_none": lambda procs: procs.spawn("c", Counter).add.call(to=2).get(),
+    "no_endpoint_of_this_name": lambda procs: procs.spawn("c", Counter).nothing.call().get(),
+    "a_method_that_is_no_endpoint": lambda procs: values(as_endpoint(procs.spawn("c", Counter).plain).call().get()),
+    "an_explicit_response_port": lambda procs: values(procs.spawn("c", Counter).later.call(10).get()),
+    "no_axis_of_this_name": lambda procs: procs.slice(nothing=1),
+    "a_level_of_logging": lambda procs: asyncio.run(_await(procs.logging_option(stream_to_client=True, level=30))),
+    "no_level_of_logging": lambda procs: asyncio.run(_await(procs.logging_option(stream_to_client=True, level=256))),
+    "no_setting_of_this_name": lambda procs: configure(host_spawn_ready_timeouts="7s"),
+    "too_few_bindings": lambda procs: this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": "0"}]),
+    "awaited": lambda procs: values(asyncio.run(_await(procs.spawn("c", Counter).rank.call()))),
+    "gathered": lambda procs: sorted(asyncio.run(_gather(procs.spawn("c", Counter).rank.stream()))),
+    "the_host_of_a_rank": lambda procs: values(procs.spawn("c", Counter).is_on.call(this_host()).get()),
+    "concurrent_endpoints_have_options": lambda procs: values(procs.spawn("beside", Beside).beside.call(7).get()),
+    "bootstrap_comes_second": lambda procs: told_by(this_host().spawn_procs({"gpus": 1}, set_variable), first_variable),
+    "bootstrap_may_be_async": lambda procs: told_by(this_host().spawn_procs({"gpus": 1}, set_later), first_variable),
+    "a_bootstrap_command_for_each": lambda procs: told_by(
+        this_host().spawn_procs({"gpus": 2}, bootstrap_command=command_of),
+        lambda counters: counters.look_up.call(["SAID"]).get(),
+    ),
+}.items():
+    _function.__name__ = _name
+    program(_function)
 
 
 @program
@@ -226,11 +240,6 @@ def items_of_a_result(procs: Any) -> Any:
 
 
 @program
-def an_endpoint_that_raises(procs: Any) -> Any:
-    return procs.spawn("c", Counter).fail.call().get()
-
-
-@program
 def what_an_endpoint_has_raised(procs: Any) -> Any:
     try:
         procs.spawn("c", Counter).slice(gpus=0).fail.call_one().get()
@@ -245,26 +254,6 @@ def state_survives_an_error(procs: Any) -> Any:
         counter.fail.call_one().get()
     except ActorError:
         return counter.add.call_one(1).get()
-
-
-@program
-def too_many_arguments(procs: Any) -> Any:
-    return procs.spawn("c", Counter).add.call(1, 2).get()
-
-
-@program
-def a_keyword_that_is_none(procs: Any) -> Any:
-    return procs.spawn("c", Counter).add.call(to=2).get()
-
-
-@program
-def no_endpoint_of_this_name(procs: Any) -> Any:
-    return procs.spawn("c", Counter).nothing.call().get()
-
-
-@program
-def a_method_that_is_no_endpoint(procs: Any) -> Any:
-    return values(as_endpoint(procs.spawn("c", Counter).plain).call().get())
 
 
 @program
@@ -338,11 +327,6 @@ def an_exception_on_a_port(procs: Any) -> Any:
 
 
 @program
-def an_explicit_response_port(procs: Any) -> Any:
-    return values(procs.spawn("c", Counter).later.call(10).get())
-
-
-@program
 def an_accumulator(procs: Any) -> Any:
     return Accumulator(procs.spawn("c", Counter, 2).rank, 100, lambda total, rank: total + rank).accumulate().get()
 
@@ -374,47 +358,17 @@ def shapes_of_a_mesh(procs: Any) -> Any:
 
 
 @program
-def no_axis_of_this_name(procs: Any) -> Any:
-    return procs.slice(nothing=1)
-
-
-@program
 def meshes_are_pickled(procs: Any) -> Any:
     again = pickle.loads(pickle.dumps(procs.spawn("c", Counter, 4)))
     return values(again.add.call(1).get())
 
 
 @program
-def bootstrap_comes_second(procs: Any) -> Any:
-    with_it = this_host().spawn_procs({"gpus": 1}, set_variable)
-    told = with_it.spawn("c", Counter).variables.call_one().get()[0]
-    with_it.stop().get()
-    return told
-
-
-@program
-def bootstrap_may_be_async(procs: Any) -> Any:
-    with_it = this_host().spawn_procs({"gpus": 1}, set_variable_later)
-    told = with_it.spawn("c", Counter).variables.call_one().get()[0]
-    with_it.stop().get()
-    return told
-
-
-@program
 def a_bootstrap_command(procs: Any) -> Any:
     command = default_bootstrap_cmd().with_env({"SAID": "once"}).with_env({"HIDDEN": None})
-    with_it = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command)
-    told = values(with_it.spawn("c", Counter).look_up.call(["SAID", "HIDDEN", "SEEN"]).get())
-    with_it.stop().get()
+    there = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command)
+    told = told_by(there, lambda counters: counters.look_up.call(["SAID", "HIDDEN", "SEEN"]).get())
     return told, command.env["SAID"], command.inherit_env
-
-
-@program
-def a_bootstrap_command_for_each(procs: Any) -> Any:
-    with_it = this_host().spawn_procs({"gpus": 2}, bootstrap_command=command_of)
-    told = values(with_it.spawn("c", Counter).look_up.call(["SAID"]).get())
-    with_it.stop().get()
-    return told
 
 
 def command_of(point: Any) -> Any:
@@ -423,29 +377,15 @@ def command_of(point: Any) -> Any:
 
 @program
 def another_python(procs: Any) -> Any:
-    with_it = this_host().with_python_executable(sys.executable).spawn_procs({"gpus": 1})
-    told = with_it.spawn("c", Counter).executable.call_one().get() == sys.executable
-    with_it.stop().get()
-    return told
+    there = this_host().with_python_executable(sys.executable).spawn_procs({"gpus": 1})
+    return told_by(there, lambda counters: counters.executable.call().get()) == [sys.executable]
 
 
 @program
 def processes_that_are_bound(procs: Any) -> Any:
     cpu = min(os.sched_getaffinity(0))
-    with_it = this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": str(cpu)}, {"cpus": str(cpu)}])
-    told = values(with_it.spawn("c", Counter).cpus.call().get()) == [[cpu], [cpu]]
-    with_it.stop().get()
-    return told
-
-
-@program
-def a_level_of_logging(procs: Any) -> Any:
-    return asyncio.run(_await(procs.logging_option(stream_to_client=True, level=30)))
-
-
-@program
-def no_level_of_logging(procs: Any) -> Any:
-    return asyncio.run(_await(procs.logging_option(stream_to_client=True, level=256)))
+    there = this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": str(cpu)}, {"cpus": str(cpu)}])
+    return told_by(there, lambda counters: counters.cpus.call().get()) == [[cpu], [cpu]]
 
 
 @program
@@ -456,19 +396,13 @@ def settings_for_a_while(procs: Any) -> Any:
     return told, get_global_config()["host_spawn_ready_timeout"] == before
 
 
-@program
-def no_setting_of_this_name(procs: Any) -> Any:
-    return configure(host_spawn_ready_timeouts="7s")
-
-
-@program
-def too_few_bindings(procs: Any) -> Any:
-    return this_host().spawn_procs({"gpus": 2}, proc_bind=[{"cpus": "0"}])
-
-
-async def set_variable_later() -> None:
+async def set_later() -> None:
     await asyncio.sleep(0)
     set_variable()
+
+
+def first_variable(counters: Any) -> Any:
+    return counters.variables.call().get()
 
 
 def set_variable() -> None:
@@ -482,16 +416,6 @@ async def _await(future: Any) -> Any:
 
 async def _gather(futures: Any) -> list[Any]:
     return list(await asyncio.gather(*(future.as_asyncio() for future in futures)))
-
-
-@program
-def awaited(procs: Any) -> Any:
-    return values(asyncio.run(_await(procs.spawn("c", Counter).rank.call())))
-
-
-@program
-def gathered(procs: Any) -> Any:
-    return sorted(asyncio.run(_gather(procs.spawn("c", Counter).rank.stream())))
 
 
 class Maker(Actor):
@@ -654,11 +578,6 @@ def who_was_killed(procs: Any) -> Any:
 
 
 @program
-def the_host_of_a_rank(procs: Any) -> Any:
-    return values(procs.spawn("c", Counter).is_on.call(this_host()).get())
-
-
-@program
 def a_part_of_the_hosts_is_no_owner(procs: Any) -> Any:
     hosts = ProcessJob({"hosts": 2}).state(cached_path=None).hosts
     refused = kind_of(lambda: hosts.slice(hosts=1).shutdown().get())
@@ -721,11 +640,6 @@ def hosts_that_are_sent(procs: Any) -> Any:
 def folded_as_they_come(procs: Any) -> Any:
     order: Any = Accumulator(procs.spawn("late", Late).answer, [], lambda seen, rank: [*seen, rank])
     return order.accumulate().get()
-
-
-@program
-def concurrent_endpoints_have_options(procs: Any) -> Any:
-    return values(procs.spawn("beside", Beside).beside.call(7).get())
 
 
 @program

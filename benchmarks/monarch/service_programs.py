@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import meshbook.monarch.rdma
@@ -106,48 +107,36 @@ def memories(procs: Any) -> tuple[Any, Any]:
     return procs.slice(gpus=0).spawn("owner", Memory), procs.slice(gpus=1).spawn("reader", Memory)
 
 
-@program
-def a_buffer_is_read(procs: Any) -> Any:
+def read(procs: Any, size: int) -> bytes:
+    """Return the content of a buffer, as another process reads it into so many bytes."""
     owner, reader = memories(procs)
-    buffer = owner.buffer.call_one().get()
-    return reader.read.call_one(buffer, 16).get(), buffer.size()
+    got: bytes = reader.read.call_one(owner.buffer.call_one().get(), size).get()
+    return got
 
 
-@program
-def a_buffer_is_written(procs: Any) -> Any:
+def written(procs: Any, data: bytes) -> bytes:
+    """Return the content of a buffer once another process has written to it."""
     owner, reader = memories(procs)
-    reader.write.call_one(owner.buffer.call_one().get(), b"as it is said up").get()
-    return owner.look.call_one().get()
+    reader.write.call_one(owner.buffer.call_one().get(), data).get()
+    content: bytes = owner.look.call_one().get()
+    return content
 
 
-@program
-def a_part_of_a_buffer_is_written(procs: Any) -> Any:
-    owner, reader = memories(procs)
-    reader.write.call_one(owner.buffer.call_one().get(), b"so").get()
-    return owner.look.call_one().get()
-
-
-@program
-def a_buffer_is_read_into_too_little(procs: Any) -> Any:
-    owner, reader = memories(procs)
-    return reader.read.call_one(owner.buffer.call_one().get(), 8).get()
-
-
-@program
-def a_buffer_is_read_into_more(procs: Any) -> Any:
-    owner, reader = memories(procs)
-    return reader.read.call_one(owner.buffer.call_one().get(), 32).get()
-
-
-@program
-def too_much_is_written_into_a_buffer(procs: Any) -> Any:
-    owner, reader = memories(procs)
-    return reader.write.call_one(owner.buffer.call_one().get(), bytes(32)).get()
-
-
-@program
-def a_buffer_of_no_bytes(procs: Any) -> Any:
-    return memories(procs)[0].empty.call_one().get()
+for _name, _function in {
+    "a_buffer_is_read": lambda procs: (read(procs, 16), memories(procs)[0].buffer.call_one().get().size()),
+    "a_buffer_is_read_into_too_little": lambda procs: read(procs, 8),
+    "a_buffer_is_read_into_more": lambda procs: read(procs, 32),
+    "a_buffer_is_written": lambda procs: written(procs, b"as it is said up"),
+    "a_part_of_a_buffer_is_written": lambda procs: written(procs, b"so"),
+    "too_much_is_written_into_a_buffer": lambda procs: written(procs, bytes(32)),
+    "a_buffer_of_no_bytes": lambda procs: memories(procs)[0].empty.call_one().get(),
+    "an_action_of_nothing": lambda procs: memories(procs)[1].nothing.call_one().get(),
+    "hosts_that_a_job_has_not": lambda procs: LocalJob().state(cached_path=None).trainers,
+    "a_file_that_is_not_there": lambda procs: job_load("/nowhere/job.pkl"),
+    "tests_with_no_settings": lambda procs: parametrize_config(),
+}.items():
+    _function.__name__ = _name
+    program(_function)
 
 
 @program
@@ -162,11 +151,6 @@ def an_action_of_a_read_and_a_write(procs: Any) -> Any:
     other = procs.slice(gpus=2).spawn("other", Memory)
     told = reader.act.call_one(owner.buffer.call_one().get(), other.buffer.call_one().get()).get()
     return told, other.look.call_one().get()
-
-
-@program
-def an_action_of_nothing(procs: Any) -> Any:
-    return memories(procs)[1].nothing.call_one().get()
 
 
 @program
@@ -209,11 +193,6 @@ def a_part_of_the_hosts_of_a_job(procs: Any) -> Any:
     told = found.sizes, [said for _, said in found.values()]
     job.kill()
     return told
-
-
-@program
-def hosts_that_a_job_has_not(procs: Any) -> Any:
-    return LocalJob().state(cached_path=None).trainers
 
 
 @program
@@ -306,27 +285,29 @@ def a_job_without_telemetry(procs: Any) -> Any:
 
 
 @program
-def a_file_that_is_not_there(procs: Any) -> Any:
-    return job_load("/nowhere/job.pkl")
-
-
-@program
 def nodes_of_slurm_by_name(procs: Any) -> Any:
     job = SlurmJob({"trainers": 2}, gpus_per_node=2)
     job.add_mesh("judges", 1)
     return job.active, job.can_run(SlurmJob({"trainers": 2}))
 
 
-@program
-def the_job_of_a_folder(procs: Any) -> Any:
+@contextlib.contextmanager
+def in_folder() -> Iterator[None]:
+    """Work in a folder of its own."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            set_current_job("service_programs.job_here")
-            return load_current_job() is job_here
+            yield
         finally:
             os.chdir(before)
+
+
+@program
+def the_job_of_a_folder(procs: Any) -> Any:
+    with in_folder():
+        set_current_job("service_programs.job_here")
+        return load_current_job() is job_here
 
 
 job_here = LocalJob()
@@ -334,13 +315,8 @@ job_here = LocalJob()
 
 @program
 def no_job_of_a_folder(procs: Any) -> Any:
-    before = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            return load_current_job()
-        finally:
-            os.chdir(before)
+    with in_folder():
+        return load_current_job()
 
 
 @program
@@ -394,11 +370,6 @@ def tests_with_combinations_of_settings(procs: Any) -> Any:
 
     made = parametrize_config(codec_max_frame_length={5})(test)
     return made({"codec_max_frame_length": 5}, 1), made.__name__
-
-
-@program
-def tests_with_no_settings(procs: Any) -> Any:
-    return parametrize_config()
 
 
 @program

@@ -43,14 +43,18 @@ def pair(x: Any) -> Any:
     return {"twice": x * 2, "none": None}
 
 
-@program
-def an_operation(procs: Any) -> Any:
-    return inspect(torch.ones(3) * 2 + 1)
-
-
-@program
-def a_product(procs: Any) -> Any:
-    return inspect(torch.ones(2, 3) @ torch.arange(6.0).view(3, 2))
+for _name, _function in {
+    "an_operation": lambda procs: inspect(torch.ones(3) * 2 + 1),
+    "a_product": lambda procs: inspect(torch.ones(2, 3) @ torch.arange(6.0).view(3, 2)),
+    "the_index_of_each_rank": lambda procs: [inspect(procs.rank_tensor("gpus") * 10, gpus=rank) for rank in range(4)],
+    "a_structure": lambda procs: inspect({"a": torch.ones(2), "b": 3}),
+    "a_shard_by_a_mapping": lambda procs: fetch_shard(procs.rank_tensor("gpus"), {"gpus": 3}).get(),
+    "a_remote_function": lambda procs: inspect(remote(total, propagate=lambda x: torch.empty(()))(torch.ones(3))),
+    "a_remote_function_by_name": lambda procs: inspect(remote("torch.ones", propagate=lambda n: torch.empty(n))(3)),
+    "the_mesh_that_is_active": lambda procs: (get_active_mesh() is not None, str(get_active_stream())),
+}.items():
+    _function.__name__ = _name
+    program(_function)
 
 
 @program
@@ -60,23 +64,8 @@ def what_tensors_are(procs: Any) -> Any:
 
 
 @program
-def the_index_of_each_rank(procs: Any) -> Any:
-    return [inspect(procs.rank_tensor("gpus") * 10, gpus=rank) for rank in range(4)]
-
-
-@program
 def indices_of_all_axes(procs: Any) -> Any:
     return {name: inspect(tensor, gpus=2) for name, tensor in procs.rank_tensors().items()}
-
-
-@program
-def a_structure(procs: Any) -> Any:
-    return inspect({"a": torch.ones(2), "b": 3})
-
-
-@program
-def a_shard_by_a_mapping(procs: Any) -> Any:
-    return fetch_shard(procs.rank_tensor("gpus"), {"gpus": 3}).get()
 
 
 @program
@@ -88,19 +77,9 @@ def a_tensor_of_a_part(procs: Any) -> Any:
 
 
 @program
-def a_remote_function(procs: Any) -> Any:
-    return inspect(remote(total, propagate=lambda x: torch.empty(()))(torch.ones(3)))
-
-
-@program
 def a_remote_function_of_structures(procs: Any) -> Any:
     made = remote(pair, propagate=lambda x: {"twice": torch.empty(3), "none": None})(torch.ones(3))
     return inspect(made["twice"]), made["none"]
-
-
-@program
-def a_remote_function_by_name(procs: Any) -> Any:
-    return inspect(remote("torch.ones", propagate=lambda n: torch.empty(n))(3))
 
 
 @program
@@ -112,11 +91,6 @@ def a_remote_function_by_decoration(procs: Any) -> Any:
 def what_one_rank_returns(procs: Any) -> Any:
     called = remote(total, propagate=lambda x: torch.empty(()))
     return meshbook.call_on_shard_and_fetch(called, torch.ones(3), shard={"gpus": 1}).get()
-
-
-@program
-def the_mesh_that_is_active(procs: Any) -> Any:
-    return get_active_mesh() is not None, str(get_active_stream())
 
 
 @program
