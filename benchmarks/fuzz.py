@@ -43,6 +43,7 @@ from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.startup import WorkerSpec
 from meshbook.errors import ProtocolError
+from meshbook.launchers.base import LaunchedHost
 from meshbook.shape.members import Extent, Region
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Batch, FrameReader, pack, unbatch
@@ -224,17 +225,13 @@ def fuzz_decoders(count: int, seed: int) -> Report:
 # ---- a peer with a valid key -----------------------------------------------------------------------------------------
 
 
-class NoProcess:
+class NoProcess(LaunchedHost):
     """What a launcher returns, for a host that nobody has started."""
 
     pid = started = 0
-    job = ""
 
     def failure(self) -> str | None:
         return None
-
-    def waits_for(self) -> str:
-        return ""
 
     def close(self, timeout_s: float) -> None:
         pass

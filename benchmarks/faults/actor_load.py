@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import time
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from meshbook import ProcMesh, errors
 from meshbook.actor import Actor, ActorMesh, concurrent_endpoint, context, endpoint
 
 HOLD_S = 60.0
-SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
 EXIT_CODE = 3
 TALK = 20  # so many messages each actor sends to all others
 

@@ -3,15 +3,13 @@ lost or comes twice."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
-from benchmarks.faults.actor_load import EXIT_CODE, SIGNALS, ActorLoad
-from benchmarks.faults.faults import DEADLINE_S, STOPPED_S, PlannedCampaign
+from benchmarks.faults.actor_load import EXIT_CODE, ActorLoad
+from benchmarks.faults.faults import DEADLINE_S, RANKS, PlannedCampaign
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Watched
-from benchmarks.faults.plan import DEADLY, Fault
+from benchmarks.faults.plan import DEADLY, SIGNALS, Fault, make_plan
 from meshbook import LocalLauncher, ProcMesh, errors, start_hosts
 from meshbook.actor import ActorError, SupervisionError
 
@@ -20,11 +18,16 @@ CAUSES = {kind: number.name for kind, number in SIGNALS.items()} | {"exit": f"ex
 """What an error must say of a death."""
 
 
+def run_actors(seed: int, count: int) -> Findings:
+    """``count`` faults into actors of two hosts."""
+    size = f"{count:,} faults into {RANKS} ranks on two hosts, seed {seed}"
+    return ActorCampaign(Findings("actors", size)).run(make_plan(seed, count, RANKS))
+
+
 class ActorCampaign(PlannedCampaign):
     """A mesh whose actors are hurt; it has new actors after each fault."""
 
-    def __init__(self, ranks: int, size: str) -> None:
-        super().__init__(Findings("actors", size), ranks)
+    signals = SIGNALS
 
     def _serve(self, fault: Fault) -> None:
         load = ActorLoad(self.mesh, fault.number)
@@ -35,10 +38,7 @@ class ActorCampaign(PlannedCampaign):
         hurt_at = time.monotonic()
         raised = self._hurt(fault, load, held, pids)
         deadline = time.monotonic() + DEADLINE_S
-        late = [watched for watched in [*load.watched, *raised] if not watched.wait(deadline)]
-        self.findings.hangs += [f"{fault}: {watched.sort} {watched.number}" for watched in late]
-        if late:
-            self._replace()
+        if not self._all_have_ended(fault, [*load.watched, *raised], deadline):
             return
         self._judge(fault, load, held)
         for watched in raised:
@@ -52,24 +52,16 @@ class ActorCampaign(PlannedCampaign):
         self._mend(fault)
 
     def _hurt(self, fault: Fault, load: ActorLoad, held: Watched | None, pids: dict[int, int]) -> list[Watched]:
-        kind, pid = fault.kind, pids[fault.rank]
-        if kind in SIGNALS:
-            os.kill(pid, SIGNALS[kind])
-        elif kind == "exit":
+        self._signal(fault, pids)
+        if fault.kind == "exit":
             load.members.select([fault.rank]).exit.broadcast()
-        elif kind == "stop":
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(STOPPED_S)
-            os.kill(pid, signal.SIGCONT)
-        elif kind == "agent":
-            os.kill(self._agent_of(fault.rank), signal.SIGKILL)
-        elif kind == "interrupt":
+        elif fault.kind == "interrupt":
             assert held is not None
             held.future.cancel()
             load.waits.popitem()[1].future.cancel()
             for wait in load.waits.values():
                 wait.future.cancel()
-        else:
+        elif fault.kind == "raise":
             return [Watched(load.members.fail.call(fault.rank, fault.number), fault.number, "raising call", None)]
         return []
 
@@ -140,15 +132,10 @@ class ActorCampaign(PlannedCampaign):
 
     def _spawn(self) -> ProcMesh:
         hosts = start_hosts({"hosts": HOSTS}, LocalLauncher(separate_hosts=True))
-        per_host = {"gpus": self.ranks // HOSTS}
+        per_host = {"gpus": RANKS // HOSTS}
         return hosts.spawn_procs(per_host, name="acting", device="cpu", group=False, owns_hosts=True)
 
     def _ranks_beside(self, rank: int) -> range:
         """The ranks of its host."""
-        per_host = self.ranks // HOSTS
+        per_host = RANKS // HOSTS
         return range(rank // per_host * per_host, (rank // per_host + 1) * per_host)
-
-    def _agent_of(self, rank: int) -> int:
-        hello = self.mesh._mesh.host_of(rank).hello
-        assert hello is not None
-        return hello.pid

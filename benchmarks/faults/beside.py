@@ -22,7 +22,7 @@ from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import OutputTarget
 from meshbook.mesh.driven import set_output_source
-from meshbook.mesh.proc_view import ask, new_output_id
+from meshbook.mesh.proc_view import new_output_id
 
 RANKS = 4
 DEADLINE_S = 30.0
@@ -198,14 +198,9 @@ def _fail(mesh: ProcMesh, learners: Learner, rng: random.Random, findings: Findi
 
 
 def _expect_proof(mesh: ProcMesh, after: str, findings: Findings) -> None:
-    try:
-        if (values := mesh.run(PROOF).get(DEADLINE_S).values()) != [3 * RANKS] * RANKS:
-            findings.wrong.append(f"after {after}: {values}")
-    except errors.CallTimeout as error:
-        findings.hangs.append(f"after {after}: {error} {ask(mesh, object, 'collectives', timeout_s=5)}")
-        mesh.interrupt()
-    except errors.CallError as error:
-        findings.wrong.append(f"after {after}: {error}")
+    with findings.judging(f"after {after}", mesh):
+        values = mesh.run(PROOF).get(DEADLINE_S).values()
+        assert values == [3 * RANKS] * RANKS, values
 
 
 def _look(mesh: ProcMesh, before: dict[str, int], after: str, findings: Findings) -> dict[str, int]:
@@ -241,23 +236,12 @@ def _retry(mesh: ProcMesh, learners: Learner, rng: random.Random, findings: Find
     fails, pause_s, late_s = rng.choice(FAILURES), rng.random() * MAX_PAUSE_S * rng.choice((0.1, 1)), rng.random() * 0.1
     what = f"{number}, {fails}, again after {pause_s:.3f} s"
     findings.count(fails)
-    try:
+    with findings.judging(what, mesh), contextlib.suppress(ActorError):
         learners.step.call(-1.0, fails, rng.randrange(RANKS), rng.choice((0.0, late_s))).get(DEADLINE_S)
         findings.wrong.append(f"{what}: nothing was raised")
-    except ActorError:
-        pass
-    except errors.CallTimeout as error:
-        findings.hangs.append(f"{what}: {error}")
-        mesh.interrupt()
     time.sleep(pause_s)
     started = time.monotonic()
-    try:
+    with findings.judging(what, mesh):
         values = learners.step.call(float(number), "", 0, 0.0).get(DEADLINE_S).values()
         findings.time("a call after a failure", time.monotonic() - started)
-        if values != [float(RANKS * number)] * RANKS:
-            findings.wrong.append(f"{what}: {values}")
-    except errors.CallTimeout as error:
-        findings.hangs.append(f"{what}: {error}")
-        mesh.interrupt()
-    except (errors.CallError, ActorError) as error:
-        findings.wrong.append(f"{what}: {error}")
+        assert values == [float(RANKS * number)] * RANKS, values

@@ -24,6 +24,7 @@ import meshbook
 from benchmarks.faults import on_rank
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Load, Watched, numbers
+from benchmarks.faults.plan import SIGNALS as DEADLY
 from meshbook import DeviceMeshError, ProcMesh, errors, heal_mesh, this_host
 from meshbook.actor import Actor, ActorError, SupervisionError, endpoint
 from meshbook.distributed import Mesh
@@ -34,7 +35,6 @@ STEPS = 12
 LONGEST_DELAY_S = 0.12
 STOPPED_S = 0.1
 
-DEADLY = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
 FAULTS = [*DEADLY, "stop", "raise", "interrupt", "wrong rows"]
 REPAIRS = ("heal", "heal_mesh", "respawn", "shrink")
 CHANGES = ("", "", "resize", "attach")  # what becomes of the mesh between two faults

@@ -23,7 +23,7 @@ FLOOD_S_PER_GB = 60.0
 LINE = "x" * 999
 
 
-def run_calls(count: int, ranks: int = 2) -> Findings:
+def run_calls(_seed: int, count: int, ranks: int = 2) -> Findings:
     """``count`` small calls to every rank, a hundred under way; memory of all processes before and after."""
     findings = Findings("calls", f"{count:,} to each of {ranks} ranks")
     with this_host().spawn_procs({"gpus": ranks}, name="calls", device="cpu", group=False) as mesh:
@@ -87,7 +87,7 @@ class _Flooded(Printed):
         self.texts.clear()
 
 
-def run_flood(size_bytes: int, ranks: int = 2) -> Findings:
+def run_flood(_seed: int, size_bytes: int, ranks: int = 2) -> Findings:
     """Every rank prints ``size_bytes``: all of it is shown or counted, and the agent stays small and answers."""
     findings = Findings("output", f"{size_bytes / 1e9:g} GB from each of {ranks} ranks")
     lines = size_bytes // (len(LINE) + 1)

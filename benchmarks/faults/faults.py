@@ -5,30 +5,34 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.faults import on_rank
 from benchmarks.faults.checks import Held
 from benchmarks.faults.findings import Findings
 from benchmarks.faults.load import Load, Printed, Watched
-from benchmarks.faults.plan import DEADLY, Fault
+from benchmarks.faults.plan import DEADLY, SIGNALS, Fault, make_plan
 from meshbook import ProcMesh, errors, this_host
 from meshbook.mesh import states
 
 DEADLINE_S = 15.0  # what is not over by then counts as a hang
-SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "exit": signal.SIGUSR2}
 STOPPED_S = 0.1
+LONGEST_S = 3600.0
+RANKS = 4
 
 
 class PlannedCampaign:
-    """A mesh that is hurt as a plan says, again and again, and mended in between."""
+    """A mesh that is hurt as a plan says, again and again, and mended in between. signals: of deadly faults."""
 
-    def __init__(self, findings: Findings, ranks: int) -> None:
-        self.findings, self.ranks = findings, ranks
+    signals: Mapping[str, signal.Signals]
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
         self.mesh = self._spawn()
 
-    def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
-        """Serve the plan, or as much of it as fits before ``until``, a monotonic time."""
+    def run(self, plan: Sequence[Fault]) -> Findings:
+        """Serve the plan, or as much of it as fits into an hour."""
+        until = time.monotonic() + LONGEST_S
         with self.findings.running():
             for fault in plan:
                 if time.monotonic() > until:
@@ -61,17 +65,43 @@ class PlannedCampaign:
         self.mesh.stop()
         self.mesh = self._spawn()
 
+    def _signal(self, fault: Fault, pids: Mapping[int, int]) -> None:
+        """Hurt a rank, or its agent, by signals, where that is the fault. pids: of ranks."""
+        if fault.kind in self.signals:
+            os.kill(pids[fault.rank], self.signals[fault.kind])
+        elif fault.kind == "stop":
+            os.kill(pids[fault.rank], signal.SIGSTOP)
+            time.sleep(STOPPED_S)
+            os.kill(pids[fault.rank], signal.SIGCONT)
+        elif fault.kind == "agent":
+            os.kill(self._agent_of(fault.rank), signal.SIGKILL)
+
+    def _all_have_ended(self, fault: Fault, calls: Iterable[Watched], deadline: float) -> bool:
+        """Wait for calls; those that hang cost the mesh its place."""
+        late = [watched for watched in calls if not watched.wait(deadline)]
+        self.findings.hangs += [f"{fault}: {watched.sort} {watched.number}" for watched in late]
+        if late:
+            self._replace()
+        return not late
+
+    def _agent_of(self, rank: int) -> int:
+        hello = self.mesh._mesh.host_of(rank).hello
+        assert hello is not None
+        return hello.pid
+
 
 class Campaign(PlannedCampaign):
     """Calls, cells, collectives and payloads under faults."""
 
-    def __init__(self, ranks: int, size: str) -> None:
-        super().__init__(Findings("random faults", size), ranks)
+    signals = {**SIGNALS, "exit": signal.SIGUSR2}
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__(findings)
         self._agent: tuple[int, Held] | None = None
         self._agent_grew = ""
 
-    def run(self, plan: Sequence[Fault], until: float = float("inf")) -> Findings:
-        findings = super().run(plan, until)
+    def run(self, plan: Sequence[Fault]) -> Findings:
+        findings = super().run(plan)
         findings.notes.append(f"the last agent, since its first fault: {self._agent_grew}")
         return findings
 
@@ -87,17 +117,17 @@ class Campaign(PlannedCampaign):
         if fault.kind == "exit" and seen is not None:
             seen.wait_for_text(fault.rank, time.monotonic() + DEADLINE_S)
         hurt_at = time.monotonic()
-        self._hurt(fault, held, pids)
+        self._signal(fault, pids)
+        if fault.kind == "interrupt":
+            assert held is not None
+            held.future.cancel()
         deadline = time.monotonic() + DEADLINE_S
         if held is not None and seen is not None and fault.kind in DEADLY:
             if seen.wait_for_end(fault.rank, deadline):
                 self.findings.time("death of a rank: known to the caller", seen.ended_at[fault.rank] - hurt_at)
             if not _in_collective(fault):
                 held.future.cancel()
-        late = [watched for watched in load.watched if not watched.wait(deadline)]
-        self.findings.hangs += [f"{fault}: {watched.sort} {watched.number}" for watched in late]
-        if late:
-            self._replace()
+        if not self._all_have_ended(fault, load.watched, deadline):
             return
         if held is not None:
             self.findings.time(f"{_sort_of(fault)}: its cell over on all ranks", held.ended_at - hurt_at)
@@ -114,20 +144,6 @@ class Campaign(PlannedCampaign):
             return None
         code = on_rank.HOLD_IN_COLLECTIVE if _in_collective(fault) else on_rank.HOLD
         return load.hold(on_rank.HOLD_AND_EXIT if fault.kind == "exit" else code, rank=fault.rank)
-
-    def _hurt(self, fault: Fault, held: Watched | None, pids: dict[int, int]) -> None:
-        kind = fault.kind
-        if kind in SIGNALS:
-            os.kill(pids[fault.rank], SIGNALS[kind])
-        elif kind == "stop":
-            os.kill(pids[fault.rank], signal.SIGSTOP)
-            time.sleep(STOPPED_S)
-            os.kill(pids[fault.rank], signal.SIGCONT)
-        elif kind == "agent":
-            os.kill(self._agent_pid(), signal.SIGKILL)
-        elif kind == "interrupt":
-            assert held is not None
-            held.future.cancel()
 
     def _judge(self, fault: Fault, load: Load, held: Watched | None) -> None:
         wrong = self.findings.wrong
@@ -181,7 +197,7 @@ class Campaign(PlannedCampaign):
         elif self.mesh.lost:
             self.mesh.heal(force=True)
         proof = self.mesh.run(on_rank.PROVE).get(DEADLINE_S).values()
-        if proof != [self.ranks] * self.ranks:
+        if proof != [RANKS] * RANKS:
             self.findings.wrong.append(f"{fault}: the group counts {proof} afterwards")
         self.findings.time(f"{_sort_of(fault)}: mended, with a proof", time.monotonic() - started)
 
@@ -201,21 +217,22 @@ class Campaign(PlannedCampaign):
             self.findings.wrong.append(f"{fault}: the cell ended with {type(error).__name__}: {error}")
 
     def _spawn(self) -> ProcMesh:
-        return this_host().spawn_procs({"gpus": self.ranks}, name="hurt", device="cpu")
-
-    def _agent_pid(self) -> int:
-        hello = self.mesh._mesh.hosts[0].hello
-        assert hello is not None
-        return hello.pid
+        return this_host().spawn_procs({"gpus": RANKS}, name="hurt", device="cpu")
 
     def _look_after(self, fault: Fault) -> None:
         """Remember what an agent held when we first saw it, and tell of the last one."""
-        pid = self._agent_pid()
+        pid = self._agent_of(0)
         held = Held.of(pid)
         if self._agent is None or self._agent[0] != pid:
             self._agent = (pid, held)
             self.findings.counts["agents"] = self.findings.counts.get("agents", 0) + 1
         self._agent_grew = held.since(self._agent[1])
+
+
+def run_faults(seed: int, count: int) -> Findings:
+    """``count`` faults into calls, cells, collectives and payloads."""
+    campaign = Campaign(Findings("random faults", f"{count:,} into {RANKS} ranks, seed {seed}"))
+    return campaign.run(make_plan(seed, count, RANKS))
 
 
 def _in_collective(fault: Fault) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.report import aligned, number
 from benchmarks.stats import summarise
+from meshbook import ProcMesh
 from meshbook.errors import MeshError
+from meshbook.mesh.proc_view import ask
 
+ALIVE_S = 60.0
 SHOWN = 20
 SHOWN_CHARS = 500
 
@@ -45,15 +50,42 @@ class Findings:
         self.seconds = time.monotonic() - started
 
     @contextlib.contextmanager
-    def judging(self, what: str) -> Iterator[None]:
-        """Note how a block ends: a timeout is a hang, and another error of the mesh, or of an assertion, is wrong."""
+    def judging(self, what: str, mesh: ProcMesh | None = None) -> Iterator[None]:
+        """Note how a block ends: a timeout is a hang, and another error of the mesh, or of an assertion, is wrong.
+
+        mesh: asked for its collectives, and interrupted, when something hangs.
+        """
         lead = f"{what}: " if what else ""
         try:
             yield
         except TimeoutError as error:
-            self.hangs.append(f"{lead}{error}")
+            where = "" if mesh is None else f" {ask(mesh, object, 'collectives', timeout_s=5)}"
+            self.hangs.append(f"{lead}{error}{where}")
+            if mesh is not None:
+                mesh.interrupt()
         except (AssertionError, MeshError, UnicodeError) as error:
             self.wrong.append(f"{lead}{type(error).__name__}: {str(error)[:SHOWN_CHARS]}")
+
+    def try_ways(
+        self,
+        mesh: ProcMesh,
+        ways: Sequence[Callable[[Any], object]],
+        draw_input: Callable[[], Any],
+        draw: random.Random,
+        count: int,
+    ) -> None:
+        """Try random ways with random inputs; after each the mesh has its state, and lives."""
+        mesh.run("state = 42").get(ALIVE_S)
+        for _ in range(count):
+            way, given = draw.choice(ways), draw_input()
+            self.count(way.__name__)
+            began = time.monotonic()
+            with self.judging(f"{way.__name__} {given!r}"):
+                way(given)
+                assert set(mesh.pull("state").get(ALIVE_S).values()) == {42}
+            self.time(way.__name__, time.monotonic() - began)
+            if mesh.lost or self.hangs:
+                break
 
     @property
     def ok(self) -> bool:

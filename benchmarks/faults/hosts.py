@@ -42,9 +42,9 @@ class HostCampaign:
         """The ledger of each rank: the calls since its process began."""
         self.mesh.run(SETUP).get(DEADLINE_S)
         self.faults: dict[str, Callable[[int], None]] = {
-            "agents killed": lambda host: self._kill(self._pids_there(host)[0]),
-            "ranks killed": lambda host: self._kill(self._pids_there(host)[1]),
-            "ssh clients killed": lambda host: self._kill(self.mesh._mesh.hosts[host].launched.pid),
+            "agents killed": lambda host: os.kill(self._pids_there(host)[0], signal.SIGKILL),
+            "ranks killed": lambda host: os.kill(self._pids_there(host)[1], signal.SIGKILL),
+            "ssh clients killed": lambda host: os.kill(self.mesh._mesh.hosts[host].launched.pid, signal.SIGKILL),
             "connections reset": lambda host: self._note(self.relays[host].cut() > 0, "no connection to reset"),
             **{f"cuts of {seconds:g} s": self._cut(seconds) for seconds in CUTS_S},
         }
@@ -141,9 +141,6 @@ class HostCampaign:
             self.relays[host].silence(seconds)
 
         return cut
-
-    def _kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
 
     def _note(self, right: bool, what: str) -> None:
         if not right:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Mapping
 
 from benchmarks.faults.findings import Findings
@@ -164,21 +163,11 @@ def run_large(seed: int, count: int) -> Findings:
     """``count`` messages of sizes around the limits."""
     findings, draw = Findings("large", f"{count:,} large messages, seed {seed}"), random.Random(seed)
     with findings.running(), this_host().spawn_procs({"gpus": 2}, name="large", device="cpu") as mesh:
-        mesh.run("state = 42").get(DEADLINE_S)
         loads = Loads(mesh)
         loads.printed_by_an_actor(1)
         agent = mesh._mesh.hosts[0].launched.pid
         before = resident_bytes(agent)
-        for _ in range(count):
-            way, size = draw.choice(loads.ways), draw.choice(SIZES)
-            findings.count(way.__name__)
-            began = time.monotonic()
-            with findings.judging(f"{way.__name__} {size:,}"):
-                way(size)
-                assert mesh.pull("state").get(DEADLINE_S).values() == [42, 42]
-            findings.time(way.__name__, time.monotonic() - began)
-            if mesh.lost or findings.hangs:
-                break
+        findings.try_ways(mesh, loads.ways, lambda: draw.choice(SIZES), draw, count)
         if (grown := resident_bytes(agent) - before) > MAX_GROWTH_BYTES:
             findings.left.append(f"{grown >> 20} MiB of memory in the agent")
     set_output_source(None)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.faults import on_rank
+from benchmarks.faults.findings import Findings
 from meshbook import Future, ProcMesh, errors
 from meshbook.calls.output import OutputEvent, RankDone, StreamText
 from meshbook.mesh.rank_calls import start_cell
 
+ANSWERED_S = 60.0
 PAYLOAD_ELEMENTS = 100_000  # float32: 400 kB, which travels in shared memory
 
 numbers = itertools.count(1)  # one number per call, over all loads
@@ -59,6 +61,39 @@ class Watched:
             for rank, value in self.results().items()
             if self.expected is not None and value != self.expected
         ]
+
+
+class NumberedCalls:
+    """Calls of all ranks that note their number: each runs once, in order, and is answered."""
+
+    def __init__(self, mesh: ProcMesh, findings: Findings) -> None:
+        self.mesh = mesh
+        self.findings = findings
+        self._watched: list[Watched] = []
+        mesh.run("ledger = []").get(ANSWERED_S)
+
+    def send(self, count: int) -> None:
+        for _ in range(count):
+            number = len(self._watched) + 1
+            self._watched.append(Watched(self.mesh.execute(on_rank.note, number), number, "call", number))
+
+    def await_answers(self, after: str) -> None:
+        """Wait for all answers, and time that. after: a fault."""
+        began = time.monotonic()
+        self.findings.hangs += [f"call {each.number}" for each in self._watched if not each.wait(began + ANSWERED_S)]
+        self.findings.time(f"all answered after {after}", time.monotonic() - began)
+
+    def judge(self) -> None:
+        """Look at each answer, and at the ledgers."""
+        self.findings.count("calls", len(self._watched))
+        for each in self._watched:
+            if each.error is not None:
+                self.findings.wrong.append(f"call {each.number} failed with {each.error!r}")
+            self.findings.wrong += each.wrong_results()
+        expected = list(range(1, len(self._watched) + 1))
+        for rank, ledger in enumerate(self.mesh.pull("ledger").get(ANSWERED_S).values()):
+            if ledger != expected:
+                self.findings.wrong.append(f"rank {rank} ran {len(ledger)} calls of {len(expected)}, or out of order")
 
 
 class Printed:

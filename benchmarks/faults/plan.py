@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ WEIGHTS: Mapping[str, int] = {
 """How often each kind comes. ``stop`` is SIGSTOP and, a moment later, SIGCONT; ``raise`` is one rank that raises while
 the others wait in a collective; ``agent`` is SIGKILL for the host agent."""
 
-DEADLY = frozenset({"kill", "segv", "abort", "exit"})  # faults that end one rank
+SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
+DEADLY = frozenset({*SIGNALS, "exit"})  # faults that end one rank
 
 LONGEST_DELAY_S = 0.06
 

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.faults.findings import Findings
-from meshbook import ProcMesh, errors, this_host
+from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.formatting import format_ranks
-from meshbook.mesh.proc_view import ask
 
 RANKS = 4
 DEADLINE_S = 30.0
@@ -126,32 +125,20 @@ class _Shapes:
         odd, size = self.rng.randrange(RANKS), self.rng.randint(2, 3000)
         values = {"size": size, "root": self.rng.randrange(RANKS), "odd": odd, "next": (odd + 1) % RANKS}
         begun = time.monotonic()
-        try:
+        with self.findings.judging(what, self.procs):
             code = f"odd = int(rank == {odd})\n{kind.code.format(**values)}"
-            returned = self._start(code, in_actors).get(DEADLINE_S)
-            self.findings.wrong.append(f"{what}: nothing was told, {returned}")
-        except errors.CallTimeout:
-            self.findings.hangs.append(f"{what}: {ask(self.procs, object, 'collectives', timeout_s=5)}")
-            self.procs.interrupt()
-        except errors.MeshError as error:
+            error = self._start(code, in_actors).exception(DEADLINE_S)
             expected = _expected(kind, odd, size)
             if in_actors:
                 expected.append("they disagree on a size")  # who is told first raises; the names follow in a notice
-            if not any(each in str(error) for each in expected):
-                self.findings.wrong.append(f"{what}, rank {odd}: {error}")
+            assert any(each in str(error) for each in expected), f"rank {odd}: {error}"
         self.findings.time("told", time.monotonic() - begun)
         self._expect_health(what, values, self.rng.random() < 0.3)
 
     def _expect_health(self, what: str, values: dict[str, int], in_actors: bool) -> None:
-        try:
+        with self.findings.judging(f"{what}: the healthy round after it", self.procs):
             healthy = self._start(HEALTHY.format(**values), in_actors).get(DEADLINE_S).values()
-            if healthy != [[2.0 * RANKS]] * RANKS:
-                self.findings.wrong.append(f"{what}: wrong numbers after it: {str(healthy)[:200]}")
-        except errors.CallTimeout:
-            self.findings.hangs.append(f"{what}: the healthy round after it")
-            self.procs.interrupt()
-        except errors.MeshError as error:
-            self.findings.wrong.append(f"{what}: the healthy round after it: {error}")
+            assert healthy == [[2.0 * RANKS]] * RANKS, healthy
 
 
 def _expected(kind: Kind, odd: int, size: int) -> list[str]:

@@ -164,15 +164,7 @@ def run_texts(seed: int, count: int) -> Findings:
         findings.running(),
         this_host().spawn_procs({"gpus": 2}, name="texts", device="cpu", group=False) as mesh,
     ):
-        mesh.run("import os\nstate = 42").get(DEADLINE_S)
-        borders = Borders(mesh)
-        for _ in range(count):
-            way, text = draw.choice(borders.ways), strange_text(draw)
-            findings.count(way.__name__)
-            with findings.judging(f"{way.__name__} {text!r}"):
-                way(text)
-                assert mesh.pull("state").get(DEADLINE_S).values() == [42, 42]
-            if mesh.lost or findings.hangs:
-                break
+        mesh.run("import os").get(DEADLINE_S)
+        findings.try_ways(mesh, Borders(mesh).ways, lambda: strange_text(draw), draw, count)
     set_output_source(None)
     return findings
