@@ -6,10 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from jupyter_core.utils import ensure_event_loop
-
 from benchmarks.figures import Figure, Goal, Settings, timed
-from benchmarks.running_kernel import RunningKernel
+from benchmarks.notebook import Notebook
 from benchmarks.stats import seconds, summarise
 from benchmarks.subject import TIMEOUT_S
 
@@ -35,18 +33,12 @@ BUSY = {
 GOAL = Goal("at most", 100)
 
 
-class FrontEnd(RunningKernel):
-    """A stock ipykernel with the extension, and the questions that a front end asks."""
+class FrontEnd(Notebook):
+    """A notebook, and the questions that its front end asks."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.wait_for_ready()
+        super().__init__(RANKS)
         self.missed = 0
-
-    def run(self, code: str) -> None:
-        reply = self.client.execute_interactive(code, timeout=TIMEOUT_S, output_hook=lambda _: None, allow_stdin=False)
-        if reply["content"]["status"] != "ok":
-            raise RuntimeError(f"{code!r} failed: {reply['content']}")
 
     @contextlib.contextmanager
     def running(self, code: str) -> Iterator[None]:
@@ -73,11 +65,8 @@ class FrontEnd(RunningKernel):
 
 def run(settings: Settings) -> Iterator[Figure]:
     """Idle, then busy in each way."""
-    ensure_event_loop()
     front = FrontEnd()
     try:
-        front.run("%load_ext meshbook_extension")
-        front.run(f"%mesh spawn gpus={RANKS} --device cpu")
         front.run(NAMES)
         front.run("local_name = 1")
         count = settings.count(200)

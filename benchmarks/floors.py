@@ -5,7 +5,7 @@
     memcpy      one copy between two warm buffers                      what a payload costs at all
     fork        a process that has imported torch, forked n times      what a worker costs at all
 
-Each is a context manager that owns its processes, and usable alone: `python -m benchmarks.floors`.
+Each is a context manager that owns its processes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import numpy as np
 from typing_extensions import Self
 
 from benchmarks.floor_children import MESSAGE_BYTES
-from benchmarks.machine import forget_test_settings
-from benchmarks.stats import seconds, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE = b"x" * MESSAGE_BYTES
@@ -218,28 +216,3 @@ def flood(ranks: int, lines: int) -> tuple[float, int]:
                     poll.unregister(fd)
                     open_pipes.discard(fd)
         return time.perf_counter() - started, seen
-
-
-def main() -> None:
-    """Print every floor once, in one screen."""
-    forget_test_settings()
-    print(f"import torch in a fresh interpreter: {import_torch():.2f} s")
-    with Forks() as forks:
-        for count in (8, 64):
-            with forks.fork(count) as (took, _):
-                print(f"fork {count} of a process with torch: {took * 1e3:.0f} ms")
-    for ranks in (1, 2, 4, 8, 16):
-        for kind in (RawFanOut, Relay):
-            with kind(ranks) as floor:
-                summary = summarise([seconds(floor.call) for _ in range(500)]).scaled(1e6)
-                print(f"{kind.__name__} x{ranks}: {summary.median:.0f} us, p99 {summary.p99:.0f} us")
-    for megabytes in (1, 100, 500):
-        memcpy = Memcpy(megabytes * 1_000_000)
-        summary = summarise([seconds(memcpy.copy) for _ in range(6)][1:]).scaled(1e3)
-        print(f"memcpy {megabytes} MB: {summary.median:.2f} ms")
-    took, seen = flood(8, 100_000)
-    print(f"8 processes print 100,000 lines each: {took:.2f} s, {seen} lines")
-
-
-if __name__ == "__main__":
-    main()

@@ -32,12 +32,13 @@ PREWARMED = Goal("x floor", 1.1)
 class Notebook(RunningKernel):
     """A stock ipykernel with the extension and a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
+        ensure_event_loop()
         super().__init__()
         self.last_request = ""
         self.wait_for_ready()
         self.run("%load_ext meshbook_extension")
-        self.run(f"%mesh spawn gpus={RANKS} --device cpu")
+        self.run(f"%mesh spawn gpus={ranks} --device cpu")
 
     def run(self, code: str, limit_s: float = TIMEOUT_S) -> float:
         """Run a cell; return the seconds from its request until the kernel is idle.
@@ -64,7 +65,6 @@ class Notebook(RunningKernel):
 
 def run(settings: Settings) -> Iterator[Figure]:
     """Each kind of cell."""
-    ensure_event_loop()
     yield from _first_prompts(settings.count(11))
     notebook = Notebook()
     try:
@@ -83,6 +83,7 @@ def run(settings: Settings) -> Iterator[Figure]:
 
 def _first_prompts(count: int) -> Iterator[Figure]:
     """Each kind of kernel in turns; the first turn fills the page cache."""
+    ensure_event_loop()
     samples: dict[str, list[float]] = {kind: [] for kind in KERNELS}
     for turn in range(count + 1):
         for kind, (name, environment) in KERNELS.items():

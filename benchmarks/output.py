@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from jupyter_core.utils import ensure_event_loop
 
 from benchmarks import floors
 from benchmarks.cells import WatchedCell
@@ -31,6 +30,7 @@ QUESTION = (
 RANKS = 8
 LIMIT_S = 300.0  # for a cell on a machine where others compute
 LINES = 100_000
+SIZE = f"{RANKS} x {LINES:,} lines"
 FLOOD = f"for number in range({LINES}):\n    print(f'line {{number}} of a flood')"
 LINES_OF_CELL = 20_000
 TEXTS = {"equal": "line {number} of a flood", "differing": "line {number} of rank {rank} in a flood"}
@@ -43,8 +43,13 @@ def run(settings: Settings) -> Iterator[Figure]:
     with mesh(RANKS) as procs:
         yield from _flood(procs, settings.count(5))
         yield from _interrupted(procs, settings.count(10))
-    yield _in_a_notebook(settings.count(5))
-    yield from _until_idle(settings.count(10))
+    notebook = Notebook()
+    try:
+        took = [notebook.run(f"%%mesh\n{FLOOD}") for _ in range(settings.count(5) + 1)][1:]
+        yield Figure("output", "in a notebook", SIZE, "meshbook", "s", summarise(took), goal=Goal("at most", 1.5))
+        yield from _until_idle(notebook, settings.count(10))
+    finally:
+        notebook.close()
 
 
 def _flood(procs: ProcMesh, count: int) -> Iterator[Figure]:
@@ -67,13 +72,12 @@ def _flood(procs: ProcMesh, count: int) -> Iterator[Figure]:
             lost.append(float(RANKS * LINES - (_lines_logged(procs) - before)))
             messages.append(float(cell.messages()))
             answers += latencies
-    size = f"{RANKS} x {LINES:,} lines"
     samples = {"pipes": floor, "meshbook": ours}
-    yield from side_by_side("output", "flood", size, "s", samples, goals={"meshbook": Goal("at most", 0.6)})
+    yield from side_by_side("output", "flood", SIZE, "s", samples, goals={"meshbook": Goal("at most", 0.6)})
     nothing = Goal("at most", 0)
-    yield Figure("output", "missing in logs", size, "meshbook", "lines", summarise(lost), goal=nothing)
-    yield Figure("output", "published", size, "meshbook", "messages", summarise(messages))
-    yield timed("output", "status meanwhile", size, "ms", answers)
+    yield Figure("output", "missing in logs", SIZE, "meshbook", "lines", summarise(lost), goal=nothing)
+    yield Figure("output", "published", SIZE, "meshbook", "messages", summarise(messages))
+    yield timed("output", "status meanwhile", SIZE, "ms", answers)
 
 
 def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
@@ -89,41 +93,23 @@ def _interrupted(procs: ProcMesh, count: int) -> Iterator[Figure]:
     yield timed("output", "interrupt meanwhile", f"{RANKS} ranks", "ms", ended)
 
 
-def _in_a_notebook(count: int) -> Figure:
-    """The flood as a cell, with all that a front end gets of it."""
-    ensure_event_loop()
-    notebook = Notebook()
-    try:
-        took = [notebook.run(f"%%mesh\n{FLOOD}") for _ in range(count + 1)][1:]
-    finally:
-        notebook.close()
-    size = f"{RANKS} x {LINES:,} lines"
-    return Figure("output", "in a notebook", size, "meshbook", "s", summarise(took), goal=Goal("at most", 1.5))
-
-
-def _until_idle(count: int) -> Iterator[Figure]:
+def _until_idle(notebook: Notebook, count: int) -> Iterator[Figure]:
     """Run cells whose ranks print much, alone and where others compute, each of whom the scheduler gives as much."""
-    notebook = Notebook()
     kernel = psutil.Process(notebook.manager.provisioner.pid)  # type: ignore[union-attr]
-    try:
-        for loops, (kind, text) in itertools.product(LOOPS, TEXTS.items()):
-            took, cpu, late = [], [], []
-            with busy_loops(loops):
-                for _ in range(count):
-                    before = sum(kernel.cpu_times()[:2])
-                    code = f"for number in range({LINES_OF_CELL}): print(f'{text}')"
-                    took.append(notebook.run(f"%%mesh\n{code}", limit_s=LIMIT_S))
-                    late.append(float(_count_late(notebook)))
-                    cpu.append(sum(kernel.cpu_times()[:2]) - before)
-            size = f"{RANKS} x {LINES_OF_CELL:,}, {loops} loops"
-            yield Figure("output", f"until idle, {kind} lines", size, "meshbook", "s", summarise(took))
-            yield Figure("output", f"CPU of the kernel, {kind} lines", size, "meshbook", "s", summarise(cpu))
-            after = Goal("at most", 0)
-            yield Figure(
-                "output", f"after idle, {kind} lines", size, "meshbook", "messages", summarise(late), goal=after
-            )
-    finally:
-        notebook.close()
+    for loops, (kind, text) in itertools.product(LOOPS, TEXTS.items()):
+        took, cpu, late = [], [], []
+        with busy_loops(loops):
+            for _ in range(count):
+                before = sum(kernel.cpu_times()[:2])
+                code = f"for number in range({LINES_OF_CELL}): print(f'{text}')"
+                took.append(notebook.run(f"%%mesh\n{code}", limit_s=LIMIT_S))
+                late.append(float(_count_late(notebook)))
+                cpu.append(sum(kernel.cpu_times()[:2]) - before)
+        size = f"{RANKS} x {LINES_OF_CELL:,}, {loops} loops"
+        yield Figure("output", f"until idle, {kind} lines", size, "meshbook", "s", summarise(took))
+        yield Figure("output", f"CPU of the kernel, {kind} lines", size, "meshbook", "s", summarise(cpu))
+        after = Goal("at most", 0)
+        yield Figure("output", f"after idle, {kind} lines", size, "meshbook", "messages", summarise(late), goal=after)
 
 
 def _count_late(notebook: Notebook) -> int:

@@ -193,20 +193,27 @@ def step_on_rank() -> float:
     return _on_rank()
 
 
-def _transformer(over: Mesh, procs: ProcMesh, settings: Settings) -> Iterator[Figure]:
-    text = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    plain = language_step(transformer())
-    spread = meshbook.distribute(text, over, ["gpus"])
+def transformer_steps(over: Mesh, procs: ProcMesh, axis: str, device: str = "cpu") -> dict[str, Callable[[], Any]]:
+    """Return steps on the same ranks: by DDP, by mesh tensors as they are, and recorded."""
+    spread = meshbook.distribute(torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1)), over, [axis])
     step = language_step(meshbook.module_to_mesh(transformer(), over))
     compiled = meshbook.compile(language_step(meshbook.module_to_mesh(transformer(), over)))
     for _ in range(4):
         compiled(spread)
-    procs.execute(prepare_ddp).get(TIMEOUT_S)
-    subjects: dict[str, Callable[[], Any]] = {
-        "plain torch, one process": lambda: plain(text).item(),
+    procs.execute(prepare_ddp, device).get(TIMEOUT_S)
+    return {
         "SPMD, DDP": lambda: procs.execute(step_on_rank).get(TIMEOUT_S),
         "as it is": lambda: step(spread).item(),
         "meshbook": lambda: compiled(spread).item(),
+    }
+
+
+def _transformer(over: Mesh, procs: ProcMesh, settings: Settings) -> Iterator[Figure]:
+    text = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    plain = language_step(transformer())
+    subjects = {
+        "plain torch, one process": lambda: plain(text).item(),
+        **transformer_steps(over, procs, "gpus"),
     }
     seconds = interleave(subjects, rounds=settings.count(15), per_round=1, warmup=1)
     what, size = "transformer step", f"4 layers, d {WIDTH}"

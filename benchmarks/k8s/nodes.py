@@ -68,7 +68,7 @@ class Nodes:
     """gpus: of each node, by its name."""
 
     def __init__(self, api: client.ApiClient, gpus: dict[str, int]) -> None:
-        self._core, self._leases = client.CoreV1Api(api), client.CoordinationV1Api(api)
+        self._core = client.CoreV1Api(api)
         self.containers: dict[str, Container] = {}
         """By the name of their pods, of those that run."""
         self.ended: dict[str, Container] = {}
@@ -77,7 +77,8 @@ class Nodes:
         for name in gpus:
             labels = {"kubernetes.io/hostname": name}
             self._core.create_node({"metadata": {"name": name, "labels": labels}})
-            self._beat(name)
+            has = {"cpu": "8", "memory": "8Gi", "pods": "20", "nvidia.com/gpu": str(gpus[name])}
+            self._core.patch_node_status(name, {"status": {"capacity": has, "allocatable": has}})
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._follow, self._work)]
         for thread in self._threads:
             thread.start()
@@ -111,25 +112,12 @@ class Nodes:
                     self._see(event["object"], event["type"] != "DELETED")
 
     def _work(self) -> None:
-        beaten = 0.0
         while not self._over:
             with self._lock:
                 for name, container in tuple(self.containers.items()):
                     if container.process.poll() is not None:
                         self._on_end(name, container)
-            if time.monotonic() - beaten > 2.0:
-                beaten = time.monotonic()
-                for node in self._gpus:
-                    with contextlib.suppress(client.ApiException):
-                        self._beat(node)
             time.sleep(0.02)
-
-    def _beat(self, node: str) -> None:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        has = {"cpu": "8", "memory": "8Gi", "pods": "20", "nvidia.com/gpu": str(self._gpus[node])}
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "it is"}
-        ready |= {"lastHeartbeatTime": now.isoformat(), "lastTransitionTime": now.isoformat()}
-        self._core.patch_node_status(node, {"status": {"capacity": has, "allocatable": has, "conditions": [ready]}})
 
     def _see(self, pod: Any, is_there: bool) -> None:
         name = pod.metadata.name

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-import meshbook
 from benchmarks.figures import Figure, side_by_side, timed
 from benchmarks.stats import interleave, summarise
 from benchmarks.subject import no_op
-from benchmarks.tensors import BATCH, LENGTH, VOCABULARY, WIDTH, language_step, prepare_ddp, step_on_rank, transformer
+from benchmarks.tensors import WIDTH, transformer_steps
 from benchmarks.verify.checks import TIMEOUT_S, spawn_one, spawn_pair, values
 from meshbook.distributed import Mesh
 
@@ -99,20 +98,8 @@ def payloads(device: str) -> Iterator[Figure]:
 
 def steps_beside_ddp(device: str) -> Iterator[Figure]:
     """Time a transformer's step by mesh tensors, as it is and recorded, in turns with DDP on the same two ranks."""
-    text = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     with spawn_pair(device) as procs:
-        over = Mesh(procs)
-        spread = meshbook.distribute(text, over, ["hosts"])
-        step = language_step(meshbook.module_to_mesh(transformer(), over))
-        compiled = meshbook.compile(language_step(meshbook.module_to_mesh(transformer(), over)))
-        for _ in range(4):
-            compiled(spread)
-        procs.execute(prepare_ddp, device).get(TIMEOUT_S)
-        subjects: dict[str, Callable[[], Any]] = {
-            "SPMD, DDP": lambda: procs.execute(step_on_rank).get(TIMEOUT_S),
-            "as it is": lambda: step(spread).item(),
-            "meshbook": lambda: compiled(spread).item(),
-        }
+        subjects = transformer_steps(Mesh(procs), procs, "hosts", device)
         seconds = interleave(subjects, rounds=10, per_round=1, warmup=2)
     yield from side_by_side("verify", "transformer step", f"4 layers, d {WIDTH}", "ms", seconds)
 
