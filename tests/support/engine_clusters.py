@@ -62,7 +62,7 @@ class SshHosts(LoopbackHosts):
 def left_in(cluster: object) -> list[object]:
     """Return what is left in a cluster, or here for it: jobs, clients, tasks, containers."""
     if isinstance(cluster, SshHosts):
-        return [*cluster.processes()]
+        return [*cluster.processes(), *clients("ssh")]
     if isinstance(cluster, SlurmNodes):
         return [*cluster.queue(), *clients("salloc", "srun"), *tasks(cluster)]
     if isinstance(cluster, RayNodes):

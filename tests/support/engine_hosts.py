@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 import psutil
 import pytest
 from controllers import Zygote
+from engine_clusters import await_quiet
 
 import meshbook
 from meshbook import ProcMesh, start_hosts
-from meshbook.errors import WorkerLost
+from meshbook.errors import SpawnError, WorkerLost
 from meshbook.launchers.base import Launcher
 from meshbook.mesh.driven import own_sessions
 
@@ -45,6 +46,16 @@ def loss(procs: ProcMesh, how: Callable[[], object], host: int = 1) -> str:
     how()
     with pytest.raises(WorkerLost) as told:
         future.get(60)
+    return str(told.value)
+
+
+def refusal(launcher: Launcher, count: int = 1, cluster: object = None) -> str:
+    """Return the words with which an engine refuses hosts; nothing is left of them, in its cluster either."""
+    with pytest.raises(SpawnError) as told, spawned(count, launcher):
+        pass
+    if cluster is not None:
+        await_quiet(cluster)
+    assert not known_hosts(launcher.name)
     return str(told.value)
 
 

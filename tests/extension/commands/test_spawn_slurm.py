@@ -52,8 +52,3 @@ def test_a_mesh_of_nodes_waits_in_the_queue_runs_cells_and_stops(empty_notebook,
     nodes.ask("scancel", other)
     empty_notebook.run("%mesh stop far")
     assert nodes.queue() == []
-
-
-def test_refusals_of_slurm_reach_the_cell(empty_notebook, nodes: SlurmNodes) -> None:
-    said = empty_notebook.fail("%mesh spawn --name none hosts=1 gpus=1 --on slurm -- -p nowhere")
-    assert "invalid partition specified: nowhere" in said and nodes.queue() == []

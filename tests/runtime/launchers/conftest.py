@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from controllers import Zygote, alone
+from engine_clusters import slurm_cluster
 from engine_hosts import Shown
 
 import meshbook
+from benchmarks.slurm_nodes import SlurmNodes
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +19,14 @@ def zygote(clean_end: None) -> Iterator[Zygote]:
     meshbook.shutdown()
     with alone() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def nodes(clean_end: None) -> Iterator[SlurmNodes]:
+    """Nodes n1 to n3 of Slurm."""
+    with slurm_cluster() as found:
+        yield found
+        meshbook.shutdown()
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from controllers import Zygote
-from engine_clusters import await_quiet, slurm_cluster
+from engine_clusters import await_quiet
 from engine_hosts import (
     Shown,
     agent_of,
@@ -24,7 +23,6 @@ from engine_hosts import (
     spawned,
 )
 
-import meshbook
 from benchmarks.slurm_nodes import SlurmNodes
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
@@ -36,13 +34,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(importlib.util.find_spec("parsl") is None, reason="there is no parsl"),
 ]
-
-
-@pytest.fixture(scope="module")
-def nodes(clean_end: None) -> Iterator[SlurmNodes]:
-    with slurm_cluster() as found:
-        yield found
-        meshbook.shutdown()
 
 
 def launcher(*options: str, python: str | None = None) -> BatchLauncher:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from controllers import Zygote
-from engine_clusters import await_quiet, clients, slurm_cluster, tasks
+from engine_clusters import await_quiet, clients, tasks
 from engine_hosts import (
     Shown,
     agent_of,
@@ -22,11 +21,11 @@ from engine_hosts import (
     loss,
     once,
     program,
+    refusal,
     spawned,
 )
 from patience import wait_until
 
-import meshbook
 from benchmarks.slurm_nodes import SlurmNodes, start_node
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
@@ -34,13 +33,6 @@ from meshbook.launchers.slurm import SlurmLauncher
 from meshbook.monarch.job import SlurmJob
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def nodes(clean_end: None) -> Iterator[SlurmNodes]:
-    with slurm_cluster() as found:
-        yield found
-        meshbook.shutdown()
 
 
 # ---- what works -----------------------------------------------------------------------------------------------------
@@ -184,17 +176,6 @@ def test_without_a_controller_the_allocation_ends_with_the_lease(nodes: SlurmNod
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
 
 
-def refusal(nodes: SlurmNodes, count: int = 1, **launcher: object) -> str:
-    """What spawning says, within seconds; nothing is left of it."""
-    began = time.monotonic()
-    with pytest.raises(SpawnError) as told, spawned(count, SlurmLauncher(**launcher)):  # type: ignore[arg-type]
-        pass
-    assert time.monotonic() - began < 60
-    await_quiet(nodes)
-    assert not known_hosts("slurm")
-    return str(told.value)
-
-
 @pytest.mark.parametrize(
     ("count", "options", "said"),
     [
@@ -204,11 +185,11 @@ def refusal(nodes: SlurmNodes, count: int = 1, **launcher: object) -> str:
     ],
 )
 def test_what_slurm_refuses(nodes: SlurmNodes, count: int, options: tuple[str, ...], said: str) -> None:
-    assert said in refusal(nodes, count, options=options)
+    assert said in refusal(SlurmLauncher(options=options), count, nodes)
 
 
 def test_an_interpreter_that_is_not_there(nodes: SlurmNodes) -> None:
-    said = refusal(nodes, 2, python="/no/such/python")
+    said = refusal(SlurmLauncher(python="/no/such/python"), 2, nodes)
     assert "meshbook: no Python at /no/such/python" in said and "--python PATH" in said
 
 

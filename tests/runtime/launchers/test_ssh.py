@@ -8,14 +8,13 @@ import re
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from controllers import Zygote
-from engine_clusters import SshHosts, await_quiet, ssh_hosts
+from engine_clusters import SshHosts, await_quiet, clients, ssh_hosts
 from engine_hosts import (
     agent_of,
     check_detached,
@@ -26,6 +25,7 @@ from engine_hosts import (
     known_hosts,
     loss,
     program,
+    refusal,
 )
 
 import meshbook
@@ -209,17 +209,9 @@ def test_detached_hosts_are_found_again_and_end_with_their_lease(there: SshHosts
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
 
 
-def refusal(there: SshHosts, *names: str, python: str | None = None, options: tuple[str, ...] = ()) -> str:
-    """What spawning says, within seconds; nothing is left of it."""
-    began = time.monotonic()
-    with pytest.raises(SpawnError) as told:
-        hosts = launch(there, *names, python=python, options=options)
-        hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True)
-    assert time.monotonic() - began < 60
-    await_quiet(there)
-    assert not [child for child in psutil.Process().children() if child.name() == "ssh"]
-    assert not known_hosts("ssh")
-    return str(told.value)
+def refused(there: SshHosts, *names: str, python: str | None = None, options: tuple[str, ...] = ()) -> str:
+    launcher = SSHLauncher(names, python=python, options=(*options, *there.options))
+    return refusal(launcher, len(names), there)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +240,12 @@ def refusal(there: SshHosts, *names: str, python: str | None = None, options: tu
     ids=["not there", "unknown", "says nothing", "key not known", "key refused", "no way back"],
 )  # fmt: skip
 def test_a_host_that_ssh_does_not_reach(there: SshHosts, names: str, options: str, cause: str, advice: str) -> None:
-    said = refusal(there, *names.split(), options=tuple(options.split()))
+    said = refused(there, *names.split(), options=tuple(options.split()))
     assert said.startswith(f"host {cause}") and all(words in said for words in advice.split("|"))
 
 
 def test_an_interpreter_that_is_not_there(there: SshHosts) -> None:
-    said = refusal(there, "nodeA", "nodeB", python="/no/such/python")
+    said = refused(there, "nodeA", "nodeB", python="/no/such/python")
     assert "meshbook: no Python at /no/such/python" in said and "--python PATH" in said
 
 
@@ -266,7 +258,7 @@ def bare_python(folder: Path) -> str:
 
 
 def test_an_interpreter_without_meshbook(there: SshHosts, tmp_path: Path) -> None:
-    said = refusal(there, "nodeA", python=bare_python(tmp_path))
+    said = refused(there, "nodeA", python=bare_python(tmp_path))
     assert "No module named 'meshbook'" in said and "Install meshbook for it there" in said
 
 
@@ -332,7 +324,7 @@ def python_of_another_time(folder: Path, patch: str) -> str:
     ],
 )
 def test_versions_that_differ(there: SshHosts, tmp_path: Path, patch: str, said: str) -> None:
-    assert said in refusal(there, "nodeA", python=python_of_another_time(tmp_path, patch))
+    assert said in refused(there, "nodeA", python=python_of_another_time(tmp_path, patch))
 
 
 @pytest.mark.parametrize(
@@ -392,10 +384,7 @@ def test_without_ssh(there: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_an_interrupt_while_hosts_are_waited_for_leaves_none(there: SshHosts) -> None:
-    def clients() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if child.name() == "ssh"]
-
-    with interrupted_once(lambda: len(clients()) == 2):
+    with interrupted_once(lambda: len(clients("ssh")) == 2):
         launch(there, "nodeA", "silent").spawn_procs(torch=False, owns_hosts=True)
-    assert not clients() and not known_hosts("ssh")
+    assert not clients("ssh") and not known_hosts("ssh")
     await_quiet(there)
