@@ -91,16 +91,13 @@ class KubernetesClient(DriverClient[K8sLog]):
     def end(self, timeout_s: float) -> None:
         """Wait until it ends, as it does with its agents, then tell it to; never by force: it removes its Jobs."""
         self.close_stdin()
-        wait_for_end(self._has_ended, timeout_s)
+        wait_for_end(lambda: self.poll() is not None, timeout_s)
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            wait_for_end(self._has_ended, END_S)
+            wait_for_end(lambda: self.poll() is not None, END_S)
         if self.poll() is None:  # the API server is slow
             self.release()
-
-    def _has_ended(self) -> bool:
-        return self.poll() is not None
 
     def adopt(self, other: KubernetesClient) -> None:
         """Go on with another driver of the same hosts."""

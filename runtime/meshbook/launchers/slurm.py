@@ -71,16 +71,13 @@ class SlurmLauncher(EngineLauncher["SlurmHost"]):
         """
         super().__init__(python, options)
         self._apart: tuple[str, ...] = ()
-        self._address = ""
         for option in self.options:
             if option.partition("=")[0] in _NOT_FOR_US:
                 raise UsageError(f"Slurm cannot be given {option} here: hosts=N says how many nodes, an agent on each.")
 
     @property
     def transport(self) -> str:
-        known = self._place.allocation.address if self._place else ""
-        self._address = known or f"tcp://{in_endpoint(address_for_nodes())}"
-        return self._address
+        return f"tcp://{in_endpoint(address_for_nodes())}"
 
     @property
     def place_is_gone(self) -> bool:
@@ -116,7 +113,6 @@ class SlurmLauncher(EngineLauncher["SlurmHost"]):
                 allocation.sizes = describe_nodes(len(tickets))
                 salloc = ["salloc", "--no-kill", f"--job-name={JOB_NAME}", f"--nodes={count}", "--ntasks-per-node=1"]
                 command = [*salloc, *self.options, *self._apart, "sh", "-c", _HOLD, "meshbook", *srun, *agent]
-        allocation.address = self._address
         client = allocation.start(command, tickets, log, job)
         return [SlurmHost(allocation, client, ticket.host_id, task, node) for task, ticket in enumerate(tickets)]
 

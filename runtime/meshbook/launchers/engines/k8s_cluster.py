@@ -135,13 +135,12 @@ def _by_kubeconfig(settings: Any, path: str, context: str) -> tuple[str, str]:
     where = path or os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         contexts, current = config.list_kube_config_contexts(config_file=path or None)
-        names = [each["name"] for each in contexts]
+        known = {each["name"]: each["context"] for each in contexts}
         name = context or current["name"]
-        if name not in names:
-            raise ClusterError(f'the kubeconfig {where} has no context "{name}"; it has {", ".join(names)}')
+        if name not in known:
+            raise ClusterError(f'the kubeconfig {where} has no context "{name}"; it has {", ".join(known)}')
         config.load_kube_config(config_file=path or None, context=name, client_configuration=settings)
-        found = next(each["context"] for each in contexts if each["name"] == name)
-        return name, found.get("namespace") or "default"
+        return name, known[name].get("namespace") or "default"
     except ClusterError:
         raise
     except config.ConfigException as error:

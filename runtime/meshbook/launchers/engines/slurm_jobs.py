@@ -165,8 +165,6 @@ class Allocation:
         self._looked, self._queue = 0.0, ""
         self.sizes = "see sinfo"
         """Return the number of nodes that were asked for, and the number found, in words."""
-        self.address = ""
-        """The address at which its nodes reach us, as in `Launcher.transport`, once that was found out."""
 
     @property
     def job(self) -> str:
