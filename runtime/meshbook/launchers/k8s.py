@@ -133,7 +133,7 @@ class KubernetesLauncher(EngineLauncher[KubernetesHost]):
     name = "k8s"
 
     def __init__(self, *, python: str | None = None, options: Sequence[str] = ()) -> None:
-        """options: ``--image IMAGE``, ``--namespace NAME`` and others, as of `HostOptions`.
+        """options: ``--image IMAGE``, ``--namespace NAME`` and others, as of `read_options`.
 
         python: the interpreter in the image, by default ``python3`` there. Raises: UsageError.
         """
