@@ -82,13 +82,13 @@ def said_url(server: subprocess.Popen[bytes], log: Path) -> str:
 
 def test_it_is_live_in_marimo_and_its_buttons_act(page: Page, url: str) -> None:
     page.goto(url, timeout=1000 * SOON_S)
-    tile = page.locator(".meshbook .mb-tile").nth(1)
+    row = page.locator(".meshbook .mb-line").nth(1)
     try:
-        tile.wait_for(timeout=1000 * SOON_S)
+        row.wait_for(timeout=1000 * SOON_S)
     except Exception:
         print("the page shows:", page.locator("body").inner_text())
         raise
     assert "two" in page.locator(".mb-head").inner_text()
-    page.locator(".mb-phase[data-phase=live]").wait_for(timeout=1000 * SOON_S)
+    page.locator(".meshbook[data-phase=live]").wait_for(timeout=1000 * SOON_S)
     page.locator("button", has_text="Stacks").click()
     page.locator(".mb-answer pre", has_text="[0,1] idle").wait_for(timeout=1000 * SOON_S)

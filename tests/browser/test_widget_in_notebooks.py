@@ -62,44 +62,49 @@ def notebook(lab: Any, browser: Any, front: str, saved: str) -> Iterator[Page]:
 
 
 def widget(page: Page) -> Locator:
-    return page.locator(".meshbook").first
+    return page.locator(".jp-OutputArea .meshbook").first
 
 
-def test_it_renders_with_a_tile_per_rank(notebook: Page, lab: Any) -> None:
+def test_it_renders_with_a_row_per_rank(notebook: Page, lab: Any) -> None:
     for cell in range(3):
         lab.run_cell(notebook, cell)
     widget(notebook).wait_for(timeout=150_000)
-    assert widget(notebook).locator(".mb-tile").count() == 4
-    assert widget(notebook).locator(".mb-counts").inner_text().split() == ["I", "4", "idle"]
+    assert widget(notebook).locator(".mb-line").count() == 4
+    assert widget(notebook).locator(".mb-say").inner_text() == "4 ranks idle"
     assert "gpus=4 · cpu · 4 ranks on 1 host" in widget(notebook).locator(".mb-head").inner_text()
-    assert widget(notebook).locator("button", has_text="Interrupt").is_disabled()
+    assert widget(notebook).locator("button", has_text="Interrupt").count() == 0
+    box = widget(notebook).bounding_box()
+    assert box is not None and box["height"] < 150
 
 
 def test_it_updates_and_its_buttons_act_while_a_cell_runs(notebook: Page, lab: Any) -> None:
     box = widget(notebook)
     lab.run_cell(notebook, 3)
-    box.locator(".mb-tile.mb-B").nth(3).wait_for(timeout=SOON_MS)
-    box.locator(".mb-cell", has_text="epoch 1").wait_for(timeout=SOON_MS)
-    first = box.locator(".mb-cell").inner_text()
+    box.locator(".mb-line.mb-is-B").nth(3).wait_for(timeout=SOON_MS)
+    box.locator(".mb-say", has_text="epoch 1").wait_for(timeout=SOON_MS)
+    first = box.locator(".mb-say").inner_text()
     notebook.wait_for_function(
-        "before => document.querySelector('.meshbook .mb-cell')?.innerText !== before", arg=first, timeout=SOON_MS
+        "before => document.querySelector('.jp-OutputArea .mb-say')?.innerText !== before", arg=first, timeout=SOON_MS
     )
+    assert "/3000" in box.locator(".mb-line .mb-of-step").first.inner_text()
 
-    box.locator(".mb-tile").nth(1).click()
-    box.locator("button", has_text="Stacks").click()
+    box.locator(".mb-line").nth(1).click()
+    box.locator("button", has_text="Stacks 1").click()
     answer = box.locator(".mb-answer pre")
     answer.wait_for(timeout=SOON_MS)
     assert answer.inner_text().startswith("[1] busy for ") and "tqdm_like.py" in answer.inner_text()
-    assert "tqdm_like.py" in box.locator(".mb-detail").inner_text()
+    assert "tqdm_like.py" in box.locator(".mb-more:visible").inner_text()
+    box.locator("button", has_text="Variables").click()
+    box.locator(".mb-list td", has_text="function").wait_for(timeout=SOON_MS)
 
     pressed = time.monotonic()
     box.locator("button", has_text="Interrupt").click()
     notebook.locator(".jp-OutputArea-output", has_text="ranks 0-3 stopped, all variables kept").wait_for(
         timeout=SOON_MS
     )
-    box.locator(".mb-tile.mb-I").nth(3).wait_for(timeout=SOON_MS)
+    box.locator(".mb-line.mb-is-I").nth(3).wait_for(timeout=SOON_MS)
     assert time.monotonic() - pressed < 60
-    box.locator(".mb-cell").wait_for(state="detached", timeout=SOON_MS)
+    box.locator(".mb-track").wait_for(state="detached", timeout=SOON_MS)
 
 
 def test_text_of_ranks_is_shown_as_text(notebook: Page, lab: Any) -> None:
@@ -109,6 +114,8 @@ def test_text_of_ranks_is_shown_as_text(notebook: Page, lab: Any) -> None:
     assert "ValueError: <img src=x onerror=window.broken=1>" in error.inner_text()
     assert widget(notebook).locator("img").count() == 0
     assert not notebook.evaluate("() => window.broken")
+    error.get_by_label("Dismiss").click()
+    error.wait_for(state="hidden", timeout=SOON_MS)
 
 
 def test_the_saved_notebook_shows_the_ranks(notebook: Page, lab: Any, saved: str) -> None:
@@ -126,8 +133,18 @@ def test_the_saved_notebook_shows_the_ranks(notebook: Page, lab: Any, saved: str
 
 
 def test_it_is_dark_in_a_dark_theme(notebook: Page) -> None:
-    color = "() => getComputedStyle(document.querySelector('.meshbook .mb-tile.mb-I')).backgroundColor"
+    color = "() => getComputedStyle(document.querySelector('.jp-OutputArea .mb-card')).backgroundColor"
     set_theme(notebook, "JupyterLab Light")
     light = notebook.evaluate(color)
     set_theme(notebook, "JupyterLab Dark")
     notebook.wait_for_function(f"light => ({color})() !== light", arg=light, timeout=SOON_MS)
+
+
+def test_a_notebook_opened_again_shows_the_table_of_its_widget(
+    notebook: Page, lab: Any, front: str, saved: str
+) -> None:
+    notebook.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    notebook.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    lab.open(notebook, saved, front)
+    notebook.locator(".jp-OutputArea table", has_text="idle").wait_for(timeout=SOON_MS)
+    assert notebook.locator("text=model not found").count() == 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from array import array
 from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,23 +15,22 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-import meshbook_extension.widget
 from meshbook.curves.series import LoggedPoints, Metrics, Points
+from meshbook.groups.deadlock import Verdict
 from meshbook.mesh.states import RankStatus
 from meshbook.system.devices import GpuUse
 from meshbook_extension.cells.curves import WatchedNames, picture_of
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.line_reader import BarProgress
+from meshbook_extension.widget.health import HealthWidget, NoticeWidget
 from meshbook_extension.widget.snapshot import CellNow, History, Snapshot
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(400)]
-FOLDER = Path(meshbook_extension.widget.__file__).parent
 SMOOTH_MS = 100
 """For the quickest of a few updates; one takes 4 to 12 on a quiet machine."""
 
-LOAD = """async ([code, layout, live]) => {
+LOAD = """async ([code, values]) => {
   const listeners = {};
-  const values = {layout_of: layout, live};
   window.model = {
     sent: [], values, get: (name) => values[name], send: (content) => window.model.sent.push(content),
     on: (event, listener) => (listeners[event] ??= []).push(listener), off: () => {},
@@ -45,8 +44,10 @@ LOAD = """async ([code, layout, live]) => {
 GB = 1 << 30
 
 
-def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8, tick: int = 0) -> Snapshot:
-    """A mesh in the middle of a training cell; ``calm``: all ranks idle."""
+def simulate(
+    sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8, tick: int = 0, held: bool = False
+) -> Snapshot:
+    """A mesh in the middle of a training cell; calm: all ranks idle; held: rank 5 holds the others up."""
     count = math.prod(sizes.values())
     points = [dict(zip(sizes, point, strict=True)) for point in product(*(range(size) for size in sizes.values()))]
     gpus = count > 1
@@ -79,6 +80,9 @@ def simulate(sizes: Mapping[str, int], *, calm: bool = False, per_host: int = 8,
         errors=errors,
         at=time.time(),
         moved=[0 if calm else round(9e8 + 4e8 * math.sin(tick / 6) - 3e5 * (rank % 613)) for rank in range(count)],
+        verdict=Verdict((5,), tuple(rank for rank in range(count) if rank != 5), 43.0, False, "") if held else None,
+        waits=[] if calm else [8 if rank % 8 == 5 else 70 - rank % 3 for rank in range(count)],
+        steps=[] if calm else [f"{620 + rank % 3}/1000" for rank in range(count)],
     )
 
 
@@ -119,35 +123,105 @@ def live_of(sizes: Mapping[str, int], **options: Any) -> dict[str, Any]:
         "phase": "live",
         "note": "",
         "tick_s": 1.0,
-        "actions": ["interrupt", "stacks", "pdb", "logs", "heal"],
         "history": history.live(),
     }
 
 
 def load(page: Page, sizes: Mapping[str, int], **options: Any) -> None:
-    style = (FOLDER / "health.css").read_text()
-    page.set_content(f"<style>{style}</style><div id=place></div>")
-    code = (FOLDER / "health.js").read_text()
-    page.evaluate(LOAD, [code, simulate(sizes, **options).layout(), live_of(sizes, **options)])
+    values = {"layout_of": simulate(sizes, **options).layout(), "live": live_of(sizes, **options)}
+    open_view(page, HealthWidget, values)
+
+
+def open_view(page: Page, widget: Any, values: dict[str, Any]) -> None:
+    """Show a widget's code and style with these traits."""
+    page.set_content(f"<!doctype html><style>{widget._css}</style><div id=place></div>")
+    page.evaluate(LOAD, [str(widget._esm), values])
+
+
+def update(page: Page, live: dict[str, Any]) -> None:
+    page.evaluate("(live) => { window.model.values.live = live; window.model.tell('change:live'); }", live)
+
+
+def level(page: Page) -> str:
+    return str(page.locator(".meshbook").first.get_attribute("data-level"))
 
 
 def test_a_widget_whose_kernel_has_gone_turns_grey_and_says_so(page: Page) -> None:
     page.clock.install()
     load(page, {"gpus": 4})
     page.clock.run_for(6_000)
-    assert page.locator(".mb-phase").inner_text().startswith("no news for ")
-    assert page.locator(".mb-buttons button:enabled").count() > 0
+    assert page.locator(".mb-say").inner_text().startswith("no news for ")
+    assert page.locator(".mb-buttons button").count() > 0
     page.clock.run_for(12_000)
-    assert page.locator(".mb-phase").inner_text().endswith(": has the kernel restarted? Run %mesh again")
-    assert page.locator(".mb-buttons button:enabled").count() == 0
+    assert page.locator(".mb-say").inner_text().endswith(": has the kernel restarted? Run %mesh again")
+    assert page.locator(".mb-buttons button").count() == 0
     assert page.locator(".mb-body").evaluate("body => getComputedStyle(body).opacity") == "0.5"
+
+
+def test_a_hang_is_the_first_thing_one_sees_with_the_buttons_that_help(page: Page) -> None:
+    load(page, {"hosts": 2, "gpus": 4}, held=True)
+    assert page.locator(".mb-say").inner_text() == "rank 5 holds the others up: in forward (model.py:212), 43.0 s"
+    assert level(page) == "warning"
+    assert page.locator(".mb-buttons button").all_inner_texts() == ["Stacks", "pdb 5", "Interrupt"]
+    assert page.locator(".mb-line.mb-odd").inner_text().split()[:2] == ["5", "busy"]
+    assert page.locator(".mb-line.mb-waits").count() == 7
+    page.locator("button", has_text="pdb 5").click()
+    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "pdb", "ranks": [5]}
+    load(page, {"hosts": 2, "gpus": 8}, held=True)
+    assert page.locator(".mb-tile.mb-odd").get_attribute("aria-label") == "rank 5, busy, in forward (model.py:212)"
+
+
+def test_an_idle_widget_of_a_few_ranks_is_low_and_has_no_empty_box(page: Page) -> None:
+    load(page, {"gpus": 4}, calm=True)
+    box = page.locator(".meshbook").bounding_box()
+    assert box is not None and box["height"] < 150
+    assert page.locator(".mb-say").inner_text() == "4 ranks idle" and level(page) == "calm"
+    assert page.locator(".mb-chart:visible").count() == 0
+    page.locator("button", has_text="Charts").click()
+    assert page.locator(".mb-chart:visible").count() > 0
+
+
+def test_a_few_ranks_have_a_row_each_that_unfolds(page: Page) -> None:
+    load(page, {"gpus": 8})
+    assert page.locator(".mb-line").count() == 8 and page.locator(".mb-tile:visible").count() == 0
+    heads = page.locator(".mb-rows-table th:visible").all_inner_texts()
+    assert heads == ["rank", "state", "where", "step", "memory", "GPU", "waits"]
+    row = page.locator(".mb-line").nth(5).inner_text().split("\t")
+    assert [text.strip() for text in row] == [
+        "5",
+        "busy 74 s",
+        "in forward (model.py:212)",
+        "622/1000",
+        "2.76 GB",
+        "83 %",
+        "8 %",
+    ]
+    page.locator(".mb-line").nth(5).click()
+    assert "38.7 GB of 85.9 GB" in page.locator(".mb-more:visible").inner_text()
+    page.locator("button", has_text="Stacks 5").click()
+    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "stacks", "ranks": [5]}
+    page.locator(".mb-rank").nth(5).press("ArrowUp")
+    page.keyboard.press("Enter")
+    assert page.locator(".mb-more:visible").count() == 1
+    assert page.locator(".mb-rank").nth(4).get_attribute("aria-expanded") == "true"
+
+
+def test_the_notice_of_a_hang_has_buttons_until_its_cell_ends(page: Page) -> None:
+    open_view(page, NoticeWidget, {"words": "rank 2 <b>holds</b>", "ranks": [2], "is_open": True})
+    assert page.locator(".mb-words").inner_text() == "rank 2 <b>holds</b>"
+    assert page.locator("button:visible").all_inner_texts() == ["Stacks", "pdb 2", "Interrupt"]
+    page.locator("button", has_text="Stacks").click()
+    assert page.evaluate("() => window.model.sent") == [{"kind": "act", "action": "stacks", "ranks": []}]
+    page.evaluate("() => window.model.tell('msg:custom', { kind: 'answer', title: 'Stacks', text: 'all of them' })")
+    assert page.locator(".mb-answer pre").inner_text() == "all of them"
+    page.evaluate("() => { window.model.values.is_open = false; window.model.tell('change:is_open'); }")
+    assert page.locator(".mb-buttons:visible").count() == 0
 
 
 @pytest.mark.parametrize(
     ("sizes", "tiles"),
     [
-        ({"gpus": 1}, 1),
-        ({"hosts": 2, "gpus": 4}, 8),
+        ({"hosts": 3, "gpus": 3}, 9),
         ({"hosts": 8, "gpus": 8}, 64),
         ({"gpus": 256}, 256),
         ({"gpus": 300}, 300),
@@ -163,12 +237,12 @@ def test_a_mesh_of_any_size_is_a_readable_number_of_tiles(page: Page, sizes: dic
     assert wide <= 0
 
 
-def test_states_are_told_by_letters_and_names_too(page: Page) -> None:
+def test_states_are_told_by_icons_and_names_too(page: Page) -> None:
     load(page, {"hosts": 8, "gpus": 8})
-    assert page.locator(".mb-tile", has_text="!").inner_text().split() == ["11", "!"]
-    assert page.get_by_label("rank 11, interrupted, in all_reduce (cell 7, line 5)").count() == 1
-    told = "B 9 busy C 52 in a collective ! 1 interrupted P 1 stopped in pdb ? 1 silent"
-    assert page.locator(".mb-counts").inner_text().split() == told.split()
+    assert page.get_by_label("rank 11, interrupted, still busy, in all_reduce (cell 7, line 5)").count() == 1
+    icons = page.locator(".mb-tile path").evaluate_all("paths => paths.map(path => path.getAttribute('d'))")
+    assert len(set(icons)) == 5  # busy, in a collective, interrupted, in pdb, silent
+    assert page.locator(".mb-say").inner_text() == "rank 23 is silent: native code holds the GIL"
 
 
 def test_4096_ranks_are_updated_smoothly_and_a_square_opens(page: Page) -> None:
@@ -190,12 +264,13 @@ def test_4096_ranks_are_updated_smoothly_and_a_square_opens(page: Page) -> None:
     assert page.locator(".mb-members .mb-tile").count() == 8
     page.locator(".mb-members .mb-tile").nth(4).click()
     assert "rank 44" in page.locator(".mb-detail").inner_text().lower()
+    page.mouse.move(1, 1)
     page.locator("button", has_text="Stacks").click()
     assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "act", "action": "stacks", "ranks": [44]}
 
 
 def test_tiles_are_reached_by_keys(page: Page) -> None:
-    load(page, {"gpus": 8})
+    load(page, {"gpus": 16})
     page.locator(".mb-tile").first.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -203,21 +278,45 @@ def test_tiles_are_reached_by_keys(page: Page) -> None:
     assert "Rank 2" in page.locator(".mb-detail").inner_text()
     page.keyboard.press("Enter")
     assert page.locator(".mb-tile[aria-pressed=true]").count() == 1
+    page.keyboard.press("Tab")
+    assert page.locator(".mb-detail:popover-open").count() == 0
     assert page.locator(".mb-tile[tabindex='0']").count() == 1
 
 
-def test_charts_tell_memory_traffic_and_gpus_in_words_too(page: Page) -> None:
+def test_charts_have_limits_and_tell_what_stands_below_the_pointer(page: Page) -> None:
     load(page, {"gpus": 8})
     charts = page.locator(".mb-chart:visible")
-    assert [text.splitlines()[0].split()[0] for text in charts.all_inner_texts()] == ["memory", "traffic", "GPU"]
+    assert [text.split()[0] for text in charts.all_inner_texts()] == ["memory", "traffic", "GPU", "own"]
+    assert charts.first.locator(".mb-limits").inner_text().split("\n") == ["5.20 GB", "0"]
     assert "MB/s, median" in (charts.nth(1).locator("svg").get_attribute("aria-label") or "")
-    page.locator(".mb-tile").nth(5).hover()
-    assert "83 % busy" in page.locator(".mb-detail").inner_text()
+    box = charts.first.locator("svg").bounding_box()
+    assert box is not None and box["height"] == 64
+    page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 30)
+    told = charts.first.locator(".mb-chart-text span").last.inner_text()
+    assert re.fullmatch(r"[01] s ago: 4\.\d\d GB, of ranks \d\.\d\d GB to 4\.\d\d GB", told), told
+    shares = charts.nth(3).locator("svg").bounding_box()
+    assert shares is not None
+    page.mouse.move(shares["x"] + shares["width"] * 5.5 / 8, shares["y"] + 30)
+    assert charts.nth(3).locator(".mb-chart-text span").last.inner_text() == "rank 5 waits 8 % of its time"
 
 
-def test_charts_without_anything_to_show_are_left_out(page: Page) -> None:
-    load(page, {"gpus": 1}, calm=True)
-    assert page.locator(".mb-chart:visible").count() == 1
+def test_failures_stand_newest_first_with_their_age_and_can_be_dismissed(page: Page) -> None:
+    load(page, {"gpus": 4})
+    now = time.time()
+    known = {"where": "", "what": "cell 3", "settled": False}
+    errors = [
+        {"number": 1, "ranks": "0", "text": "old", "at": now - 7300, **known, "settled": True},
+        {"number": 2, "ranks": "1", "text": "new", "at": now - 150, **known},
+        {"number": 0, "ranks": "2", "text": "ended: killed", "at": 0, **known},
+    ]
+    update(page, live_of({"gpus": 4}) | {"errors": errors})
+    rows = page.locator(".mb-errors li")
+    assert [row.splitlines()[0] for row in rows.all_inner_texts()] == ["rank 2", "rank 1", "rank 0"]
+    assert "2 min ago" in rows.nth(1).inner_text() and "ran well since · 2 h ago" in rows.nth(2).inner_text()
+    assert page.locator(".mb-errors li.mb-settled").count() == 1
+    rows.nth(1).locator("button").click()
+    assert page.evaluate("() => window.model.sent.at(-1)") == {"kind": "dismiss", "error": 2}
+    assert rows.nth(0).locator("button").count() == 0, "a rank that is dead stays until it is healed"
 
 
 def test_curves_that_are_watched_stand_below_the_ranks(page: Page) -> None:
@@ -227,10 +326,7 @@ def test_curves_that_are_watched_stand_below_the_ranks(page: Page) -> None:
     for size in (2, 5):
         columns = (array("d", range(size)) for _ in range(3))
         metrics.add(size, 0, [LoggedPoints("<b>loss", size, Points(*columns))])
-        page.evaluate(
-            "(live) => { window.model.values.live = live; window.model.tell('change:live'); }",
-            live_of({"gpus": 4}) | {"curves": picture_of(watch, metrics)},
-        )
+        update(page, live_of({"gpus": 4}) | {"curves": picture_of(watch, metrics)})
         line = page.locator(".mb-curves svg path[stroke-width='1.6']")
         line.wait_for()
         assert (line.get_attribute("d") or "").count("L") == size - 1
@@ -241,7 +337,7 @@ def test_curves_that_are_watched_stand_below_the_ranks(page: Page) -> None:
 
 def test_what_a_button_brought_can_be_copied(page: Page) -> None:
     load(page, {"hosts": 8, "gpus": 8})
-    assert page.locator("button[data-action=pdb][data-urgent=P]").count() == 1
+    assert page.locator("button[data-action=stacks][data-urgent=true]").count() == 1
     page.evaluate(
         """() => {
           window.copied = [];
@@ -279,19 +375,21 @@ def test_what_ranks_say_never_becomes_html(page: Page) -> None:
           const live = window.model.values.live;
           live.texts = live.texts.map(() => evil);
           live.cells[0].what = evil;
-          live.cells[0].progress.title = evil;
+          live.say.text = evil;
           live.note = evil;
-          live.errors = [{ranks: '1', text: evil, where: evil, what: evil, at: 1}];
+          live.steps = live.steps.map(() => evil);
+          live.errors = [{number: 1, ranks: '1', text: evil, where: evil, what: evil, at: 1}];
           window.model.values.layout_of.hosts = [evil];
           window.model.values.layout_of.name = evil;
           window.model.tell('change:layout_of');
           window.model.tell('change:live');
-          window.model.tell('msg:custom', {kind: 'answer', title: evil, text: evil});
+          window.model.tell('msg:custom', {kind: 'answer', title: evil, text: evil, table: [[evil], [evil]]});
         }""",
         evil,
     )
-    page.locator(".mb-tile").first.hover()
+    page.locator(".mb-line").first.click()
     assert page.locator("img").count() == 0
+    assert page.locator(".mb-say").inner_text() == evil == page.locator(".mb-list td").inner_text()
     assert page.locator(".mb-answer pre").inner_text() == evil
     assert evil in page.locator(".mb-note").inner_text()
     assert not page.evaluate("() => window.broken")

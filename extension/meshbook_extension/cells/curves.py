@@ -228,9 +228,7 @@ class WatchedExpression(Scheduled):
             self._cell.output.receive(NewScalars((name,)))
         elif self._looks == TRIES and not self._numbers:
             self._cell.output.note(f"%mesh watch --eval {name}: no number so far; {why}")
-        self._publisher.schedule(self, due)
-        if self._cell.run.future.done():  # perhaps since the look began, so that nothing takes it off any more
-            self._publisher.forget(self)
+        self._publisher.schedule_unless(self, due, self._cell.run.future.done)
 
 
 class OwnCurves(Scheduled):

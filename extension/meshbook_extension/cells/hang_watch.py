@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.formatting import format_ranks, name_ranks
@@ -25,10 +25,12 @@ from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import MeshStacks, RankTold, predicate
 from meshbook_extension.output.labels import format_seconds
-from meshbook_extension.output.publisher import Publisher, Scheduled
+from meshbook_extension.output.publisher import Scheduled
 
 if TYPE_CHECKING:
+    from meshbook_extension.cells.output import OwnDisplay
     from meshbook_extension.cells.running import RunningCell
+    from meshbook_extension.notebook.session import Session
 
 HELD_S = 5.0
 CIRCLE_S = 2.0
@@ -163,13 +165,25 @@ ANSWER_S = 0.3
 READ_S = 1.0
 
 
+Draw: TypeAlias = "Callable[[str, str, Sequence[int]], OwnDisplay | None]"
+"""A function that draws a sign: its words, the same with commands that help, and its ranks; None where text is all."""
+
+
+class Notices:
+    """A session's way to show the signs of its cells: as text, unless it was given a better one."""
+
+    def __init__(self) -> None:
+        self.open: Callable[[Session, RunningCell], Draw] = lambda session, cell: lambda words, text, odd: None
+
+
 class WatchedCell(Scheduled):
     """A running cell under watch: the publisher's thread times the looks, which run aside, as ranks may not answer."""
 
-    def __init__(self, cell: RunningCell, publisher: Publisher, stop: str = "interrupt") -> None:
+    def __init__(self, cell: RunningCell, session: Session, stop: str = "interrupt") -> None:
         """Watch a cell until it ends. stop: how the person ends it."""
         self._cell = cell
-        self._publisher = publisher
+        self._publisher = publisher = session.publisher
+        self._draw = session.part(Notices).open(session, cell)
         self._stop = f"stop: {stop}"
         self._signs = HangDetector()
         self._pause_s = EVERY_S
@@ -199,9 +213,7 @@ class WatchedCell(Scheduled):
             self._look_at_ranks()
         except Exception:  # the mesh was stopped, detached, changed: the cell says so, and this is a service only
             return
-        self._publisher.schedule(self, due)
-        if self.is_over:  # perhaps since the look began, so that nothing takes it off any more
-            self._publisher.forget(self)
+        self._publisher.schedule_unless(self, due, lambda: self.is_over)
 
     def _look_at_ranks(self) -> None:
         cell = self._cell
@@ -217,13 +229,25 @@ class WatchedCell(Scheduled):
         sign = self._signs.look(now, told, set(cell.waiting), self._note_ended(now))
         if sign is not None and (text := self._describe(sign, told)) and not self.is_over:
             self._signs.given(sign)
-            cell.output.note(text)
+            self._show(text, sign)
             self._held = (sign, now) if sign.kind == HELD else self._held
         elif self._held is not None and now >= self._held[1] + STACK_S:
             (held, _), self._held = self._held, None
             stacks = mesh.stacks(timeout_s=READ_S)
             if stacks.verdict is not None and stacks.verdict.odd == held.odd and not self.is_over:
                 cell.output.note(MeshStacks([stacks[rank] for rank in held.odd]).text())
+
+    def _show(self, words: str, sign: Sign) -> None:
+        """Show the words with buttons, else with the commands that do the same."""
+        look = (
+            f"\n  look: %mesh stacks rank={format_ranks(sign.odd)}" if sign.kind == ALONE else "    look: %mesh stacks"
+        )
+        text = f"{words}{look}    {self._stop}"
+        drawn = self._draw(words, text, sign.odd)
+        if drawn is not None:
+            self._cell.output.show(drawn)
+        else:
+            self._cell.output.note(text)
 
     def _note_ended(self, now: float) -> Ended | None:
         """Return the ranks that have ended by now."""
@@ -235,13 +259,13 @@ class WatchedCell(Scheduled):
 
     def _describe(self, sign: Sign, told: dict[int, RankTold]) -> str:
         """Return the text of a sign; nothing if a closer look does not confirm it."""
-        cell, stop = self._cell, self._stop
+        cell = self._cell
         if sign.kind == SLOW:
             (odd,) = sign.odd
             place = told[odd].where
             return (
                 f"rank {odd} holds the others up: they wait {sign.share:.0%} of the time, since it takes about "
-                f"{sign.times:.0f}x as long for its part\n  it is {place} just now    look: %mesh stacks    {stop}"
+                f"{sign.times:.0f}x as long for its part\n  it is {place} just now"
             )
         stacks = cell.procs.base().stacks(timeout_s=READ_S)
         if sign.kind == HELD:
@@ -249,13 +273,12 @@ class WatchedCell(Scheduled):
             if verdict is None or verdict.odd != sign.odd:
                 return ""
             since = format_seconds(verdict.since_s)
-            return f"{verdict.text}\n  for {since} now    look: %mesh stacks    {stop}"
+            return f"{verdict.text}\n  for {since} now"
         ended = set(cell.ranks) - set(sign.odd)
         doing = {predicate(stacks[rank]) for rank in sign.odd}
         one = len(sign.odd) == 1
         what = f": it {doing.pop()}" if one else ""
         return (
             f"{name_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended {cell.what}; "
-            f"{name_ranks(sign.odd)} still run{'s' if one else ''} it{what}\n"
-            f"  look: %mesh stacks rank={format_ranks(sign.odd)}    {stop}"
+            f"{name_ranks(sign.odd)} still run{'s' if one else ''} it{what}"
         )

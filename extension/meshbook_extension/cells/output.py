@@ -84,6 +84,14 @@ _Output = StreamText | DisplayData | OutputDropped
 """The events that bring output of a rank."""
 
 
+class OwnDisplay(NamedTuple):
+    """Rich content of our own, not of a rank."""
+
+    data: Mapping[str, object]
+    metadata: Mapping[str, object]
+    display_id: str
+
+
 class Concluded(NamedTuple):
     """The event that the cell's outcome is known. invalid: ranks whose values mean nothing."""
 
@@ -133,7 +141,7 @@ class CellOutput(Scheduled):
         """Whether an error that names all failed ranks is raised when the cell has ended."""
         self._sink, self._grouping, self._publisher, self._log_paths = sink, grouping, publisher, log_paths
         self._name, self._curves = name, curves
-        self._events: deque[tuple[float, OutputEvent | CellMessage | Concluded | None]] = deque()
+        self._events: deque[tuple[float, OutputEvent | CellMessage | OwnDisplay | Concluded | None]] = deque()
         """The events, each with its time; None stands for the news that all text printed by then has come."""
         self._await_printed = await_printed
         self._unshown_characters = 0
@@ -146,7 +154,7 @@ class CellOutput(Scheduled):
         """The time by which all printed text has come; and the time of an open question for more, else infinity."""
         self._labeller = Labeller()
         self._texts: list[Text] = []
-        self._notes: list[CellMessage] = []
+        self._notes: list[CellMessage | OwnDisplay] = []
         self._rounds = DisplayRounds(
             sink,
             self._only or self._ranks,
@@ -189,8 +197,15 @@ class CellOutput(Scheduled):
 
     def note(self, text: str, kind: str = WARN) -> None:
         """Show a message of our own in the cell's output; from any thread. kind: of those that cards have."""
+        self._note(CellMessage(kind, text))
+
+    def show(self, shown: OwnDisplay) -> None:
+        """Show rich content of our own in the cell's output; from any thread."""
+        self._note(shown)
+
+    def _note(self, note: CellMessage | OwnDisplay) -> None:
         now = time.monotonic()
-        self._events.append((now, CellMessage(kind, text)))
+        self._events.append((now, note))
         self._publisher.schedule(self, now)
 
     def conclude(self, invalid: Collection[int]) -> None:
@@ -319,7 +334,7 @@ class CellOutput(Scheduled):
         self._events.append((asked_at, None))
         self._publisher.schedule(self, max(time.monotonic(), self._next_text_at))
 
-    def _take(self, at: float, event: OutputEvent | CellMessage | Concluded | None) -> None:
+    def _take(self, at: float, event: OutputEvent | CellMessage | OwnDisplay | Concluded | None) -> None:
         self._moved += 1
         if isinstance(event, StreamText):
             self._take_text(event, at)
@@ -344,7 +359,7 @@ class CellOutput(Scheduled):
                 self._failures.add(failure, at)
         elif isinstance(event, Stop):
             self._stopped_ranks.append((at + STOP_NOTE_S, event))
-        elif isinstance(event, CellMessage):
+        elif isinstance(event, CellMessage | OwnDisplay):
             self._notes.append(event)
         elif isinstance(event, Concluded):
             self._invalid, self.awaits_outcome, self._all_done = event.invalid, False, True
@@ -440,12 +455,15 @@ class CellOutput(Scheduled):
 
     def _show_notes(self) -> None:
         notes, self._notes = self._notes, []
-        for kind, text in notes:
-            if kind == NEWS:
-                self._say(Text("stdout", f"{text}\n"))
+        for note in notes:
+            if isinstance(note, OwnDisplay):
+                self._end_line()
+                self._sink.display(note.data, note.metadata, note.display_id)
+            elif note.kind == NEWS:
+                self._say(Text("stdout", f"{note.text}\n"))
             else:
                 self._end_line()
-                show_message(self._sink, kind, text)
+                show_message(self._sink, note.kind, note.text)
         self._send_texts()
 
     def _note_stops(self, now: float) -> None:

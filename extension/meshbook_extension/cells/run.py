@@ -214,7 +214,7 @@ def wait_for(
     Raises: see `RunningCell.result`; the results of ranks that succeeded are kept.
     """
     session.part(Jobs).foreground.append(cell)
-    WatchedCell(cell, session.publisher)
+    WatchedCell(cell, session)
     watch_expression(session, cell)
     cell.prompt = CellPrompt(session, cell)
     cell.output.defers_tracebacks = not is_attended(parent_of(session.shell))
@@ -228,7 +228,7 @@ def wait_for(
     finally:
         session.part(Jobs).foreground.remove(cell)
         cell.prompt = None
-        session.errors.note(cell.procs.name, cell.what, cell.failures)
+        session.errors.note(cell.procs.name, cell.what, cell.failures, cell.succeeded)
         if show_time and (times := times_of(cell.run)):
             sink = sink_for(session.shell)
             sink.stream("stdout", f"{headline(times)}\n")
@@ -263,7 +263,7 @@ def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) ->
 
 def follow(session: Session, job: Job, out: str | None = None, *, show_time: bool = False) -> None:
     """Keep the result of a job and report its end in the output of its cell."""
-    WatchedCell(job.cell, session.publisher, f"%mesh cancel {job.number}")
+    WatchedCell(job.cell, session, f"%mesh cancel {job.number}")
     job.cell.output.summary_follows = False
     watch_expression(session, job.cell)
 
@@ -279,7 +279,7 @@ def follow(session: Session, job: Job, out: str | None = None, *, show_time: boo
 def _tell_of_end(session: Session, job: Job, out: str | None, show_time: bool) -> None:
     job.ended = time.monotonic()
     job.cell.conclude()
-    session.errors.note(job.mesh, job.cell.what, job.cell.failures)
+    session.errors.note(job.mesh, job.cell.what, job.cell.failures, job.cell.succeeded)
     future = job.cell.run.future
     error = future.exception(0)
     if error is None:

@@ -96,6 +96,11 @@ class RunningCell:
         """The failures of ranks so far."""
         return [done.failure for done in list(self.output.done.values()) if done.failure is not None]
 
+    @property
+    def succeeded(self) -> list[int]:
+        """The ranks that have ended it well so far."""
+        return [rank for rank, done in list(self.output.done.items()) if done.ok]
+
     def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 

@@ -65,12 +65,15 @@ class ErrorLog:
         self._noted: deque[list[Failure]] = deque(maxlen=4 * KEPT)
         """The failures that were noted, so that one raised again, by ``%mesh wait`` say, is not noted twice."""
         self._dead: set[tuple[str, int]] = set()
+        self._well_at: dict[tuple[str, int], float] = {}
+        """The time at which a rank of a mesh last ended a cell well."""
         self._next = 1
         self._lock = threading.Lock()
 
-    def note(self, mesh: str, what: str, failures: Iterable[Failure]) -> None:
-        """Keep the failures of a cell that has ended, equal ones once."""
+    def note(self, mesh: str, what: str, failures: Iterable[Failure], succeeded: Iterable[int] = ()) -> None:
+        """Keep the failures of a cell that has ended, equal ones once. succeeded: the ranks that ended it well."""
         with self._lock:
+            self._well_at.update({(mesh, rank): time.time() for rank in succeeded})
             known = {id(old) for batch in self._noted for old in batch}  # alive, so their ids are theirs alone
             fresh = [failure for failure in failures if id(failure) not in known]
             if fresh:
@@ -126,6 +129,14 @@ class ErrorLog:
     def of(self, mesh: str) -> list[LoggedError]:
         """Return the errors of one mesh."""
         return [error for error in self.all() if error.mesh == mesh]
+
+    def settled(self, mesh: str) -> frozenset[int]:
+        """Return the numbers of the errors of a mesh whose ranks have all ended a later cell well."""
+        return frozenset(
+            error.number
+            for error in self.of(mesh)
+            if all(self._well_at.get((mesh, rank), 0.0) > error.at for rank in error.ranks)
+        )
 
     def saved(self, meshes: Collection[str]) -> tuple[LoggedError, ...]:
         """Return the last errors of ``meshes`` for the next kernel, whose cells have numbers of their own."""

@@ -155,9 +155,13 @@ def show_message(sink: CellSink, kind: str, text: str) -> None:
     if kind == NEWS or not sink.replaces:
         sink.stream("stdout" if kind in (NEWS, FAILURE) else "stderr", f"{text}\n")
         return
+    sink.display({"text/plain": text, "text/html": message_card(kind, text)}, {})
+
+
+def message_card(kind: str, text: str) -> str:
+    """Return a message as HTML."""
     rule, ground = _RULES[kind]
-    style = _MESSAGE.format(rule=rule, ground=ground)
-    sink.display({"text/plain": text, "text/html": f'<div style="{style}">{_in_colours(text)}</div>'}, {})
+    return f'<div style="{_MESSAGE.format(rule=rule, ground=ground)}">{_in_colours(text)}</div>'
 
 
 _HUES = ("", "#d9534f", "#2e9e4f", "#b08800", "#3b8eea", "#b75fd3", "#1f9aa8", "")

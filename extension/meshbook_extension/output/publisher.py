@@ -257,6 +257,12 @@ class Publisher:
             if at < self._wakes_at:
                 self._changed.notify()
 
+    def schedule_unless(self, output: Scheduled, at: float, is_over: Callable[[], bool]) -> None:
+        """Schedule the next look at something that may have ended since this one began. From any thread."""
+        self.schedule(output, at)
+        if is_over():  # then nothing else takes it off any more
+            self.forget(output)
+
     def forget(self, output: Scheduled) -> None:
         """Drop an output that has nothing to publish any more. From any thread."""
         with self._changed:

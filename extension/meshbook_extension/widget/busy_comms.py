@@ -134,6 +134,6 @@ class BusyComms:
 
     def _take_comm(self, message: JupyterMessage, idents: list[bytes]) -> Callable[[], None] | None:
         listener, data = self._listeners.get(message["content"].get("comm_id")), message["content"].get("data")
-        if listener is None or data.get("method") != "custom":
+        if listener is None or data.get("method", "custom") != "custom":
             return None
-        return lambda: listener(data["content"])
+        return lambda: listener(data.get("content", data))  # a widget's message, or that of a comm of our own

@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING
 
 from meshbook.formatting import Table, columns, format_bytes, format_ranks, format_sizes
 from meshbook.mesh import states
+from meshbook_extension.cells.output import OwnDisplay
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import count, format_seconds
-from meshbook_extension.output.publisher import KernelSink, kernel_of, sink_for
+from meshbook_extension.output.publisher import KernelSink, is_attended, kernel_of, parent_of, sink_for
+from meshbook_extension.widget.busy_comms import BusyComms
+from meshbook_extension.widget.mesh_source import MeshSource
 from meshbook_extension.widget.snapshot import IDLE, NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.states import RankStatus
+    from meshbook_extension.cells.hang_watch import Draw
+    from meshbook_extension.cells.running import RunningCell
 
 ROWS = 64
 """The most rows of ranks; a larger mesh gets a row per host and state."""
@@ -125,6 +130,8 @@ def _rows(snapshot: Snapshot) -> list[list[str]]:
 
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+OURS = {"meshbook": {"widget": "health"}}
+"""The metadata by which the panel knows our widgets in a notebook that was opened again."""
 PLACES = 4
 """The outputs of one widget that are kept up to date."""
 
@@ -157,9 +164,7 @@ class ShownWidget:
     """A widget, and the outputs that show it."""
 
     def __init__(self, session: Session, procs: ProcMesh) -> None:
-        from meshbook_extension.widget.busy_comms import BusyComms
         from meshbook_extension.widget.health import HealthWidget
-        from meshbook_extension.widget.mesh_source import MeshSource
 
         self._session = session
         self._source = MeshSource(session, procs)
@@ -188,7 +193,7 @@ class ShownWidget:
         self._saved_states = snapshot.states
         display_id = f"meshbook.{uuid.uuid4().hex}"
         self._places.append((sink, display_id))
-        sink.display(self._bundle(snapshot), {}, display_id)
+        sink.display(self._bundle(snapshot), OURS, display_id)
 
     def _on_rest(self, snapshot: Snapshot) -> None:
         """Replace the outputs of a widget that is not looked at, for the saved notebook."""
@@ -196,11 +201,43 @@ class ShownWidget:
             return
         self._saved_states = snapshot.states
         for sink, display_id in tuple(self._places):
-            sink.display(self._bundle(snapshot), {}, display_id, update=True)
+            sink.display(self._bundle(snapshot), OURS, display_id, update=True)
 
     def _bundle(self, snapshot: Snapshot) -> dict[str, object]:
-        return {
-            WIDGET_VIEW: {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id},
+        return _view_of(self.widget.model_id) | {
             "text/html": as_html(snapshot),
             "text/plain": status_text(status_table(self._session, self._source.procs, snapshot.statuses)),
         }
+
+
+def hang_notices(session: Session, cell: RunningCell) -> Draw:
+    """Return the function that makes the notices of a cell, with buttons.
+
+    It makes None where no person could press them. Called on the thread that runs the cell; what it returns, on any.
+    """
+    sink, kernel = sink_for(session.shell), kernel_of(session.shell)
+    has_buttons = isinstance(sink, KernelSink) and is_attended(parent_of(session.shell))
+    if kernel is None or not has_buttons or importlib.util.find_spec("anywidget") is None:
+        return lambda words, text, ranks: None
+    comms = BusyComms.of(kernel)
+
+    def draw(words: str, text: str, ranks: Sequence[int]) -> OwnDisplay:
+        from meshbook_extension.widget.health import NoticeWidget
+
+        notice = NoticeWidget(MeshSource(session, cell.procs.base()), words, text, ranks)
+        comm_id, display_id = notice.model_id, f"meshbook.{uuid.uuid4().hex}"
+        comms.listen(comm_id, notice.on_message)
+
+        def on_end(_future: object) -> None:
+            notice.is_open = False
+            comms.forget(comm_id)
+            sink.display(notice.content(), {}, display_id, update=True)  # the saved notebook has no use for a widget
+
+        cell.run.future.add_done_callback(on_end)
+        return OwnDisplay(_view_of(comm_id) | notice.content(), OURS, display_id)
+
+    return draw
+
+
+def _view_of(model_id: str) -> dict[str, object]:
+    return {WIDGET_VIEW: {"version_major": 2, "version_minor": 0, "model_id": model_id}}

@@ -1,143 +1,97 @@
-"""The widget itself: its content comes from a `MeshSource`, and clicks go to it."""
+"""The widgets themselves: the health of a mesh, and the notice of a cell that is held up."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anywidget
 import traitlets
 
-from meshbook.errors import MeshError
-from meshbook_extension.widget.snapshot import History, Snapshot
+from meshbook_extension.output.labels import WARN, message_card
+from meshbook_extension.widget.feed import Buttons, Feed
+from meshbook_extension.widget.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from meshbook_extension.widget.mesh_source import MeshSource
 
-_LOG = logging.getLogger(__name__)
-
-TICK_S = 1.0
-LOOK_S = 30.0
-"""The time that a view counts as looked at; the browser says it again every 10 s."""
+STATIC = Path(__file__).parents[1] / "browser" / "static"
+"""The folder of the ES modules, from which JupyterLab loads the panel."""
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
 
 
-class ButtonAnswer(NamedTuple):
-    """The text that the widget shows after a button was pressed."""
+def join_modules(name: str) -> str:
+    """Return an ES module with those that it imports in one text: a widget's code has no address to import from.
 
-    title: str
-    text: str
-    copied: str = ""
-    """The text that the button Copy copies; empty for the same text."""
+    The modules share one scope there, so their names at top level differ.
+    """
+    texts: dict[str, str] = {}
 
+    def add(module: str) -> None:
+        text = (STATIC / module).read_text(encoding="utf-8")
+        for imported in _IMPORT.findall(text):
+            if imported not in texts:
+                add(imported)
+        own = _IMPORT.sub("", text)
+        texts[module] = own if module == name else re.sub(r"^export ", "", own, flags=re.MULTILINE)
 
-ACTIONS = ("interrupt", "stacks", "pdb", "logs", "heal")
-"""The buttons, from left to right."""
+    add(name)
+    return "\n".join(texts.values())
 
 
 class HealthWidget(anywidget.AnyWidget):
     """A live picture of one mesh. Custom messages reach `on_message`, by way of the busy kernel or the ordinary one."""
 
-    _esm = Path(__file__).parent / "health.js"
-    _css = Path(__file__).parent / "health.css"
+    _esm = join_modules("health.js")
+    _css = (STATIC / "meshbook.css").read_text(encoding="utf-8")
     layout_of = traitlets.Dict().tag(sync=True)
     live = traitlets.Dict().tag(sync=True)
 
     def __init__(self, source: MeshSource, on_rest: Callable[[Snapshot], None] | None = None) -> None:
         """on_rest: called with the last snapshot when nobody looks any more, on the ticking thread."""
-        self._source, self._on_rest = source, on_rest
-        self._seen_until: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._history = History()
-        self._snapshot: Snapshot | None = None
+        feed = Feed(source, self, on_rest)
+        self.refresh, self.on_message = feed.refresh, feed.on_message
         super().__init__()
         self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
 
-    def refresh(self, snapshot: Snapshot) -> None:
-        """Show ``snapshot`` in all views."""
-        self._snapshot = snapshot
-        self._history.add(snapshot)
-        layout = snapshot.layout()
+    def show(self, layout: Mapping[str, object], live: Mapping[str, object]) -> None:
+        """Show this state in all views."""
         if layout != self.layout_of:
-            self.layout_of = layout
-        self.live = snapshot.live() | {
-            "phase": "live",
-            "note": "",
-            "tick_s": TICK_S,
-            "actions": list(ACTIONS),
-            "history": self._history.live(),
-        }
+            self.layout_of = dict(layout)
+        self.live = dict(live)
 
-    # ---- messages: on any thread -----------------------------------------------------------------------------
+    def answer(self, content: Mapping[str, object]) -> None:
+        """Show the answer to a button."""
+        self.send(dict(content))
 
-    def on_message(self, content: object) -> None:
-        """Serve ``{kind: look, view, visible}`` or ``{kind: act, action, ranks}``; other messages are ignored."""
-        match content:
-            case {"kind": "look", "view": str(view), "visible": bool(visible)}:
-                self._look(view, visible)
-            case {"kind": "act", "action": str(action), "ranks": list(ranks)} if action in ACTIONS:
-                chosen = [rank for rank in ranks if isinstance(rank, int)]
-                threading.Thread(
-                    target=self._act, args=(action, chosen), name=f"meshbook.{action}", daemon=True
-                ).start()
 
-    def _look(self, view: str, visible: bool) -> None:
-        with self._changed:
-            if visible:
-                self._seen_until[view] = time.monotonic() + LOOK_S
-            else:
-                self._seen_until.pop(view, None)
-            if visible and self._thread is None:
-                self._thread = threading.Thread(target=self._tick, name="meshbook.widget", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+class NoticeWidget(anywidget.AnyWidget):
+    """The words on a cell that is held up, with buttons while it is."""
 
-    def _act(self, action: str, ranks: Sequence[int]) -> None:
-        try:
-            answer = self._source.act(action, ranks)
-        except (MeshError, TimeoutError) as error:
-            answer = ButtonAnswer(f"{action} failed", str(error))
-        except Exception as error:
-            _LOG.exception("a button of the health widget failed")
-            answer = ButtonAnswer(f"{action} failed", f"{type(error).__name__}: {error}")
-        self.send({"kind": "answer", "action": action} | answer._asdict())
-        with self._changed:
-            self._changed.notify()  # show what has changed without waiting for the next tick
+    _esm = join_modules("notice.js")
+    _css = HealthWidget._css
+    words = traitlets.Unicode().tag(sync=True)
+    ranks: traitlets.List[int] = traitlets.List().tag(sync=True)
+    """The ranks that hold the others up."""
+    is_open = traitlets.Bool(True).tag(sync=True)
+    """Whether the cell still runs."""
 
-    # ---- the ticking thread: it lives while somebody looks -------------------------------------------------------
+    def __init__(self, source: MeshSource, words: str, text: str, ranks: Sequence[int]) -> None:
+        """text: the words with commands, for where there are no buttons."""
+        self._text = text
+        self._said = ""
+        """The stacks that were asked for last; they begin with the same words."""
+        self.on_message = Buttons(source, self._answer).on_message
+        super().__init__(words=words, ranks=list(ranks))
+        self.on_msg(lambda _widget, content, _buffers: self.on_message(content))
 
-    def _tick(self) -> None:
-        phase, note = "paused", ""
-        try:
-            while self._is_seen():
-                self.refresh(self._source.snapshot())
-        except (MeshError, TimeoutError) as error:  # the mesh was stopped, or cannot be asked any more
-            phase, note = "ended", str(error)
-        except Exception as error:
-            _LOG.exception("the health widget could not be refreshed")
-            note = f"not refreshed: {type(error).__name__}: {error}"
-        finally:
-            with self._changed:
-                if self._thread is threading.current_thread():
-                    self._thread = None
-        self._rest(phase, note)
+    def _answer(self, content: Mapping[str, object]) -> None:
+        if content["action"] == "stacks":
+            self._said = str(content["text"])
+        self.send(dict(content))
 
-    def _is_seen(self) -> bool:
-        """Wait for the next tick, or for news; returns whether a view is looked at then."""
-        with self._changed:
-            if self._snapshot is not None and time.time() - self._snapshot.at < TICK_S:
-                self._changed.wait(TICK_S)
-            now = time.monotonic()
-            self._seen_until = {view: until for view, until in self._seen_until.items() if until > now}
-            if not self._seen_until:
-                self._thread = None  # whoever looks from here on starts another
-            return self._thread is not None
-
-    def _rest(self, phase: str, note: str) -> None:
-        self.live = dict(self.live) | {"phase": phase, "note": note}
-        if self._on_rest is not None and self._snapshot is not None:
-            self._on_rest(self._snapshot)
+    def content(self) -> dict[str, object]:
+        """Return the words, and the stacks, as plain HTML and as text."""
+        return {"text/html": message_card(WARN, self._said or self.words), "text/plain": self._said or self._text}

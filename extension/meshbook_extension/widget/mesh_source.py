@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshbook.errors import Failure, FailureKind, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
+from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
+from meshbook.mesh.peeks import NoValue, peek
 from meshbook.mesh.proc_view import ask
+from meshbook.stacks.mesh_stacks import RankTold
 from meshbook_extension.cells.curves import WatchedNames, picture_of
 from meshbook_extension.cells.running import Jobs
+from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.line_reader import merge_bars
-from meshbook_extension.widget.health import ButtonAnswer
-from meshbook_extension.widget.snapshot import CellNow, Snapshot, Throughput
+from meshbook_extension.widget.feed import ButtonAnswer
+from meshbook_extension.widget.snapshot import HELD_S, CellNow, Rates, Snapshot
+from meshbook_extension.widget.variables import SUMMARIZE, VARIABLE_HEADS, variable_rows
 
 if TYPE_CHECKING:
+    from meshbook.groups.deadlock import Verdict
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.mesh.states import RankStatus
     from meshbook_extension.cells.running import RunningCell
@@ -30,30 +39,48 @@ LOG_RANKS = 16
 """The most ranks whose logs are shown at once."""
 
 
-class MeshSource:
-    """The source for a mesh of a session, or a part of it. Safe from any thread."""
+ASKED_RANKS = 256
+"""The largest mesh whose ranks are asked, at each tick, whom they wait for."""
+ASK_S = 0.3
+PEEK_S = 2.0
+_OF_BAR = re.compile(r"\b\d+/\d+\b")
 
-    def __init__(self, session: Session, procs: ProcMesh) -> None:
+
+class MeshSource:
+    """The source for a mesh of a session, for a part of one, or for the current mesh. Safe from any thread."""
+
+    def __init__(self, session: Session, procs: ProcMesh | None) -> None:
+        """procs: the ranks to show; None for those of the mesh that is current at the time."""
         self._session, self._procs = session, procs
-        self._throughput = Throughput()
-        self._whole = session.meshes.get(procs.name) is procs
+        self._moved, self._waited = Rates(), Rates()
+        self._whole = procs is not None and session.meshes.get(procs.name) is procs
+        self._dismissed: set[int] = set()
 
     @property
     def procs(self) -> ProcMesh:
-        """The ranks shown. A whole mesh is followed when it gets other axes."""
+        """The ranks shown. A whole mesh is followed when it gets other axes. Raises: MeshError without a mesh."""
+        if self._procs is None:
+            return self._session.mesh()
         return self._session.meshes.get(self._procs.name, self._procs) if self._whole else self._procs
 
     def snapshot(self) -> Snapshot:
         """Return the state of the mesh, by one query to the ranks. Raises: MeshError where it cannot be asked."""
         procs = self.procs
-        statuses = procs.status()
-        cells = self._cells()
+        statuses, now = procs.status(), time.monotonic()
+        cells = self._cells(procs.name)
         busy = {one.rank: one.busy_s for one in statuses if one.state != "idle"}
+        told = ask(procs.base(), RankTold, "progress", timeout_s=ASK_S) if self._is_asked(procs, busy) else {}
+        pids = {one.rank: one.pid for one in statuses}
+        moved = self._moved.per_second({one.rank: (one.pid, one.moved_bytes) for one in statuses}, now)
+        waits = {rank: (pids[rank], one.collectives.waited_s) for rank, one in told.items() if rank in pids}
+        waited = self._waited.per_second(waits, now)
+        known = self._session.errors.of(procs.name)
         errors = [
+            *(error for error in shown(known) if error.number not in self._dismissed),
             *_deaths(procs.name, statuses),
-            *shown(self._session.errors.of(procs.name)),
             *(error for cell in cells for error in _describe(procs.name, cell.what, cell.failures)),
         ]
+        steps = _steps(procs, cells, busy)
         return Snapshot(
             name=procs.name,
             device=states.device_of(procs),
@@ -63,13 +90,26 @@ class MeshSource:
             cells=[_now(cell, busy) for cell in cells],
             errors=errors,
             at=time.time(),
-            moved=self._throughput.rates(statuses, time.monotonic()),
+            moved=[round(moved.get(one.rank, 0)) for one in statuses],
             curves=picture_of(self._session.part(WatchedNames), states.metrics(procs)),
+            hosts=len(procs.hosts if len(procs) == len(procs.base()) else {one.host for one in statuses}),
+            verdict=_judge(told, procs),
+            waits=[round(100 * min(1.0, waited[one.rank])) if one.rank in waited else -1 for one in statuses],
+            steps=[steps.get(one.rank, "") for one in statuses],
+            settled=self._session.errors.settled(procs.name),
+            is_auto=self._session.shell is not None and AutoMode.of(self._session.shell).is_on,
         )
 
-    def _cells(self) -> list[RunningCell]:
+    def _is_asked(self, procs: ProcMesh, busy: Mapping[int, float]) -> bool:
+        return bool(busy) and len(procs) <= ASKED_RANKS and len(procs) > 1
+
+    def _cells(self, name: str) -> list[RunningCell]:
         running = [*self._session.part(Jobs).foreground, *(job.cell for job in self._session.part(Jobs).running())]
-        return [cell for cell in running if cell.procs.name == self._procs.name]
+        return [cell for cell in running if cell.procs.name == name]
+
+    def dismiss(self, number: int) -> None:
+        """Show an error no more."""
+        self._dismissed.add(number)
 
     # ---- buttons ---------------------------------------------------------------------------------------------
 
@@ -86,11 +126,24 @@ class MeshSource:
             return ButtonAnswer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
         if action == "pdb":
             return self._pdb(chosen, bool(known))
+        if action == "variables":
+            return _variables(chosen)
+        if action == "jobs":
+            return self._jobs()
         return _logs(chosen)
+
+    def _jobs(self) -> ButtonAnswer:
+        rows = [
+            [str(job.number), job.state, format_seconds(job.duration_s), job.cell.what, format_ranks(job.cell.ranks)]
+            for job in reversed(self._session.part(Jobs).all())
+            if job.mesh == self.procs.name
+        ]
+        heads = ["job", "state", "for", "cell", "ranks"]
+        return ButtonAnswer("Jobs", "" if rows else "no job yet. Start one: %%mesh --async", table=[heads, *rows])
 
     def _interrupt(self) -> ButtonAnswer:
         """Interrupt the cell as the notebook's stop button does, and jobs; without a cell, all calls on the ranks."""
-        cells = self._cells()
+        cells = self._cells(self.procs.name)
         foreground = [cell for cell in cells if cell in self._session.part(Jobs).foreground]
         if not foreground or getattr(self._session.shell, "kernel", None) is None:
             for cell in cells:
@@ -115,7 +168,7 @@ class MeshSource:
             raise UsageError(f"nothing runs on {name_ranks(procs.ranks)}. A breakpoint() in a cell stops ranks there.")
         waiting = [
             cell
-            for cell in self._cells()
+            for cell in self._cells(procs.name)
             if cell in self._session.part(Jobs).foreground and set(cell.waiting) & set(ranks)
         ]
         typed = f"%mesh pdb rank={format_ranks(ranks)}"
@@ -145,6 +198,39 @@ class MeshSource:
             whose = "its" if len(repaired.ranks) == 1 else "their"
             notes.append(f"{name_ranks(repaired.ranks)} lost {whose} variables; run the cells that make them there")
         return ButtonAnswer("Heal", "\n  ".join([str(repaired), *notes]))
+
+
+def _judge(told: Mapping[int, RankTold], procs: ProcMesh) -> Verdict | None:
+    """Return who holds others up for long enough to be told, of the ranks shown."""
+    verdict = find_stragglers({rank: RankProgress("", one.collectives) for rank, one in told.items()})
+    if verdict is None or verdict.since_s < HELD_S or not {*verdict.odd, *verdict.waiting} & set(procs.ranks):
+        return None
+    return verdict
+
+
+def _steps(procs: ProcMesh, cells: Iterable[RunningCell], busy: Mapping[int, float]) -> dict[int, str]:
+    """Return the step of each rank while a cell runs: the count of its progress bar, else the step that it logged."""
+    steps: dict[int, str] = {}
+    began_at = time.time() - max(busy.values(), default=0.0)
+    for cell in cells:
+        metrics, at = states.metrics(procs), dict.fromkeys(cell.ranks, began_at)
+        for name in metrics.names():
+            for rank, series in metrics.series(name).items():
+                if rank is not None and series.last_time >= at.get(rank, math.inf):
+                    at[rank], steps[rank] = series.last_time, f"{series.last_step:g}"
+        for ranks, text in cell.output.progress:
+            if found := _OF_BAR.search(text):
+                steps.update(dict.fromkeys(ranks, found[0]))
+    return steps
+
+
+def _variables(procs: ProcMesh) -> ButtonAnswer:
+    values = peek(procs, SUMMARIZE, PEEK_S).values
+    missing = [rank for rank in values.ranks if isinstance(values[rank], NoValue)]
+    rows = variable_rows({rank: values[rank] for rank in values.ranks if rank not in missing})
+    notes = [f"{name_ranks(missing)} did not answer: {values[missing[0]].why}"] if missing else []
+    notes += [] if rows else [f"no variables on {name_ranks(procs.ranks)} yet"]
+    return ButtonAnswer(f"Variables of {name_ranks(procs.ranks)}", "\n".join(notes), table=[VARIABLE_HEADS, *rows])
 
 
 def _stop(ranks: Sequence[int]) -> str:

@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from meshbook.formatting import format_ranks
+from meshbook.errors import FailureKind
+from meshbook.formatting import format_ranks, name_ranks
 from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.line_reader import BarProgress
 
 if TYPE_CHECKING:
+    from meshbook.groups.deadlock import Verdict
     from meshbook.mesh.states import RankStatus
     from meshbook.system.devices import GpuUse
 
@@ -59,6 +62,34 @@ def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
     return SILENT
 
 
+CALM, NEWS, WARNING, BAD = "calm", "news", "warning", "bad"
+"""The levels of a sentence."""
+HELD_S = 3.0
+"""The time after which ranks that wait for another one are worth a warning."""
+_CONCERNS = (
+    (DEAD, BAD, "dead", "heal"),
+    (SILENT, WARNING, "silent", "stacks"),
+    (STOPPED, WARNING, "stopped", "logs"),
+    (PDB, NEWS, "stopped in pdb", "pdb"),
+)
+"""The states that a person should know of, with the action that helps; the gravest first."""
+
+
+BEHIND = 0.02
+"""The part of a progress bar by which a rank that is named is behind the mean."""
+
+
+class Sentence(NamedTuple):
+    """The state of a mesh in one sentence."""
+
+    level: str
+    text: str
+    ranks: tuple[int, ...] = ()
+    """The ranks that the sentence is about."""
+    helps: tuple[str, ...] = ()
+    """The buttons that help now; the first one most."""
+
+
 @dataclass(frozen=True)
 class CellNow:
     """A cell that runs, with its progress."""
@@ -69,6 +100,18 @@ class CellNow:
     ended: int
     """The number of ranks that have ended it."""
     progress: BarProgress | None = None
+
+    def describe(self) -> str:
+        """Write ``cell 7 runs for 74.2 s: epoch 3, 62 %, 00:38 left, rank 5 at 41 %``."""
+        bar, told = self.progress, []
+        if bar is not None:
+            told = [*([bar.title] if bar.title else []), f"{bar.mean:.0%}".replace("%", " %")]
+            told += [f"{bar.left} left"] if bar.left else []
+            if bar.ranks > 1 and bar.mean - bar.least > BEHIND:
+                told.append(f"rank {bar.slowest} at {int(100 * bar.least)} %")
+        if self.ended:
+            told.append(f"{self.ended} of {count(self.ranks, 'rank')} ended")
+        return _join(f"{self.what} runs for {format_seconds(self.seconds)}", ", ".join(told))
 
 
 @dataclass(frozen=True)
@@ -89,11 +132,61 @@ class Snapshot:
     """The bytes per second through the process groups, per rank; empty where they are not known."""
     curves: str = ""
     """The picture of the scalars that are watched, as HTML; empty where none was logged."""
+    hosts: int = 0
+    """The number of hosts, which may have the same name; 0 for the number of names."""
+    verdict: Verdict | None = None
+    """The ranks that hold others up, if there are any."""
+    waits: Sequence[int] = ()
+    """The percent of its time that each rank has waited in collectives lately, -1 where it is not known."""
+    steps: Sequence[str] = ()
+    """The step that each rank has come to, by its progress bar or by what it logs; empty texts where there is none."""
+    settled: frozenset[int] = frozenset()
+    """The numbers of errors whose ranks have run a later cell well."""
+    is_auto: bool = False
+    """Whether every cell of the notebook goes to the mesh."""
 
     @property
     def states(self) -> str:
         """A letter per rank, of `NAMES`."""
         return "".join(letter_of(one, interrupted=one.rank in self.interrupted) for one in self.statuses)
+
+    @property
+    def sentence(self) -> Sentence:
+        """The state in one sentence: what is worst, else what runs, else that nothing does."""
+        states = self.states
+        for letter, level, words, helps in _CONCERNS:
+            if chosen := [one for one, its in zip(self.statuses, states, strict=True) if its == letter]:
+                ranks = tuple(one.rank for one in chosen)
+                places = dict.fromkeys(one.where for one in chosen if one.where not in ("", one.state))
+                where = next(iter(places)) if len(places) == 1 else ""
+                are = "is" if len(ranks) == 1 else "are"
+                return Sentence(level, _join(f"{name_ranks(ranks)} {are} {words}", where), ranks, (helps,))
+        if self.verdict is not None:
+            return self._describe_verdict(self.verdict)
+        stuck = tuple(one.rank for one, its in zip(self.statuses, states, strict=True) if its == INTERRUPTED)
+        if stuck:
+            are = "was interrupted and is" if len(stuck) == 1 else "were interrupted and are"
+            return Sentence(WARNING, f"{name_ranks(stuck)} {are} still busy", stuck, ("interrupt", "stacks"))
+        if self.cells:
+            cell, *others = self.cells
+            more = f"; {count(len(others), 'other cell')} beside it" if others else ""
+            return Sentence(NEWS, f"{cell.describe()}{more}")
+        busy = [one.rank for one, its in zip(self.statuses, states, strict=True) if its not in (IDLE, STARTING)]
+        if busy:
+            return Sentence(NEWS, f"{name_ranks(busy)} {'is' if len(busy) == 1 else 'are'} busy")
+        waiting = states.count(STARTING)
+        return Sentence(CALM, f"{waiting} of {count(len(states), 'rank')} starting" if waiting else "idle")
+
+    def _describe_verdict(self, verdict: Verdict) -> Sentence:
+        since = format_seconds(verdict.since_s)
+        if verdict.circular:
+            text = f"{name_ranks({*verdict.odd, *verdict.waiting})} wait for each other, {since}"
+        else:
+            places = {one.rank: one.where for one in self.statuses if one.where not in ("", one.state)}
+            where = places.get(verdict.odd[0], "idle") if len(verdict.odd) == 1 else ""
+            hold = "holds" if len(verdict.odd) == 1 else "hold"
+            text = f"{_join(f'{name_ranks(verdict.odd)} {hold} the others up', where)}, {since}"
+        return Sentence(WARNING, text, verdict.odd, ("stacks", "pdb", "interrupt"))
 
     @property
     def memory_mb(self) -> list[int]:
@@ -126,6 +219,7 @@ class Snapshot:
             "sizes": list(self.sizes.values()),
             "ranks": [] if ranks == list(range(len(ranks))) else ranks,
             "hosts": hosts,
+            "host_count": self.hosts or len(hosts),
             "host_of": host_of,
             "devices": devices,
             "device_of": device_of,
@@ -148,12 +242,20 @@ class Snapshot:
             "gpu_used_mb": self._of_gpus(lambda gpu: round(gpu.used_bytes / MB) if gpu is not None else 0),
             "gpu_own_mb": self._of_gpus(lambda gpu: round(gpu.own_bytes / MB) if gpu is not None else 0),
             "curves": self.curves,
+            "say": self.sentence._asdict(),
+            "odd": list(self.verdict.odd) if self.verdict else [],
+            "waiting": list(self.verdict.waiting) if self.verdict else [],
+            "waits": list(self.waits),
+            "steps": list(self.steps) if any(self.steps) else [],
+            "auto": self.is_auto,
             "texts": texts,
             "text_of": text_of,
             "cells": [asdict(cell) | {"progress": cell.progress and cell.progress._asdict()} for cell in self.cells],
             "errors": [
                 {
-                    "mesh": error.mesh,
+                    "number": error.number,
+                    "settled": error.number in self.settled,
+                    "lost": error.kind is FailureKind.LOST,
                     "what": error.what,
                     "where": error.where,
                     "at": error.at,
@@ -163,6 +265,10 @@ class Snapshot:
                 for error in self.errors[-ERRORS:]
             ],
         }
+
+
+def _join(text: str, more: str) -> str:
+    return f"{text}: {more}" if more else text
 
 
 def _table(values: Iterable[str]) -> tuple[list[str], list[int]]:
@@ -186,7 +292,7 @@ class History:
     """The last `POINTS` ticks. A chart without values stays empty."""
 
     def __init__(self) -> None:
-        names = ("memory_mb", "moved_kb_s", "gpu_percent")
+        names = ("memory_mb", "moved_kb_s", "gpu_percent", "waits")
         self._charts: dict[str, deque[Spread]] = {name: deque(maxlen=POINTS) for name in names}
 
     def add(self, snapshot: Snapshot) -> None:
@@ -195,6 +301,7 @@ class History:
             "memory_mb": [mb for mb in snapshot.memory_mb if mb],
             "moved_kb_s": snapshot.moved_kb_s,
             "gpu_percent": [percent for percent in snapshot.gpu_percent if percent >= 0],
+            "waits": [percent for percent in snapshot.waits if percent >= 0],
         }
         for name, values in columns.items():
             if values:
@@ -205,26 +312,25 @@ class History:
         return {name: list(points) for name, points in self._charts.items()}
 
 
-class Throughput:
-    """The bytes that each rank moves per second, from counters that only grow."""
+class Rates:
+    """The rates of counters of ranks, which only grow: bytes moved, seconds waited."""
 
     def __init__(self) -> None:
-        self._counted: Mapping[int, tuple[int, int]] = {}
+        self._counted: Mapping[int, tuple[int, float]] = {}
         self._at = float("-inf")
-        self._rates: dict[int, int] = {}
+        self._rates: dict[int, float] = {}
 
-    def rates(self, statuses: Sequence[RankStatus], at_s: float) -> list[int]:
-        """Return bytes per second since the last reading, for each rank; 0 at first, and for a rank started since.
+    def per_second(self, counted: Mapping[int, tuple[int, float]], at_s: float) -> dict[int, float]:
+        """Return what each rank's counter gained per second since the last reading; nothing for a rank started since.
 
-        at_s: monotonic.
+        counted: pid and counter by rank. at_s: monotonic.
         """
-        counted = {one.rank: (one.pid, one.moved_bytes) for one in statuses}
         passed = at_s - self._at
         if passed >= LEAST_S:
             self._rates = {
-                rank: round((moved - before[1]) / passed)
-                for rank, (pid, moved) in counted.items()
-                if (before := self._counted.get(rank)) is not None and before[0] == pid and moved >= before[1]
+                rank: (value - before[1]) / passed
+                for rank, (pid, value) in counted.items()
+                if (before := self._counted.get(rank)) is not None and before[0] == pid and value >= before[1]
             }
             self._counted, self._at = counted, at_s
-        return [self._rates.get(one.rank, 0) for one in statuses]
+        return self._rates

@@ -609,13 +609,25 @@ def test_a_cell_behind_a_stuck_rank_says_what_it_waits_for_and_is_dropped_by_an_
 
 def test_a_hanging_cell_names_the_rank_and_a_subshell_shows_its_stack(kernel: Kernel) -> None:
     request = kernel.send("%%mesh\nimport time\nif rank == 2:\n    time.sleep(60)\ndist.barrier()")
-    kernel.until(lambda: "look: %mesh stacks" in request.text(), request)
-    assert "  rank 2 has issued " in request.text() and " and is in time.sleep (cell " in request.text()
+
+    def notices() -> list[str]:
+        return [data["text/plain"] for data in map(_data_of, request.of("display_data")) if "text/html" in data]
+
+    kernel.until(notices, request)
+    (notice,) = notices()
+    assert "  rank 2 has issued " in notice and " and is in time.sleep (cell " in notice
+    assert notice.endswith("look: %mesh stacks    stop: interrupt"), "for front ends without buttons"
     if (subshell := _new_subshell(kernel)) is not None:  # from ipykernel 7 on
         stacks = kernel.wait(_execute_in(kernel, subshell, "%mesh stacks"))
         assert "[2] busy for " in stacks.text() and "time.sleep(60)\n" in stacks.text()
     kernel.manager.interrupt_kernel()
     assert kernel.wait(request).reply["ename"] == "CallInterrupted"
+    (left,) = [data for data in map(_data_of, request.of("update_display_data")) if "text/html" in data]
+    assert sorted(left) == ["text/html", "text/plain"], "a saved notebook has no use for the widget"
+
+
+def _data_of(content: dict[str, Any]) -> dict[str, str]:
+    return dict(content["data"])
 
 
 def test_a_subshell_peeks_into_a_cell_that_runs(kernel: Kernel) -> None:

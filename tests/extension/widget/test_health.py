@@ -9,13 +9,16 @@ from fakes import failure
 
 import meshbook
 import meshbook_extension
+from meshbook.errors import FailureKind
+from meshbook.groups.deadlock import Verdict
 from meshbook.mesh.states import RankStatus
 from meshbook.system.devices import GpuUse
 from meshbook_extension.notebook.error_log import ErrorLog
-from meshbook_extension.output.line_reader import merge_bars
+from meshbook_extension.output.line_reader import BarProgress, merge_bars
 from meshbook_extension.widget.display import as_html, rank_table
+from meshbook_extension.widget.health import HealthWidget, NoticeWidget
 from meshbook_extension.widget.mesh_source import shown
-from meshbook_extension.widget.snapshot import History, Snapshot, Throughput, letter_of
+from meshbook_extension.widget.snapshot import CellNow, History, Rates, Snapshot, letter_of
 
 
 def status(rank: int = 0, state: str = "busy", where: str = "", host: str = "a", busy_s: float = 1.5) -> RankStatus:
@@ -107,20 +110,97 @@ def test_charts_show_the_spread_of_the_ranks() -> None:
     history = History()
     for memory in (100, 200):
         statuses = [status(rank)._replace(rss_bytes=memory * rank * 1_000_000) for rank in range(4)]
-        history.add(Snapshot("main", "cpu", {"gpus": 4}, statuses, moved=[5_000, 0, 2_000, 9_000]))
+        waits = [-1, 70, 10, 90]
+        history.add(Snapshot("main", "cpu", {"gpus": 4}, statuses, moved=[5_000, 0, 2_000, 9_000], waits=waits))
     assert history.live() == {
         "memory_mb": [(100, 200, 300), (200, 400, 600)],
         "moved_kb_s": [(0, 2, 9)] * 2,
         "gpu_percent": [],
+        "waits": [(10, 70, 90)] * 2,
     }
 
 
-def test_throughput_is_what_was_moved_since_the_last_reading() -> None:
-    throughput = Throughput()
-    assert throughput.rates([status()._replace(moved_bytes=500)], 10.0) == [0]
-    assert throughput.rates([status()._replace(moved_bytes=2_500)], 12.0) == [1_000]
-    assert throughput.rates([status()._replace(moved_bytes=9_999)], 12.1) == [1_000]  # too soon to tell
-    assert throughput.rates([status()._replace(moved_bytes=10, pid=7)], 14.0) == [0]  # started again
+def test_a_rate_is_what_a_counter_gained_since_the_last_reading() -> None:
+    rates = Rates()
+    assert rates.per_second({0: (100, 500)}, 10.0) == {}
+    assert rates.per_second({0: (100, 2_500)}, 12.0) == {0: 1_000}
+    assert rates.per_second({0: (100, 9_999)}, 12.1) == {0: 1_000}  # too soon to tell
+    assert rates.per_second({0: (7, 10)}, 14.0) == {}  # started again
+
+
+IN_FORWARD = "in forward (model.py:212)"
+HELD = Verdict((2,), (0, 1), 43.0, False, "")
+CIRCLE = Verdict((2,), (0, 1), 4.0, True, "")
+BAR = BarProgress("epoch 3", 3, 0.62, 0.41, 2, "00:38")
+CELL = CellNow("cell 7", 74.2, 3, 0, BAR)
+SAID = "cell 7 runs for 74.2 s: epoch 3, 62 %, 00:38 left, rank 2 at 41 %"
+
+
+@pytest.mark.parametrize(
+    ("odd_one", "options", "level", "text", "helps"),
+    [
+        (status(2, "idle"), {}, "calm", "idle", ()),
+        (status(2), {"cells": [CELL]}, "news", SAID, ()),
+        (status(2), {"cells": [CELL, CELL]}, "news", f"{SAID}; 1 other cell beside it", ()),
+        (status(2), {}, "news", "rank 2 is busy", ()),
+        (
+            status(2, where=IN_FORWARD),
+            {"verdict": HELD, "cells": [CELL]},
+            "warning",
+            f"rank 2 holds the others up: {IN_FORWARD}, 43.0 s",
+            ("stacks", "pdb", "interrupt"),
+        ),
+        (
+            status(2, where=IN_FORWARD),
+            {"verdict": CIRCLE},
+            "warning",
+            "ranks 0-2 wait for each other, 4.00 s",
+            ("stacks", "pdb", "interrupt"),
+        ),
+        (
+            status(2),
+            {"interrupted": frozenset({2})},
+            "warning",
+            "rank 2 was interrupted and is still busy",
+            ("interrupt", "stacks"),
+        ),
+        (status(2, "pdb", "at train.py:88"), {}, "news", "rank 2 is stopped in pdb: at train.py:88", ("pdb",)),
+        (status(2, "silent", "no answer"), {"verdict": HELD}, "warning", "rank 2 is silent: no answer", ("stacks",)),
+        (status(2, "dead", "exit code 3"), {"verdict": HELD}, "bad", "rank 2 is dead: exit code 3", ("heal",)),
+    ],
+)
+def test_the_state_is_one_sentence_with_the_buttons_that_help(
+    odd_one: RankStatus, options: dict[str, object], level: str, text: str, helps: tuple[str, ...]
+) -> None:
+    statuses = [status(0, "idle"), status(1, "idle"), odd_one]
+    said = Snapshot("main", "cpu", {"gpus": 3}, statuses, **options).sentence  # type: ignore[arg-type]
+    assert (said.level, said.text, said.helps) == (level, text, helps)
+
+
+def test_hosts_are_counted_as_spawn_counts_them() -> None:
+    statuses = [status(rank, "idle") for rank in range(2)]
+    assert Snapshot("main", "cpu", {"hosts": 2}, statuses, hosts=2).layout()["host_count"] == 2
+    assert Snapshot("main", "cpu", {"hosts": 2}, statuses).layout()["host_count"] == 1
+
+
+def test_an_error_is_settled_once_its_ranks_have_run_a_cell_well() -> None:
+    errors = ErrorLog()
+    errors.note("main", "cell 7", [failure(0), failure(1)], [2])
+    (error,) = errors.of("main")
+    assert not errors.settled("main")
+    errors.note("main", "cell 8", [], [0])
+    errors.note("other", "cell 9", [], [1])
+    assert not errors.settled("main")
+    errors.note("main", "cell 10", [], [1])
+    assert errors.settled("main") == {error.number}
+    live = Snapshot("main", "cpu", {}, [], errors=[error], settled=errors.settled("main")).live()
+    assert live["errors"][0] | {"settled": True, "number": error.number, "lost": False} == live["errors"][0]
+    assert error.kind is not FailureKind.LOST
+
+
+def test_modules_of_a_widget_are_joined_into_one_without_imports() -> None:
+    for code in (HealthWidget._esm, NoticeWidget._esm):
+        assert 'from "./' not in str(code) and str(code).count("export default") == 1
 
 
 def test_the_saved_table_holds_no_html_of_ranks() -> None:

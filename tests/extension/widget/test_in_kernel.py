@@ -196,6 +196,40 @@ def test_ranks_in_a_collective_are_told_from_the_one_that_is_not(front: FrontEnd
         front.wait_for(request)
 
 
+def test_a_page_opens_its_panel_while_a_cell_runs(front: FrontEnd) -> None:
+    def heard(kind: str) -> list[dict[str, Any]]:
+        told = (m["content"] for m in front.messages if m["msg_type"] == "comm_msg")
+        return [each["data"] for each in told if each["comm_id"] == "page" and each["data"].get("kind") == kind]
+
+    def send(kind: str, content: dict[str, Any]) -> None:
+        front.client.shell_channel.send(front.client.session.msg(kind, {"comm_id": "page", **content}))
+
+    request = front.execute("%%mesh\nimport time\ntime.sleep(60)")
+    send("comm_open", {"target_name": "meshbook", "data": {}})
+    front.until(lambda: heard("session"), timeout_s=20)
+    assert heard("session")[0] | {"kind": "session"} == {
+        "kind": "session",
+        "mesh": "main",
+        "text": "hosts=1, gpus=4",
+        "auto": False,
+    }
+    send("comm_msg", {"data": {"kind": "look", "view": "p", "visible": True}})
+    front.until(lambda: any(told["live"].get("states") == "BBBB" for told in heard("live")), timeout_s=20)
+    assert heard("layout")[0]["layout"]["name"] == "main"
+    send("comm_msg", {"data": {"kind": "act", "action": "variables", "ranks": []}})
+    front.until(lambda: heard("answer"), timeout_s=20)
+    assert heard("answer")[0]["table"][0][0] == "name"
+    assert not any(_is_idle(m, request) for m in front.messages)
+    send("comm_msg", {"data": {"kind": "act", "action": "interrupt", "ranks": []}})
+    front.wait_for(request, status="error")
+    front.until(lambda: heard("live")[-1]["live"]["say"]["text"] == "idle", timeout_s=20)
+    send("comm_msg", {"data": {"kind": "look", "view": "p", "visible": False}})
+    front.until(lambda: heard("live")[-1]["live"]["phase"] == "paused", timeout_s=20)
+    send("comm_close", {"data": {}})
+    front.run("from meshbook_extension.widget.panel import Panels as Of")
+    front.run("assert not get_ipython()._meshbook_session.part(Of)._pages")
+
+
 def test_what_the_process_groups_move_is_told(front: FrontEnd, model: str) -> None:
     with looking(front, model):
         request = front.client.execute(
@@ -222,7 +256,9 @@ def test_cells_sent_meanwhile_run_in_order(front: FrontEnd, model: str) -> None:
 
 
 def test_a_job_is_cancelled_by_the_interrupt_button(front: FrontEnd, model: str) -> None:
-    front.run("%%mesh --async\nimport time\ntime.sleep(60)")
+    with looking(front, model):
+        front.run("%%mesh --async\nimport time\ntime.sleep(60)")
+        states(front, model, "BBBB")
     assert "ranks 0-3 stopped" in press(front, model, "interrupt", [])["text"]
     request = front.execute("%mesh wait 1")
     front.wait_for(request, status="error")

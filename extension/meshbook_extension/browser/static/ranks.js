@@ -1,0 +1,276 @@
+// The ranks of a mesh: a row for each of a few, a tile for each of many, a tile for a block of them above that.
+import { make, makeButton, makeSvg, memory, plural, seconds, setText, sum } from "./parts.js";
+
+// letter on the wire: what it is called, and its icon; in the order of concern
+export const STATES = {
+  D: ["dead", "M4 4l8 8M12 4l-8 8"],
+  U: ["silent", "M5.5 6a2.5 2.5 0 1 1 3.6 2.2Q8 8.8 8 10M8 12.4v.2"],
+  T: ["stopped", "M4.5 4.5h7v7h-7z"],
+  P: ["stopped in pdb", "M5.5 7a2.5 2.5 0 0 1 5 0v3a2.5 2.5 0 0 1-5 0zM5.5 8.5H3M13 8.5h-2.5M5.7 6L4 4.2M10.3 6L12 4.2M5.7 11L4 12.6M10.3 11l1.7 1.6"],
+  X: ["interrupted, still busy", "M8 3v6M8 12v.4"],
+  S: ["starting", "M4 8h.3M8 8h.3M12 8h.3"],
+  C: ["in a collective", "M6.8 9.2a2.4 2.4 0 0 1 0-3.4l1.6-1.6a2.4 2.4 0 0 1 3.4 3.4l-.9.9M9.2 6.8a2.4 2.4 0 0 1 0 3.4l-1.6 1.6a2.4 2.4 0 0 1-3.4-3.4l.9-.9"],
+  B: ["busy", "M5.5 3.8l6.5 4.2-6.5 4.2z"],
+  I: ["idle", "M6 4.5v7M10 4.5v7"],
+};
+export const ORDER = Object.keys(STATES);
+const CALM = ["C", "B", "I"]; // states of a mesh that works; any other one of a single rank is shown for its whole tile
+export const ROWS = 8; // up to here each rank has a row
+const LARGE = 64; // up to here each tile has its number
+const SINGLE = 256; // up to here each rank has a tile
+const BLOCKS = 512; // at most so many tiles for more ranks than that
+
+export const makeIcon = (letter) => makeSvg("svg", { class: "mb-icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, makeSvg("path", { d: STATES[letter][1] }));
+const setIcon = (icon, letter) => icon.firstChild.setAttribute("d", STATES[letter][1]);
+
+export function countStates(states, from = 0, to = states.length) {
+  const counts = {};
+  for (let i = from; i < to; i++) counts[states[i]] = (counts[states[i]] || 0) + 1;
+  return counts;
+}
+
+const makeBar = () => {
+  const fill = make("i");
+  const text = make("span");
+  return { element: make("span", "mb-bar", make("span", "mb-bar-track", fill), text), fill, text };
+};
+const setBar = (bar, share, text) => {
+  bar.element.hidden = !text;
+  bar.fill.style.width = `${Math.max(0, Math.min(100, 100 * share)).toFixed(1)}%`;
+  setText(bar.text, text);
+};
+
+// A row for each rank. choose(tile): a row was clicked; detail(position): its rows of term and text, unfolded below it.
+export class Rows {
+  constructor(choose, detail) {
+    [this.choose, this.detail] = [choose, detail];
+    this.body = make("tbody");
+    this.heads = make("tr", "", ...["rank", "state", "where", "step", "memory", "GPU", "waits"].map((text) => make("th", `mb-of-${text.toLowerCase()}`, text)));
+    this.element = make("table", "mb-rows-table", make("thead", "", this.heads), this.body);
+    this.body.addEventListener("keydown", (event) => {
+      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      const index = this.rows?.findIndex((row) => row.button === event.target) ?? -1;
+      if (!step || index < 0) return;
+      event.preventDefault();
+      event.stopPropagation(); // the notebook would move to another cell
+      this.rows[Math.max(0, Math.min(this.rows.length - 1, index + step))].button.focus();
+    });
+  }
+
+  build(view) {
+    this.rows = view.layout.pids.map((_pid, i) => {
+      const tile = { from: i, to: i + 1 };
+      const icon = makeIcon("I");
+      const button = makeButton("mb-rank", "", () => this.choose(tile));
+      button.append(icon, make("b", "", String(view.rank(i))));
+      const cells = Object.fromEntries(["state", "where", "step"].map((name) => [name, make("td", `mb-of-${name}`)]));
+      const bars = Object.fromEntries(["memory", "gpu", "waits"].map((name) => [name, makeBar()]));
+      const barCells = Object.entries(bars).map(([name, bar]) => make("td", `mb-of-${name}`, bar.element));
+      const line = make("tr", "", make("td", "mb-of-rank", button), ...Object.values(cells), ...barCells);
+      line.addEventListener("click", (event) => event.target.closest("button") || this.choose(tile));
+      const list = make("dl");
+      const more = make("tr", "mb-more", make("td", "", list));
+      more.firstChild.colSpan = 7;
+      return { ...tile, button, icon, cells, bars, line, list, more };
+    });
+    this.body.replaceChildren(...this.rows.flatMap((row) => [row.line, row.more]));
+  }
+
+  fit() {}
+
+  update(view, chosen) {
+    const { live, layout } = view;
+    const largest = Math.max(1, ...live.memory_mb) * 1.15;
+    const used = { step: live.steps.length > 0, gpu: live.gpu_percent.length > 0, waits: live.waits.some((wait) => wait >= 0), where: live.texts.some(Boolean) };
+    for (const [name, shown] of Object.entries(used)) this.element.classList.toggle(`mb-no-${name}`, !shown);
+    this.element.classList.toggle("mb-still", !Object.values(used).some(Boolean));
+    this.rows.forEach((row, i) => {
+      const letter = live.states[i];
+      const busy = live.busy_ds[i] / 10;
+      if (row.letter !== letter) setIcon(row.icon, (row.letter = letter));
+      row.line.className = `mb-line mb-is-${letter} ${view.markOf(i)}`;
+      row.button.setAttribute("aria-label", view.describe(row));
+      row.button.setAttribute("aria-expanded", String(chosen?.from === i));
+      setText(row.cells.state, STATES[letter][0] + (busy > 0 && letter !== "I" ? ` ${seconds(busy)}` : ""));
+      setText(row.cells.where, view.what(i));
+      row.cells.where.title = view.what(i);
+      setText(row.cells.step, live.steps[i] ?? "");
+      setBar(row.bars.memory, live.memory_mb[i] / largest, live.memory_mb[i] ? memory(live.memory_mb[i]) : "");
+      setBar(row.bars.gpu, live.gpu_percent[i] / 100, live.gpu_percent[i] >= 0 ? `${live.gpu_percent[i]} %` : "");
+      row.bars.gpu.element.title = live.gpu_used_mb[i] ? `${memory(live.gpu_used_mb[i])} of ${memory(layout.gpu_total_mb[i])} filled` : "";
+      setBar(row.bars.waits, live.waits[i] / 100, live.waits[i] >= 0 ? `${live.waits[i]} %` : "");
+      row.more.hidden = chosen?.from !== i;
+      if (!row.more.hidden) row.list.replaceChildren(...this.detail(i).map(([term, text]) => make("div", "", make("dt", "", term), make("dd", "", text))));
+    });
+  }
+}
+
+// A tile stands for the ranks `from` up to `to` (positions in the columns), a row for tiles with equal leading axes.
+export function arrange(layout) {
+  const { axes, sizes } = layout;
+  const count = layout.pids.length;
+  const single = count <= SINGLE;
+  let kept = axes.length;
+  let tiles = count;
+  if (!single) {
+    kept = 0;
+    tiles = 1;
+    while (kept < sizes.length && tiles * sizes[kept] <= BLOCKS) tiles *= sizes[kept++];
+    while (kept > 1 && tiles * 2 > count) tiles /= sizes[--kept]; // blocks of one rank are no blocks
+  }
+  const regular = sizes.reduce((product, size) => product * size, 1) === count && (single || tiles > 16);
+  if (!regular) {
+    const block = single ? 1 : Math.ceil(count / SINGLE);
+    return { block, caption: block > 1 ? `one square per ${plural(block, "rank")}` : "", rows: [rowOf("", 0, Math.ceil(count / block), block, count)] };
+  }
+  const block = count / tiles;
+  const columns = kept > 1 ? sizes[kept - 1] : tiles;
+  const leading = kept > 1 && tiles / columns > 1 ? kept - 1 : 0;
+  const rows = [];
+  for (let row = 0; row < (leading ? tiles / columns : 1); row++) {
+    const label = leading ? pointText(axes, sizes, leading, row) : "";
+    rows.push(rowOf(label, row * columns, leading ? columns : tiles, block, count));
+  }
+  const across = leading ? `${axes[leading]} from left to right` : "";
+  const square = `one square per index of ${axes.slice(0, kept).join(" and ")}, ${plural(block, "rank")} each`;
+  return { block, rows, caption: block > 1 ? [square, across].filter(Boolean).join("; ") : across };
+}
+
+export function rowOf(label, first, length, block, count) {
+  const tiles = [];
+  for (let i = first; i < first + length; i++) tiles.push({ from: i * block, to: Math.min(count, (i + 1) * block) });
+  return { label, tiles };
+}
+
+function pointText(axes, sizes, upTo, index) {
+  const parts = [];
+  for (let axis = upTo - 1; axis >= 0; axis--) {
+    parts.unshift(`${axes[axis]}=${index % sizes[axis]}`);
+    index = Math.floor(index / sizes[axis]);
+  }
+  return parts.join(" ");
+}
+
+// A tile of many ranks: its states side by side, as wide as they are frequent.
+function mixture(counts) {
+  const total = sum(Object.values(counts));
+  const stops = [];
+  let at = 0;
+  for (const letter of ORDER) {
+    if (!counts[letter]) continue;
+    const share = Math.max(8, (100 * counts[letter]) / total);
+    stops.push(`var(--${letter}) ${at}% ${Math.min(100, at + share)}%`);
+    at += share;
+  }
+  return `linear-gradient(to right, ${stops.join(", ")})`;
+}
+
+export class Tiles {
+  constructor(onShow, onChoose) {
+    this.element = make("div", "mb-rows");
+    this.tiles = [];
+    const show = (event) => {
+      const tile = this.#of(event);
+      if (tile) onShow(tile);
+    };
+    for (const name of ["pointerover", "focusin"]) this.element.addEventListener(name, show);
+    for (const name of ["pointerleave", "focusout"]) this.element.addEventListener(name, () => onShow(null));
+    this.element.addEventListener("click", (event) => {
+      const tile = this.#of(event);
+      if (tile) onChoose(tile);
+    });
+    this.element.addEventListener("keydown", (event) => this.#move(event));
+  }
+
+  #of(event) {
+    const button = event.target.closest?.(".mb-tile");
+    return button ? this.tiles[Number(button.dataset.index)] : null;
+  }
+  #move(event) {
+    const index = this.tiles.findIndex((tile) => tile.button === event.target);
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns }[event.key];
+    if (index < 0 || !step) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const next = this.tiles[Math.max(0, Math.min(this.tiles.length - 1, index + step))];
+    this.tiles[index].button.tabIndex = -1;
+    next.button.tabIndex = 0;
+    next.button.focus();
+  }
+
+  build(view, arranged) {
+    const count = sum(arranged.rows.map((row) => row.tiles.length));
+    this.large = arranged.block === 1 && count <= LARGE;
+    this.tiles = [];
+    this.longest = Math.max(1, ...arranged.rows.map((row) => row.tiles.length));
+    const longestLabel = Math.max(...arranged.rows.map((row) => row.label.length));
+    this.labelWidth = longestLabel ? 12 + Math.ceil(6.8 * longestLabel) : 0;
+    this.grids = arranged.rows.map((row) => make("div", "mb-tiles", ...row.tiles.map((tile) => this.#makeTile(view, tile))));
+    this.element.replaceChildren(
+      ...arranged.rows.map((row, i) => {
+        const element = make("div", "mb-row", ...(row.label ? [make("div", "mb-row-label", row.label)] : []), this.grids[i]);
+        if (row.label) element.setAttribute("role", "group");
+        if (row.label) element.setAttribute("aria-label", row.label);
+        return element;
+      }),
+    );
+    this.element.classList.toggle("mb-small", !this.large);
+    const [widest, narrowest, height, gap] = this.large ? [58, 32, 40, 5] : [24, 20, 22, 3];
+    Object.assign(this, { widest, narrowest, gap });
+    for (const [name, value] of Object.entries({ "tile-h": height, gap, "label-w": this.labelWidth })) this.element.style.setProperty(`--${name}`, `${value}px`);
+    this.fit(this.width || 600);
+  }
+
+  #makeTile(view, tile) {
+    tile.button = makeButton("mb-tile", "", null);
+    tile.button.tabIndex = this.tiles.length ? -1 : 0;
+    tile.button.dataset.index = this.tiles.length;
+    tile.icon = makeIcon("I");
+    if (this.large) {
+      [tile.memory, tile.busy] = [make("i", "mb-memory"), make("i", "mb-busy")];
+      tile.button.append(make("b", "", String(view.rank(tile.from))), tile.icon, make("span", "mb-meters", tile.memory, tile.busy));
+    } else tile.button.append(tile.icon);
+    this.tiles.push(tile);
+    return tile.button;
+  }
+
+  // Rows break at a multiple of 8 where they can, so that ranks stand below each other.
+  fit(width) {
+    this.width = width;
+    const free = width - this.labelWidth + (this.gap ?? 0);
+    const fitting = Math.floor(free / Math.min(this.longest, 8)) - this.gap; // 8 side by side, narrower if need be
+    const tile = Math.max(this.narrowest, Math.min(this.widest, fitting));
+    const room = Math.max(1, Math.floor(free / (tile + this.gap)));
+    this.element.style.setProperty("--tile-w", `${tile}px`);
+    this.columns = room >= this.longest ? this.longest : room >= 16 ? room - (room % 8) : room >= 4 ? room - (room % 4) : room;
+    for (const grid of this.grids || []) grid.style.setProperty("--cols", this.columns);
+  }
+
+  update(view, chosen) {
+    const { states, memory_mb: sizes, waits } = view.live;
+    const largest = Math.max(1, ...sizes) * 1.15;
+    for (const tile of this.tiles) {
+      const counts = countStates(states, tile.from, tile.to);
+      const letter = ORDER.find((each) => counts[each]) || "I";
+      const mixed = CALM.includes(letter) && Object.keys(counts).length > 1;
+      const look = mixed ? mixture(counts) : "";
+      const mark = tile.to - tile.from === 1 ? view.markOf(tile.from) : "";
+      const key = `${letter}${look}${mark}`;
+      if (tile.key !== key) {
+        tile.key = key;
+        tile.button.className = `mb-tile mb-${letter} ${mark}`;
+        tile.button.style.background = look;
+        setIcon(tile.icon, letter);
+      }
+      if (this.large) {
+        const wait = waits[tile.from] ?? -1;
+        tile.memory.style.width = `${(100 * sizes[tile.from]) / largest}%`;
+        tile.busy.style.width = `${wait < 0 ? (CALM.slice(0, 2).includes(letter) ? 100 : 0) : 100 - wait}%`;
+      }
+      const label = view.describe(tile, counts);
+      if (tile.label !== label) tile.button.setAttribute("aria-label", (tile.label = label));
+      const pressed = chosen !== null && chosen.from === tile.from && chosen.to === tile.to;
+      if (tile.pressed !== pressed) tile.button.setAttribute("aria-pressed", String((tile.pressed = pressed)));
+    }
+  }
+}
