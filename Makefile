@@ -20,7 +20,10 @@ COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt kernel/meshbook_kernel/kernelspec/kernel.json
+# What Jupyter finds in its own folders is copied there, so a change makes the copies again.
+COPIED := kernel/meshbook_kernel/kernelspec/kernel.json $(shell find extension/meshbook_extension/browser -type f)
+
+$(READY): pyproject.toml constraints.txt $(COPIED)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing PyTorch, Jupyter and the tools into .venv; the first time this takes minutes."
 	@$(BIN)/python -m pip install -q --no-compile -c constraints.txt uv torch

@@ -15,6 +15,7 @@ from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_progress_display, set_prompt_handler
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
+from meshbook_extension.cells.hang_watch import Notices
 from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
@@ -31,6 +32,8 @@ from meshbook_extension.output.transcripts import Transcripts
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.reattach.restore import AutoAttach
 from meshbook_extension.visual_debugger.target import Debugged
+from meshbook_extension.widget.display import hang_notices
+from meshbook_extension.widget.panel import Panels
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -140,6 +143,10 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session)), News(session)):
         session.add_part(part)
     session.add_part(NameErrors(session))
+    session.part(Notices).open = hang_notices
+    panels = Panels(session)
+    session.add_part(panels)
+    panels.begin()
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     set_output_source(calls.target)
 
@@ -152,7 +159,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     set_prompt_handler(CallPromptHandler(session))
     set_progress_display(ProgressLine(shell).show)
     observe_unhandled(session.errors.note_unhandled)
-    for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error):
+    for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell):
         shell.events.register("post_run_cell", listener)
     shell.events.register("pre_run_cell", curves.begin_cell)
     served_cell.watch(shell)
@@ -179,8 +186,10 @@ def close_session(session: Session) -> None:
     curves = session.part(OwnCurves)
     curves.end()
     session.shell.events.unregister("pre_run_cell", curves.begin_cell)
+    panels = session.part(Panels)
+    panels.end()
     ending = (session.part(CallOutput).finish, curves.end_cell, session.part(StateWriter).save, session.note_error)
-    for listener in ending:
+    for listener in (*ending, panels.tell):
         session.shell.events.unregister("post_run_cell", listener)
     session.shell.events.unregister("pre_run_cell", session.part(News).tell)
     served_cell.unwatch()

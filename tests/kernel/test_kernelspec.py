@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 
+from meshbook._version import __version__
+
 
 def test_jupyter_lists_the_kernel_after_install(installed_kernelspec: Path) -> None:
     listing = subprocess.run(
@@ -60,6 +62,16 @@ def test_install_that_cannot_be_done_says_why_and_what_to_do(jupyter_folders: Pa
     assert "Traceback" not in result.stderr
 
 
-def test_distribution_brings_the_kernelspec_editable_or_not() -> None:
+def test_distribution_brings_the_kernelspec_and_the_panel_editable_or_not() -> None:
     files = [str(path) for path in metadata.files("meshbook") or []]
     assert any(path.endswith("share/jupyter/kernels/meshbook/kernel.json") for path in files)
+    assert any(path.endswith("share/jupyter/labextensions/meshbook/package.json") for path in files)
+    assert any(path.endswith("share/jupyter/labextensions/meshbook/static/remoteEntry.js") for path in files)
+
+
+def test_jupyterlab_finds_the_panel_and_its_version_is_ours() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "jupyter", "labextension", "list"], capture_output=True, text=True, timeout=60
+    )
+    (line,) = [line for line in (listed.stdout + listed.stderr).splitlines() if " meshbook v" in line]
+    assert f"meshbook v{__version__} " in line and "enabled" in line and "OK" in line

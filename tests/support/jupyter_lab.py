@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PATIENCE_MS = 60_000  # for what takes a second on a quiet machine
 
+BROWSER = Path(__file__).parents[2] / "extension" / "meshbook_extension" / "browser"
+"""The panel's folder."""
 START_TIMEOUT_S = 150
 """For a server, and for a kernel; seconds on a quiet machine, minutes on one that has much else to do."""
 QUIETLY = [
@@ -81,6 +83,9 @@ class Lab:
         names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
         folders = {f"JUPYTER_{name}": str(root / f".{name.lower()}") for name in names}
         folders |= {f"JUPYTERLAB_{name}_DIR": str(root / f".{name.lower()}") for name in ("SETTINGS", "WORKSPACES")}
+        panel = root / ".data_dir" / "labextensions" / "meshbook"  # as it lies here, whatever was installed
+        panel.parent.mkdir(parents=True)
+        panel.symlink_to(BROWSER)
         settings = root / ".settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True)
         (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
