@@ -87,7 +87,7 @@ SCENES = {
             "        time.sleep(600)  # a disk that does not answer\n    return torch.randn(64, 8)\n\n"
             "for step in range(100):\n    loss = load_batch(step).square().mean()\n    dist.all_reduce(loss)",
         ),
-        (output("look: %mesh stacks"),),
+        (".mb-notice button >> nth=2",),
     ),
     "curves": Scene(
         """
@@ -147,7 +147,7 @@ optimizer = torch.optim.AdamW(model.parameters())
             "%%mesh\nfor x, y in tqdm(batches):\n    loss = cross_entropy(model(x), y)\n"
             "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
         ),
-        (".mb-tile >> nth=7", ".mb-cell :text-matches('[3-6][0-9].%')"),
+        (".mb-line >> nth=7", ".mb-say:text-matches('[3-6][0-9].%')"),
     ),
 }
 
