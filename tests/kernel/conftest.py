@@ -77,12 +77,12 @@ class Kernel(RunningKernel):
         return self.execute(code)
 
     def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> None:
-        """Read output until ``text`` shows in a stream."""
-        seen = ""
-        while text not in seen:
+        """Read output until ``text`` shows in a stream or a display."""
+        shown = Cell()
+        while text not in shown.text():
             message = self.client.get_iopub_msg(timeout=timeout_s)
-            if message["msg_type"] == "stream":
-                seen += message["content"]["text"]
+            if message["msg_type"] in ("stream", "display_data"):
+                shown.add(message)
 
 
 def left_of(processes: list[psutil.Process], timeout_s: float = 15.0) -> list[psutil.Process]:

@@ -21,7 +21,8 @@ class Typed(Cell):
     @property
     def plain(self) -> str:
         """All that was shown, without colours, with the prompts and what was typed where they came."""
-        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(content.get("text", "") for _, content in self.messages))
+        shown = (content.get("data", {}).get("text/plain", content.get("text", "")) for _, content in self.messages)
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(shown))
 
 
 Answer = str | Callable[[Kernel], object]

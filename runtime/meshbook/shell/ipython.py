@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -186,15 +187,6 @@ class RankIPython(InteractiveShell):
             raise subprocess.CalledProcessError(code, cmd, text)
         return SList(text.splitlines()) if split else LSString(text)
 
-    def run_line_magic(self, magic_name: str, line: str, *args: Any, **kwargs: Any) -> object:
-        """Run a line magic, but for installers of packages: each rank would run them, in one environment."""
-        if magic_name in ("pip", "uv"):
-            raise UsageError(
-                f"%{magic_name} runs once in each environment, not on every rank: {advice().pip} "
-                f"{line.removeprefix('pip ').strip()}".rstrip()
-            )
-        return super().run_line_magic(magic_name, line, *args, **kwargs)
-
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> object:
         """Run a cell magic; ``%%bash`` and ``%%sh`` without options run as commands do."""
         if magic_name not in ("bash", "sh") or line.strip():
@@ -303,6 +295,12 @@ class RankIPython(InteractiveShell):
             self._of_result = None
 
 
+def _refuse_installer(name: str, line: str) -> None:
+    """Refuse ``%pip`` and ``%uv``: each rank would run them, in one environment."""
+    words = line.removeprefix("pip ").strip()
+    raise UsageError(f"%{name} runs once in each environment, not on every rank: {advice().pip} {words}".rstrip())
+
+
 def create_shell(
     loop_runner: Callable[[Coroutine[object, None, object]], object], debugger: RankDebugger
 ) -> RankIPython:
@@ -317,5 +315,7 @@ def create_shell(
     shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     describe_large_values(shell)
+    for installer in ("pip", "uv"):
+        shell.magics_manager.register_function(partial(_refuse_installer, installer), "line", installer)
     shell.loop_runner, shell.rank_debugger = loop_runner, debugger
     return shell
