@@ -20,11 +20,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
     "product: lines": 77_120,
-    "product: statements": 52_405,
+    "product: statements": 52_420,
     "product: kB": 3_353,
     "product: modules": 362,
     "tests and benchmarks: lines": 63_150,
-    "docs by hand: kB": 228,
+    "docs by hand: kB": 225,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
