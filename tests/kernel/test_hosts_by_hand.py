@@ -18,8 +18,8 @@ def show_command(kernel: Any, line: str) -> str:
     seen = ""
     while not LINE.search(seen):
         message = kernel.client.get_iopub_msg(timeout=60)
-        if message["msg_type"] == "stream":
-            seen += message["content"]["text"]
+        content = message["content"]
+        seen += content.get("data", {}).get("text/plain", content.get("text", ""))
     return seen
 
 
