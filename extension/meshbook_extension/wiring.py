@@ -161,7 +161,8 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     observe_unhandled(session.errors.note_unhandled)
     for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell):
         shell.events.register("post_run_cell", listener)
-    shell.events.register("pre_run_cell", curves.begin_cell)
+    for listener in (curves.begin_cell, panels.begin_cell):
+        shell.events.register("pre_run_cell", listener)
     served_cell.watch(shell)
     shell.events.register("pre_run_cell", session.part(News).tell)
     session.on_change.append(state_writer.save)
@@ -185,8 +186,9 @@ def close_session(session: Session) -> None:
     session.part(NameErrors).end()
     curves = session.part(OwnCurves)
     curves.end()
-    session.shell.events.unregister("pre_run_cell", curves.begin_cell)
     panels = session.part(Panels)
+    for begins in (curves.begin_cell, panels.begin_cell):
+        session.shell.events.unregister("pre_run_cell", begins)
     panels.end()
     ending = (session.part(CallOutput).finish, curves.end_cell, session.part(StateWriter).save, session.note_error)
     for listener in (*ending, panels.tell):

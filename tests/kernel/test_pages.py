@@ -101,13 +101,19 @@ def complain(page: str, example: Example, came: str) -> str:
 
 
 def output_of(cell: Any) -> str:
-    """Return all text of a cell: streams, the value, the traceback."""
-    parts = []
+    """Return all text of a cell as it stands at the end: streams, displays, the value, the traceback."""
+    parts: list[str] = []
+    places: dict[str, int] = {}
     for kind, content in cell.messages:
+        place = content.get("transient", {}).get("display_id")
         if kind == "stream":
             parts.append(content["text"])
         elif kind in ("display_data", "execute_result"):
+            places.update({place: len(parts)} if place else {})
             parts.append(content["data"]["text/plain"] + "\n")
+        elif kind == "update_display_data" and place in places:
+            text = content["data"]["text/plain"]
+            parts[places[place]] = f"{text}\n" if text else ""
         elif kind == "error":
             parts.append("\n".join(content["traceback"]) + "\n")
     return "".join(parts)
@@ -141,7 +147,7 @@ def test_each_block_of_python_is_python(page: str) -> None:
 def test_cells_show_what_the_page_shows(page: str, start_kernel: Callable[..., Any]) -> None:
     kernel = start_kernel()
     for example in cells(page):
-        cell = kernel.run(example.code, LONG_S)
+        cell = kernel.run(example.code, LONG_S, is_attended=True)
         came = output_of(cell)
         assert matches(example.shown, came), complain(page, example, came)
         assert cell.ok == ("raised" not in example.shown), complain(page, example, came)

@@ -17,7 +17,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
 
 
 def figures_of(cell: Any) -> int:
-    return sum("image/png" in output.get("data", {}) for output in cell["outputs"])
+    shown = [output.get("data", {}) for output in cell["outputs"]]
+    return sum(1 if "image/png" in data else str(data.get("text/html", "")).count("<img src=") for data in shown)
 
 
 def test_every_cell_ran_and_the_summary_says_so(demo: tuple[str, dict[str, Any]]) -> None:

@@ -55,21 +55,29 @@ class Panels:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pages: dict[str, _Page] = {}
-        kernel = kernel_of(session.shell)
-        self._comms = None if kernel is None else BusyComms.of(kernel)
-        self._manager: Any = getattr(kernel, "comm_manager", None)
+        self._kernel = kernel_of(session.shell)
+        self._manager: Any = getattr(self._kernel, "comm_manager", None)
+        self._comms: BusyComms | None = None
 
     def begin(self) -> None:
         """Let pages open comms from now on."""
-        if self._comms is not None:
+        if self._manager is not None:
             self._manager.register_target(TARGET, self._on_open)
+
+    def begin_cell(self, *_: object) -> None:
+        """Serve pages while cells run; not before the first one: a kernel that is being made takes no messages yet."""
+        if self._comms is None and self._kernel is not None:
+            self._comms = BusyComms.of(self._kernel)
             self._comms.serve(["comm_open"], self._take_open)
+            for comm_id, page in self._pages.items():
+                self._comms.listen(comm_id, page.feed.on_message)
 
     def end(self) -> None:
         """Close all comms."""
+        if self._manager is not None:
+            self._manager.unregister_target(TARGET, self._on_open)
         if self._comms is not None:
             self._comms.serve(["comm_open"], None)
-            self._manager.unregister_target(TARGET, self._on_open)
         for comm_id, page in list(self._pages.items()):
             self._forget(comm_id)
             page.comm.close()

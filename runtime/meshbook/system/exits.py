@@ -242,7 +242,8 @@ def describe_end(end: End) -> str:
 
 def last_words(log: str, lines: int) -> str:
     """The last ``lines`` lines of a log; behind them, of a crash in native code, where Python was."""
-    kept = [_FRAME.sub(_name_frame, line) for line in CrashReportCut().cut(f"{log}\n").splitlines()]
+    whole = log.removesuffix("\n") + "\n"
+    kept = [_FRAME.sub(_name_frame, line) for line in CrashReportCut().cut(whole).splitlines()]
     fatal = [at for at in range(len(kept)) if kept[at].startswith(FATAL) and len(kept) - at <= _CRASH_FRAMES + 1]
     return "\n".join(kept[max(0, (fatal[-1] if fatal else len(kept)) - lines) :])
 
