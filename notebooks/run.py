@@ -90,10 +90,11 @@ class Narrator(NotebookClient):
         return kept
 
     def _show_bundle(self, data: dict[str, Any]) -> None:
-        if any(kind in data for kind in FIGURES):
+        in_grid = str(data.get("text/html", "")).count('<img src="data:image/')
+        for _ in range(1 if any(kind in data for kind in FIGURES) else in_grid):
             self.figures += 1
             self._show(f"<figure {self.figures}>\n")
-        else:
+        if not in_grid and not any(kind in data for kind in FIGURES):
             self._show(str(data.get("text/plain", "")) + "\n")
 
     def _show(self, text: str) -> None:
