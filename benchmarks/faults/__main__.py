@@ -41,7 +41,7 @@ class Sized(NamedTuple):
     run: Callable[[int, int], Findings]
     """Gets the seed and the size."""
     tiny: int
-    """As the tests run it: seconds."""
+    """The sizes with which the tests run it, in seconds."""
     short: int
     long: int
 

@@ -22,7 +22,7 @@ SOON_MS = 60_000
 
 @pytest.fixture(scope="module", params=["lab/tree", "notebooks"], ids=["lab", "notebook7"])
 def front(request: pytest.FixtureRequest) -> str:
-    """Where the server shows notebooks."""
+    """The path of the page on which the server shows notebooks."""
     if request.param == "notebooks":
         pytest.importorskip("notebook", reason="no Notebook 7: pip install notebook")
     return str(request.param)

@@ -31,7 +31,7 @@ from meshbook.mesh import states
 from meshbook.shape.members import members_of
 from meshbook_extension.cells.curves import CurveView, WatchedNames
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
-from meshbook_extension.output.display_rounds import DisplayGrid, DisplayRounds, RankCard, look_of
+from meshbook_extension.output.display_rounds import DisplayRounds, RankCard, look_of
 from meshbook_extension.output.labels import (
     MANY_RUNS,
     NEWS,
@@ -405,15 +405,12 @@ class CellOutput(Scheduled):
         self._grouping.feed_display(event.rank, key, card, at, is_result=event.is_result)
 
     def _show(self, pieces: list[LinePiece], now: float, *, at_once: bool = False) -> None:
-        for piece in pieces:
-            if piece.display is None or self._admit_display(piece):
-                self._rounds.add(piece, now)
-        for item in self._rounds.release(now, at_once=at_once):
-            shown = item if isinstance(item, DisplayGrid) else item.display
-            if isinstance(shown, DisplayGrid | RankCard):
+        admitted = (piece for piece in pieces if piece.display is None or self._admit_display(piece))
+        for item in self._rounds.arrange(admitted, now, at_once=at_once):
+            if not isinstance(item, LinePiece):
                 self._end_line()
-                self._rounds.show(shown, now)
-            elif isinstance(item, LinePiece) and self._budget.admit(item):
+                self._rounds.show(item, now)
+            elif self._budget.admit(item):
                 self._texts += self._labeller.write(item)
             else:
                 self._tell_of_limit()

@@ -59,7 +59,7 @@ class DisplayGrid:
         self.draws_again_at = 0.0
 
 
-Item: TypeAlias = "LinePiece | DisplayGrid"
+Item: TypeAlias = "LinePiece | RankCard | DisplayGrid"
 
 
 class DisplayRounds:
@@ -93,11 +93,22 @@ class DisplayRounds:
         card.data, card.metadata = newer.data, newer.metadata
         self._note_change(card.grid or card)
 
+    def arrange(self, pieces: Iterable[LinePiece], now: float, *, at_once: bool = False) -> Iterator[Item]:
+        """Take the next pieces; yield those that go now, with grids in the place of most displays."""
+        for piece in pieces:
+            if piece.display is None and not self._held:  # the usual case, kept short
+                if self._grids:
+                    self._wrote.update(piece.ranks)
+                yield piece
+            else:
+                self.add(piece, now)
+        yield from self.release(now, at_once=at_once)
+
     def add(self, piece: LinePiece, now: float) -> None:
         """Take the next piece. Nothing joins text, and displays that no card shows."""
         card = piece.display
         if not isinstance(card, RankCard) or not fits_card(card.data):
-            self._held.append(piece)
+            self._held.append(card if isinstance(card, RankCard) else piece)
             if self._grids:
                 self._wrote.update(piece.ranks)
             return
@@ -119,7 +130,7 @@ class DisplayRounds:
             yield self._held.popleft()
 
     def due_at(self) -> float | None:
-        """Return when `release` or `draw_again` has something to do; None: not before more comes."""
+        """Return when `arrange` or `draw_again` has something to do; None: not before more comes."""
         first = [self._goes_at(item) for item in itertools.islice(self._held, 1)]
         return min([*first, *map(_draws_at, self._changed)], default=None)
 

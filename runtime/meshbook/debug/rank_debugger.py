@@ -259,11 +259,7 @@ def _take_over_prompts(debugger: RankDebugger) -> None:
     def ask_secret(prompt: str = "Password: ", stream: object = None, **options: object) -> str:
         return debugger.read_line(prompt, ASKS_SECRET)
 
-    replaced = (
-        (pdb.Pdb, {"set_trace": stop_here, "interaction": look_at}),
-        (builtins, {"input": ask}),
-        (getpass, {"getpass": ask_secret}),
-    )
-    for owner, names in replaced:
-        for name, ours in names.items():
-            patch(owner, name, ours)
+    patch(pdb.Pdb, "set_trace", stop_here)
+    patch(pdb.Pdb, "interaction", look_at)
+    patch(builtins, "input", ask)
+    patch(getpass, "getpass", ask_secret)

@@ -129,9 +129,11 @@ class CallFailed(CallError):
                 lines += [_headline(group, place)]
             else:
                 lines += [_headline(group).partition("\n")[0], *first.traceback]
-        if self.partial:
-            lines += [f"  {name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"]
-        return lines + [f"  {line}" for line in self.verdict()]
+        finished = [f"  {self._describe_partial()}"] if self.partial else []
+        return [*lines, *finished, *(f"  {line}" for line in self.verdict())]
+
+    def _describe_partial(self) -> str:
+        return f"{name_ranks(self.partial)} finished; their results are kept (error.partial, _mesh)"
 
 
 class ItemFailed(CallFailed):
@@ -149,13 +151,10 @@ class ItemFailed(CallFailed):
         return f"item {self.index} ({self.item}): {super().__str__()}"
 
     def _render_traceback_(self) -> list[str]:
-        kept, self.partial = self.partial, {}
-        try:
-            lines = super()._render_traceback_()
-        finally:
-            self.partial = kept
-        done = [f"  {len(kept)} items are done; their results: error.partial"] if kept else []
-        return [f"item {self.index} ({self.item}):", *lines, *done]
+        return [f"item {self.index} ({self.item}):", *super()._render_traceback_()]
+
+    def _describe_partial(self) -> str:
+        return f"{len(self.partial)} items are done; their results: error.partial"
 
 
 def _headline(group: Sequence[Failure], place: str = "") -> str:

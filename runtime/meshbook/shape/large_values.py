@@ -24,7 +24,7 @@ def describe_large(value: object) -> str | None:
     """Describe a tensor, an array or a data frame that would not be printed whole; return None for all else."""
     library = type(value).__module__.partition(".")[0]
     if type(value).__name__ == "DataFrame" and library in ("pandas", "polars"):
-        return _describe_frame(value)
+        return _describe_frame(value) if is_long(value) else None
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         has_bits = value.layout is torch.strided and not value.is_meta
@@ -34,10 +34,13 @@ def describe_large(value: object) -> str | None:
     return None
 
 
-def _describe_frame(frame: Any) -> str | None:
+def is_long(frame: Any) -> bool:
+    """Whether a data frame has more rows than are printed."""
+    return bool(frame.shape[0] > LARGE_ROWS)
+
+
+def _describe_frame(frame: Any) -> str:
     rows, columns = frame.shape
-    if rows <= LARGE_ROWS:
-        return None
     names = list(frame.columns)[:COLUMNS]
     lines = [(str(name), str(frame[name].dtype), _describe_column(frame[name])) for name in names]
     widths = [max(len(line[at]) for line in lines) if lines else 0 for at in (0, 1)]

@@ -22,7 +22,7 @@ from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.concurrency.patches import patch
 from meshbook.formatting import format_bytes
-from meshbook.shape.large_values import describe_large
+from meshbook.shape.large_values import describe_large, is_long
 from meshbook.shell.failures import cut_text
 
 if TYPE_CHECKING:
@@ -104,18 +104,17 @@ class RankDisplayHook(DisplayHook):
         self._is_active = False
 
 
-_LARGE_TYPES = (
-    ("torch", "Tensor"), ("numpy", "ndarray"),
-    ("pandas", "DataFrame"), ("pandas.core.frame", "DataFrame"), ("polars.dataframe.frame", "DataFrame"),
-)  # fmt: skip
+_ARRAYS = ("torch", "Tensor"), ("numpy", "ndarray")
+_FRAMES = ("pandas", "DataFrame"), ("pandas.core.frame", "DataFrame"), ("polars.dataframe.frame", "DataFrame")
 
 
 def describe_large_values(shell: RankIPython) -> None:
     """Have results and displays show large tensors, arrays and data frames in a line, also within containers."""
     formatters: Any = shell.display_formatter
-    for module, name in _LARGE_TYPES:
+    for module, name in (*_ARRAYS, *_FRAMES):
         formatters.formatters["text/plain"].for_type_by_name(module, name, _print_value)
-        formatters.formatters["text/html"].for_type_by_name(module, name, _table_of_value)
+    for module, name in _FRAMES:
+        formatters.formatters["text/html"].for_type_by_name(module, name, _table_of_frame)
 
 
 def _print_value(value: object, printer: Any, cycle: bool) -> None:
@@ -126,9 +125,8 @@ def _print_value(value: object, printer: Any, cycle: bool) -> None:
         printer.text(line)
 
 
-def _table_of_value(value: Any) -> str | None:
-    is_table = hasattr(value, "_repr_html_") and describe_large(value) is None
-    return value._repr_html_() if is_table else None
+def _table_of_frame(frame: Any) -> str | None:
+    return None if is_long(frame) else frame._repr_html_()
 
 
 def sendable(data: Mapping[str, object]) -> MimeBundle:
