@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -67,20 +66,20 @@ def actors(session: Session, arguments: Arguments) -> None:
     from meshbook.mesh.driven import own_meshes
 
     if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):
+        tables = []
         for procs in meshes:
-            title = f'mesh "{procs.name}": {format_sizes(procs.sizes)}'
-            states = procs.actors()
-            print(title if states else f"{title}, no actors")
-            if states:
-                print(textwrap.indent(actor_table(states), "  "))
-        return
-    procs = session.target(arguments.words, arguments.pairs)
-    if states := procs.actors():
-        print(actor_table(states))
+            title, states = f'mesh "{procs.name}": {format_sizes(procs.sizes)}', procs.actors()
+            table = replace(actor_table(states), title=title)
+            tables.append(table if states else Table((), (), title=f"{title}, no actors"))
     else:
-        print(
-            f'no actors on these ranks. Make some: %mesh use {procs.name} --out procs, then procs.spawn("name", Class)'
-        )
+        procs = session.target(arguments.words, arguments.pairs)
+        if not (states := procs.actors()):
+            how = f'%mesh use {procs.name} --out procs, then procs.spawn("name", Class)'
+            print(f"no actors on these ranks. Make some: {how}")
+            return
+        tables = [actor_table(states)]
+    text = "\n".join(str(replace(table, heads=())) for table in tables)
+    show_tables(sink_for(session.shell), tables, text)
 
 
 @Command(

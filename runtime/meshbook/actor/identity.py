@@ -22,7 +22,7 @@ from meshbook.actor.supervision import MeshFailure, join_failures
 from meshbook.calls.call import CallRequest, OnReply
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshDetachedError, MeshStoppedError, RanksLeft, WorkerLost
-from meshbook.formatting import columns, format_some_ranks
+from meshbook.formatting import Table, format_some_ranks
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import Pickled, dumps, dumps_here
 
@@ -224,7 +224,7 @@ class ActorState(NamedTuple):
     """Whether the actor's constructor has failed."""
 
 
-def actor_table(states: Iterable[ActorState]) -> str:
+def actor_table(states: Iterable[ActorState]) -> Table:
     """Return a table of the meshes of actors and their members' activity; members that do the same share a row."""
     rows: list[tuple[str, str, str, str]] = []
     meshes: dict[int, list[ActorState]] = {}
@@ -240,7 +240,7 @@ def actor_table(states: Iterable[ActorState]) -> str:
             name = class_name = ""
         if hidden := sum(len(group) for group in list(groups.values())[ROWS:]):
             rows.append(("", "", "", f"and {hidden} more ranks"))
-    return "\n".join(columns(rows))
+    return Table(("actors", "class", "ranks", "doing"), rows)
 
 
 def _doing(group: list[ActorState]) -> str:

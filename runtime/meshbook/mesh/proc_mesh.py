@@ -19,7 +19,7 @@ from meshbook.concurrency.future import Future, MappedFuture, in_background, joi
 from meshbook.controller.mesh_state import Repaired, stale_view
 from meshbook.controller.queries import StackQuestion, read_logs
 from meshbook.errors import CallInterrupted, ItemFailed, LayoutError, MeshError, SerializationError, UsageError
-from meshbook.formatting import format_bytes, format_sizes
+from meshbook.formatting import Table, format_bytes, format_sizes
 from meshbook.groups.collectives_off import WITHOUT_TORCH
 from meshbook.launchers.base import Launcher
 from meshbook.mesh import partition, rank_calls, states
@@ -286,14 +286,13 @@ class ProcMesh(EndsWithBlock, ProcView):
         """Ask each member for its state now."""
         return states.status(self)
 
-    def to_table(self) -> str:
+    def to_table(self) -> Table:
         """Return a table of the processes: rank, place, host, pid, device, state and memory."""
-        rows: list[tuple[str, ...]] = [("rank", "point", "host", "pid", "device", "state", "memory")]
+        rows = []
         for one in self.status():
-            cells = (one.rank, one.point, one.host, one.pid, one.device, one.state)
-            rows.append((*map(str, cells), format_bytes(one.rss_bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            cells = (one.rank, one.point, one.host, one.pid, one.device, one.state, format_bytes(one.rss_bytes))
+            rows.append(list(map(str, cells)))
+        return Table(("rank", "point", "host", "pid", "device", "state", "memory"), rows)
 
     def stacks(self, *, all_threads: bool = False, native: bool = False, timeout_s: float = 3.0) -> MeshStacks:
         """Return the Python stacks of the members, busy, blocked or stopped; and in words who holds the others up.

@@ -9,6 +9,8 @@ import sys
 import zlib
 from typing import Any
 
+from meshbook.formatting import Table
+
 LARGE = 1000
 """The number of elements up to which torch and NumPy print all of them, unless a person has chosen another one."""
 LARGE_ROWS = 60
@@ -43,10 +45,8 @@ def _describe_frame(frame: Any) -> str:
     rows, columns = frame.shape
     names = list(frame.columns)[:COLUMNS]
     lines = [(str(name), str(frame[name].dtype), _describe_column(frame[name])) for name in names]
-    widths = [max(len(line[at]) for line in lines) if lines else 0 for at in (0, 1)]
-    shown = ["  ".join(["", line[0].ljust(widths[0]), line[1].ljust(widths[1]), line[2]]).rstrip() for line in lines]
     more = [f"  and {columns - COLUMNS} more columns"] if columns > COLUMNS else []
-    return "\n".join([f"DataFrame ({rows}, {columns})", *shown, *more])
+    return str(Table((), lines, title=f"DataFrame ({rows}, {columns})", notes=more))
 
 
 def _describe_column(column: Any) -> str:

@@ -676,7 +676,9 @@ def test_actors_of_a_class_of_the_notebook_print_fail_and_are_interrupted_in_the
     time.sleep(1)
     kernel.manager.interrupt_kernel()
     assert kernel.wait(waiting).reply["ename"] == "CallInterrupted"
-    assert kernel.run("%mesh actors").text() == "readers  Reader  0-3  idle\n"
+    listed = kernel.run("%mesh actors")
+    assert listed.text() == "readers  Reader  0-3  idle\n"
+    assert listed.of("display_data")[0]["data"]["text/html"].count("<td") == 4
 
 
 def _new_subshell(kernel: Kernel) -> str | None:

@@ -133,7 +133,7 @@ def test_processes_know_their_hosts() -> None:
             assert await procs.initialized is True
             assert procs.host_mesh.sizes == {"hosts": 2} and procs.slice(gpus=0).host_mesh.sizes == {"hosts": 2}
             assert procs.slice(hosts=1).host_mesh.sizes == {}
-            lines = procs.to_table().splitlines()
+            lines = str(procs.to_table()).splitlines()
             assert len(lines) == 5 and lines[0].split()[:3] == ["rank", "point", "host"]
             await hosts.stop()
             assert not procs.alive

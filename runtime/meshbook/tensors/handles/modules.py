@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshbook.errors import UnknownAxisError, UsageError
-from meshbook.formatting import columns, format_bytes
+from meshbook.formatting import Table, format_bytes
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.tensors.handles.distributed_mesh import Mesh, mesh_of
 from meshbook.tensors.handles.factories import distribute
@@ -115,21 +115,12 @@ def _spec(style: Style, module: torch.nn.Module, path: str, name: str, axis: str
     return (None, axis) if style == "row" and parameter.dim() > 1 else (axis,)
 
 
-class ShownText(str):
-    """A text that a notebook shows as it stands, not quoted."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def show_plan(module: torch.nn.Module) -> str:
+def show_plan(module: torch.nn.Module) -> Table:
     """Return a table of a module's parameters: shape, placements, and how much of each a rank holds.
 
     Below it, how the inputs and outputs of modules with a style of torch are laid out along the axis of the styles.
     """
-    rows = [("parameter", "shape", "placements", "bytes per rank")]
+    rows: list[tuple[str, str, str, str]] = []
     total = 0
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, MeshTensor):
@@ -141,9 +132,8 @@ def show_plan(module: torch.nn.Module) -> str:
         total += size_bytes
         rows.append((name, str(tuple(parameter.shape)), ", ".join(map(repr, placements)), format_bytes(size_bytes)))
     rows.append(("all", "", "", format_bytes(total)))
-    styles = [(each.path, each.style, str(each)) for part in module.modules() for each in layouts_of(part)]
-    below = ["", *columns([("module", "style", "layouts"), *styles])] if styles else []
-    return ShownText("\n".join([*columns(rows), *below]))
+    layouts = [f"{each.path} ({each.style}): {each}" for part in module.modules() for each in layouts_of(part)]
+    return Table(("parameter", "shape", "placements", "bytes per rank"), rows, notes=layouts)
 
 
 WantedLayouts = Sequence[Placement | None]

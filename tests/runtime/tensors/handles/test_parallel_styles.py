@@ -63,11 +63,10 @@ def test_tensors_lie_as_styles_say_along_their_axis_alone(grid: Mesh) -> None:
     assert known.placements == normal.placements == (Shard(0), Shard(1))
     assert model["up"](normal).placements == (Shard(0), Shard(2))
     assert model["words"].weight.placements == model["up"].bias.placements == (Replicate(), Shard(0))
-    lines = show_plan(model).splitlines()
-    assert lines[-3:] == [
-        "words   RowwiseParallel   inputs Replicate(); outputs Shard(dim=1)",
-        "norm    SequenceParallel  inputs Shard(dim=1); outputs Shard(dim=1)",
-        "up      ColwiseParallel   inputs Replicate(); outputs Shard(dim=-1)",
+    assert str(show_plan(model)).splitlines()[-3:] == [
+        "words (RowwiseParallel): inputs Replicate(); outputs Shard(dim=1)",
+        "norm (SequenceParallel): inputs Shard(dim=1); outputs Shard(dim=1)",
+        "up (ColwiseParallel): inputs Replicate(); outputs Shard(dim=-1)",
     ]
 
 

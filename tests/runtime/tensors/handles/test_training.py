@@ -136,8 +136,10 @@ def test_a_scaler_of_gradients_scales_and_leaves_out_steps_as_in_one_process(gri
 def test_a_plan_is_shown_with_bytes_per_rank(grid: Mesh) -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
     meshbook.module_to_mesh(model, grid, {"up": "column"})
-    assert repr(show_plan(model)) == show_plan(model)
-    lines = show_plan(model).splitlines()
+    plan = show_plan(model)
+    assert plan._repr_html_().count("<tr") == 6 and "512 B" in plan._repr_html_()
+    lines = str(plan).splitlines()
+    assert lines == repr(plan).splitlines()
     assert lines[1].split("  ")[0] == "up.weight"
     assert "Replicate(), Shard(dim=0)" in lines[1]
     assert lines[1].endswith("512 B")
