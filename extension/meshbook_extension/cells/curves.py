@@ -131,7 +131,8 @@ class NanAlarm:
         kind = "a NaN" if math.isnan(first.value) else "a value that is not finite"
         same = {odd.rank for odd in found if (odd.name, odd.step) == (first.name, first.step)}
         on = f" on {name_ranks(rank for rank in same if rank is not None)}" if first.rank is not None else ""
-        return f"{kind} is{on} in the {first.name} at step {first.step:g}"
+        when = "" if first.name.startswith((OUTPUT, GRADIENT)) else f" at step {first.step:g}"  # others say it
+        return f"{kind} is{on} in the {first.name}{when}"
 
 
 class CurveView:

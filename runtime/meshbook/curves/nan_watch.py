@@ -2,7 +2,7 @@
 
 While it is on, each output of a module is reduced to its largest magnitude, which is not finite where any number is
 not. On a CPU that is looked at at once; on a GPU, those of a step together, as the optimizer is about to use the
-gradients. The first find of a call is logged, as `meshbook.log` does, under a name that says where it was.
+gradients. The first find of a call travels as a logged scalar, under a name that says where and when it was.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from meshbook.curves.recorder import NAME_CHARS, log, recorder
-from meshbook.source.location import is_users_code
+from meshbook.curves.recorder import NAME_CHARS, recorder
+from meshbook.source.location import is_users_code, users_place
 
 OUTPUT, GRADIENT = "output of ", "gradient of "
 """The beginnings of the names of finds."""
@@ -33,10 +34,11 @@ class NanWatch:
         """Whether modules are watched; each call asks."""
         self._call: int | None = None
         """The call whose finds and steps are counted."""
-        self._step = 0
+        self._steps: int | None = None
+        """The steps that optimizers have made in this call; None before one begins."""
         self._has_found = False
-        self._pending: list[tuple[Any, Any]] = []
-        """Modules and parameters, each with a magnitude on a GPU that was not looked at yet."""
+        self._pending: list[tuple[Any, str, Any]] = []
+        """Modules and parameters, each with the moment and a magnitude on a GPU that was not looked at yet."""
 
     def begin(self) -> bool:
         """Watch from now on; returns False where torch is not loaded."""
@@ -63,9 +65,11 @@ class NanWatch:
         pending, self._pending = self._pending, []
         torch: Any = sys.modules.get("torch")
         with contextlib.suppress(RuntimeError):  # of a device that has failed: the call tells it
-            magnitudes = [magnitude.to(pending[0][1].device) for _, magnitude in pending]
-            for (owner, _), magnitude in zip(pending, torch.stack(magnitudes).tolist() if pending else [], strict=True):
-                self._judge(owner, magnitude)
+            magnitudes = [magnitude.to(pending[0][2].device) for _, _, magnitude in pending]
+            numbers = torch.stack(magnitudes).tolist() if pending else []
+            for (owner, moment, _), number in zip(pending, numbers, strict=True):
+                if not math.isfinite(number):
+                    self._tell(owner, moment, number)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -80,17 +84,19 @@ class NanWatch:
         torch: Any = sys.modules["torch"]
         if torch.compiler.is_compiling():
             return
-        if not self._is_done():
+        is_done = self._is_done()
+        self._steps = self._steps or 0
+        if not is_done:
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
                 if parameter.grad is not None:
                     self._look(parameter, parameter.grad)
             self.settle()
-        self._step += 1
+        self._steps += 1
 
     def _is_done(self) -> bool:
         """Whether this call has found something; another call begins anew."""
         if (call := recorder.origin()) != self._call:
-            self._call, self._step, self._has_found = call, 0, False
+            self._call, self._steps, self._has_found = call, None, False
         return self._has_found
 
     def _look(self, owner: Any, tensor: Any) -> None:
@@ -104,16 +110,29 @@ class NanWatch:
         try:
             magnitude = torch.linalg.vector_norm(tensor.detach(), math.inf)
             if not tensor.is_cuda:
-                self._judge(owner, float(magnitude))
+                if not math.isfinite(number := float(magnitude)):
+                    self._tell(owner, self._moment(), number)
                 return
         except RuntimeError:  # of a tensor that stands for many, as within vmap
             return
-        self._pending.append((owner, magnitude.float()))
+        self._pending.append((owner, self._moment(), magnitude.float()))
         if len(self._pending) >= PENDING_MAX:
             self.settle()
 
-    def _judge(self, owner: Any, magnitude: float) -> None:
-        if math.isfinite(magnitude) or self._has_found:
+    def _moment(self) -> str:
+        """Return the moment by the last step that was logged, else by the optimizer's steps, else by the line of code.
+
+        Returns: ``after step 3``, since a program logs a step that it has made; ``at step 3``; ``at cell 7, line 5``.
+        """
+        if recorder.stepped is not None and recorder.stepped[0] == self._call:
+            return f"after step {recorder.stepped[1]:.10g}"
+        if self._steps is not None:
+            return f"at step {self._steps}"
+        place = users_place(sys._getframe())
+        return f"at {place}" if place else ""
+
+    def _tell(self, owner: Any, moment: str, number: float) -> None:
+        if self._has_found:
             return
         self._has_found = True
         torch: Any = sys.modules["torch"]
@@ -122,7 +141,10 @@ class NanWatch:
             name = f"{OUTPUT}{path} ({kind})" if path else f"{OUTPUT}{kind}"
         else:
             name = f"{GRADIENT}{path or 'a parameter'}"
-        log(step=self._step, **{name[:NAME_CHARS]: magnitude})
+        name = f"{name[: NAME_CHARS // 2]} {moment[: NAME_CHARS // 2 - 1]}".rstrip()
+        recorder.points.append((self._call or 0, name, 0, time.time(), number))
+        if not recorder.is_due:
+            recorder.wake()
 
 
 nan_watch = NanWatch()

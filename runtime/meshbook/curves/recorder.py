@@ -78,6 +78,8 @@ class ScalarRecorder:
         self._is_running = False
         self._unread: list[LoggedScalar] = []
         """Points whose values a device has not computed."""
+        self.stepped: tuple[int, float] | None = None
+        """The output and the step of the last call of `log` with a step."""
         self.begin(lambda: 0, _to_own)
 
     def begin(self, origin: Callable[[], int | None], send: SendBatches) -> None:
@@ -198,6 +200,8 @@ def log(step: float | None = None, **scalars: Any) -> None:
     counts = recorder.counts_of(output) if step is None else None
     if step is not None and (type(step) is not int or not -STEP_MAX < step < STEP_MAX):
         step = _step(step)
+    if step is not None:
+        recorder.stepped = output, step
     now = time.time()
     for name, value in scalars.items():
         if type(value) is not float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -42,7 +43,8 @@ def test_the_rank_whose_module_made_a_nan_is_named_with_its_step_once(trained: N
     line = "a NaN is on rank 2 in the output of model.module.0 (Linear) at step 3\n"
     assert (ran.stderr, ran.stdout) == (line, ""), ran
     again = trained.run("%%mesh\ntrain(-1, 0, steps=2)")  # the weights are NaN by now
-    assert again.stderr == "a NaN is on ranks 0-3 in the output of model.module.0 (Linear) at step 0\n"
+    place = r"at cell \d+, line 11"  # no step was made in this cell yet
+    assert re.fullmatch(rf"a NaN is on ranks 0-3 in the output of model\.module\.0 \(Linear\) {place}\n", again.stderr)
 
 
 def test_infinities_and_gradients_are_told_too(trained: Notebook) -> None:
@@ -69,6 +71,39 @@ for step in range(10, 20):
     assert trained.run(cell).stderr == "a NaN is on ranks 0-3 in the loss at step 15\n"
     own = trained.run("import meshbook\nfor step in range(3): meshbook.log(mine=[1.0, 2.0, float('inf')][step])")
     assert own.stderr == "a value that is not finite is in the mine at step 2\n"
+
+
+def test_the_step_is_that_of_the_log_or_of_the_optimizer_else_the_line_is_named(trained: Notebook) -> None:
+    cell = """%%mesh
+import meshbook
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range({first}, {first} + 4):
+    x = torch.full((2, 4), float("nan") if step == {first} + 2 else 1.0)
+    net(x).mean().backward()
+    {rest}
+None"""
+    trained.run("%mesh watch --nan")
+    logged = trained.run(cell.format(first=1_000_000, rest="sgd.step(); meshbook.log(step=step, lr=0.1)"))
+    assert logged.stderr == "a NaN is on ranks 0-3 in the output of net (Linear) after step 1000001\n"
+    counted = trained.run(cell.format(first=1_000_000, rest="sgd.step(); meshbook.log(lr=0.1)"))
+    assert counted.stderr == "a NaN is on ranks 0-3 in the output of net (Linear) at step 2\n"
+    neither = trained.run(cell.format(first=0, rest="pass"))
+    assert re.fullmatch(r"a NaN is on ranks 0-3 in the output of net \(Linear\) at cell \d+, line 8\n", neither.stderr)
+    assert "output of net (Linear) after step 1000001" in trained.run("%mesh metrics").stdout
+
+
+def test_finds_take_none_of_the_names_of_a_program(trained: Notebook) -> None:
+    trained.run("%mesh watch --nan")
+    cell = """%%mesh
+import meshbook
+from meshbook.curves.recorder import recorder
+net, before = torch.nn.Linear(4, 1), set(recorder.names)
+net(torch.full((2, 4), float("nan")))
+recorder.names == before"""
+    ran = trained.run(cell)
+    assert "output of net (Linear) at cell" in ran.stderr and ran.plain.strip() == "[0-3] True"
 
 
 def test_without_the_watch_nothing_is_said_and_nothing_is_hooked(trained: Notebook) -> None:
@@ -102,5 +137,5 @@ model2 = torch.nn.Linear(2, 2)
 model2(torch.full((1, 2), float("nan") if rank == 1 else 1.0)).sum()
 None"""
     ran = trained.run(cell)
-    assert ran.stderr == "a NaN is on rank 1 in the output of model2 (Linear) at step 0\n"
+    assert re.fullmatch(r"a NaN is on rank 1 in the output of model2 \(Linear\) at cell \d+, line 3\n", ran.stderr)
     assert "output of" not in trained.run("%mesh watch").plain
