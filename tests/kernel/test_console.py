@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pexpect
 import psutil
@@ -80,3 +82,30 @@ def test_a_breakpoint_opens_its_prompt_in_the_console(console: pexpect.spawn) ->
     console.expect("Do you really want to exit")
     console.send("y\r")
     console.expect(pexpect.EOF)
+
+
+def test_the_prompt_of_a_terminal_names_the_mesh_while_every_cell_goes_there(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "IPython",
+        "--no-banner",
+        "--no-confirm-exit",
+        "--colors=NoColor",
+        "--ext=meshbook",
+        "--simple-prompt",
+    ]
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path), "TERM": "dumb"}
+    terminal = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)
+    try:
+        for line, prompt in [
+            ("%mesh spawn gpus=1 --device cpu --no-torch", r"\r\nIn \[2\]: "),
+            ("%mesh auto on", r"\r\n\(main\) In \[3\]: "),
+            ("%mesh stop", r"\r\n\(no mesh\) In \[4\]: "),
+            ("%mesh auto off", r"\r\nIn \[5\]: "),
+        ]:
+            terminal.sendline(line)
+            terminal.expect(prompt)
+        terminal.sendline("exit")
+        terminal.expect(pexpect.EOF)
+    finally:
+        terminal.close(force=True)

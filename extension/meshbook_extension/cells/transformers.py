@@ -18,7 +18,9 @@ import ast
 import re
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pygments.token import Token
 
 from meshbook.errors import UsageError
 from meshbook.shell.compiler import RankTransformers
@@ -81,6 +83,8 @@ class AutoMode:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
+        self._marked: Any = None
+        """The prompts of a terminal that name the mesh."""
 
     @classmethod
     def of(cls, shell: InteractiveShell) -> AutoMode:
@@ -95,15 +99,22 @@ class AutoMode:
         """Whether cells go to the mesh."""
         return self in self._shell.input_transformers_cleanup
 
-    def switch_on(self) -> None:
-        """Send every later cell to the mesh."""
-        if not self.is_on:
-            self._shell.input_transformers_cleanup.insert(0, self)
+    def switch_on(self, current: Callable[[], str | None]) -> None:
+        """Send every later cell to the mesh. current: returns its name, which a terminal has before its prompt."""
+        if self.is_on:
+            return
+        self._shell.input_transformers_cleanup.insert(0, self)
+        self._marked = getattr(self._shell, "prompts", None)
+        if self._marked is not None:
+            tokens = self._marked.in_prompt_tokens
+            self._marked.in_prompt_tokens = lambda: [(Token.Prompt, f"({current() or 'no mesh'}) "), *tokens()]
 
     def switch_off(self) -> None:
         """Run every later cell here."""
         if self.is_on:
             self._shell.input_transformers_cleanup.remove(self)
+            if self._marked is not None:
+                del self._marked.in_prompt_tokens  # that of its class is there again
 
     def __call__(self, lines: list[str]) -> list[str]:
         if not goes_to_mesh(lines) or self._is_front_ends_own():

@@ -182,7 +182,7 @@ def auto(session: Session, arguments: Arguments) -> None:
         raise arguments.grammar.refuse(f'say on or off, not "{word}".')
     if word == "on":
         procs = session.mesh()
-        mode.switch_on()
+        mode.switch_on(lambda: session.current)
         print(f'every cell runs on {name_ranks(procs.ranks)} of mesh "{procs.name}"')
         print("  here instead: %%local above the cell    end: %mesh auto off")
         return

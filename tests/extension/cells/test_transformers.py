@@ -68,8 +68,8 @@ def test_auto_mode_sends_cells_until_it_is_switched_off() -> None:
     shell = Shell()
     mode = AutoMode.of(shell)
     assert not mode.is_on
-    mode.switch_on()
-    mode.switch_on()
+    mode.switch_on(lambda: None)
+    mode.switch_on(lambda: None)
     assert AutoMode.of(shell) is mode
     assert shell.transform("x = 1\n") == "get_ipython().run_cell_magic('mesh', '', 'x = 1\\n')\n"
     mode.switch_off()
@@ -83,27 +83,27 @@ def test_auto_mode_sends_cells_until_it_is_switched_off() -> None:
 def test_auto_mode_leaves_mesh_commands_and_cell_magics_here(cell: str) -> None:
     shell = Shell()
     usual = shell.transform(cell)
-    AutoMode.of(shell).switch_on()
+    AutoMode.of(shell).switch_on(lambda: None)
     assert shell.transform(cell) == usual
 
 
 def test_auto_mode_sends_magics_of_a_line_and_shell_commands() -> None:
     shell = Shell()
-    AutoMode.of(shell).switch_on()
+    AutoMode.of(shell).switch_on(lambda: None)
     assert shell.transform("!ls\n").startswith("get_ipython().run_cell_magic('mesh', '', '!ls")
     assert shell.transform("%timeit x\n").startswith("get_ipython().run_cell_magic('mesh', '', '%timeit")
 
 
 def test_auto_mode_does_not_make_a_console_wait_for_an_empty_line() -> None:
     shell = Shell()
-    AutoMode.of(shell).switch_on()
+    AutoMode.of(shell).switch_on(lambda: None)
     assert shell.input_transformer_manager.check_complete("x = 1") == ("complete", None)
 
 
 @pytest.mark.parametrize("content", [{"silent": True}, {"store_history": False}])
 def test_auto_mode_leaves_the_front_ends_own_code_here(content: dict[str, Any]) -> None:
     shell = Shell(content)
-    AutoMode.of(shell).switch_on()
+    AutoMode.of(shell).switch_on(lambda: None)
     assert shell.transform("_inspect()\n") == "_inspect()\n"
 
 
