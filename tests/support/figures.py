@@ -24,7 +24,7 @@ LIMITS: Mapping[str, int] = {
     "product: kB": 3_353,
     "product: modules": 362,
     "tests and benchmarks: lines": 63_150,
-    "docs by hand: kB": 225,
+    "docs by hand: kB": 219,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
