@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,20 +47,17 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     others.sort(key=lambda each: (not _left_by(each, session.notebook), each.owner_pid is not None))
     if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
-    lines, rows = [], []
+    rows = []
     for name, procs in session.meshes.items():
         mark = "*" if name == session.current else " "
         state = f"{count(len(procs), 'rank')}, {describe_age(states.saved_mesh(procs))}" if procs.alive else "stopped"
-        axes, device = format_sizes(procs.sizes), states.device_of(procs)
-        lines.append(f"{mark} {name}: {axes}, {device}, {state}")
-        rows.append([mark, name, axes, device, state])
+        rows.append([mark, name, format_sizes(procs.sizes), states.device_of(procs), state])
         for slice_name, named in session.slices.items():
             if named.mesh == name:
-                lines.append(f"    {slice_name}: {format_sizes(named.view.sizes)}")
                 rows.append(["", slice_name, format_sizes(named.view.sizes), "", f"slice of {name}"])
     if rows:
-        heads = ["", "mesh", "axes", "device", "state"]
-        show_tables(sink_for(session.shell), [Table(heads, rows)], "\n".join(lines))
+        table = Table(["", "mesh", "axes", "device", "state"], rows)
+        show_tables(sink_for(session.shell), [table], str(replace(table, heads=())))
     shown = others if arguments.flag("--all") else others[:SHOWN]
     for number, each in enumerate(shown):
         names = names_of(each)

@@ -37,7 +37,7 @@ def test_an_idle_mesh_ends(notebook: Any) -> None:
     notebook.run("%mesh spawn gpus=1 --no-torch --idle-stop 1s --out procs")
     wait_until(lambda: not notebook["procs"].alive)
     assert 'mesh "main" was stopped' in notebook.fail("%%mesh\n1")
-    assert "main: gpus=1, cpu, stopped" in notebook.run("%mesh list").stdout
+    assert "main  gpus=1  cpu  stopped" in notebook.run("%mesh list").stdout
     notebook.run("%mesh spawn gpus=1 --no-torch")
 
 
