@@ -19,9 +19,9 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_140,
-    "product: statements": 52_425,
-    "product: kB": 3_353,
+    "product: lines": 77_156,
+    "product: statements": 52_446,
+    "product: kB": 3_355,
     "product: modules": 362,
     "tests and benchmarks: lines": 63_150,
     "docs by hand: kB": 219,
