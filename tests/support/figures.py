@@ -19,8 +19,8 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_156,
-    "product: statements": 52_446,
+    "product: lines": 77_164,
+    "product: statements": 52_452,
     "product: kB": 3_355,
     "product: modules": 362,
     "tests and benchmarks: lines": 63_150,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from meshbook.calls.output import NewScalars
 from meshbook.concurrency.background import run_in_background
-from meshbook.curves.nan_watch import GRADIENT, OUTPUT
+from meshbook.curves.nan_watch import GRADIENT, OUTPUT, place_of
 from meshbook.curves.recorder import number_of, on_own, own, recorder
 from meshbook.curves.series import LoggedPoints, MetricRow, Metrics, Points
 from meshbook.curves.table import Summary
@@ -129,10 +129,12 @@ class NanAlarm:
         found = self._news()
         first = min(found, key=lambda odd: odd.time)
         kind = "a NaN" if math.isnan(first.value) else "a value that is not finite"
-        same = {odd.rank for odd in found if (odd.name, odd.step) == (first.name, first.step)}
+        place = place_of(first.name), first.step
+        same = {odd.rank: odd.name for odd in found if (place_of(odd.name), odd.step) == place}
         on = f" on {name_ranks(rank for rank in same if rank is not None)}" if first.rank is not None else ""
-        when = "" if first.name.startswith((OUTPUT, GRADIENT)) else f" at step {first.step:g}"  # others say it
-        return f"{kind} is{on} in the {first.name}{when}"
+        name = next((name for name in same.values() if " after step " in name), first.name)  # of a rank that logs steps
+        when = "" if name.startswith((OUTPUT, GRADIENT)) else f" at step {first.step:g}"  # others say it
+        return f"{kind} is{on} in the {name}{when}"
 
 
 class CurveView:

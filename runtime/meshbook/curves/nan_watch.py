@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -142,12 +143,17 @@ class NanWatch:
         else:
             name = f"{GRADIENT}{path or 'a parameter'}"
         name = f"{name[: NAME_CHARS // 2]} {moment[: NAME_CHARS // 2 - 1]}".rstrip()
-        recorder.points.append((self._call or 0, name, 0, time.time(), number))
+        recorder.points.append((self._call or 0, name, self._steps or 0, time.time(), number))
         if not recorder.is_due:
             recorder.wake()
 
 
 nan_watch = NanWatch()
+
+
+def place_of(name: str) -> str:
+    """Return the name of a find without its moment, which ranks that log no steps tell otherwise; or another name."""
+    return re.split(" at | after ", name)[0] if name.startswith((OUTPUT, GRADIENT)) else name
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[Any]:

@@ -87,6 +87,8 @@ None"""
     trained.run("%mesh watch --nan")
     logged = trained.run(cell.format(first=1_000_000, rest="sgd.step(); meshbook.log(step=step, lr=0.1)"))
     assert logged.stderr == "a NaN is on ranks 0-3 in the output of net (Linear) after step 1000001\n"
+    one_logs = "sgd.step(); rank == 1 and meshbook.log(step=step, lr=0.1)"
+    assert trained.run(cell.format(first=1_000_000, rest=one_logs)).stderr == logged.stderr
     counted = trained.run(cell.format(first=1_000_000, rest="sgd.step(); meshbook.log(lr=0.1)"))
     assert counted.stderr == "a NaN is on ranks 0-3 in the output of net (Linear) at step 2\n"
     neither = trained.run(cell.format(first=0, rest="pass"))
