@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-LINE = re.compile(r"^ (.+) -m meshbook\.join <<< (mb1-\S+)$", re.MULTILINE)
+LINE = re.compile(r"^ (.+) -m meshbook\.join <<< (mb1-[^\s']+)'?$", re.MULTILINE)
 
 
 def command(shown: str) -> str:
     """The last command that was shown, for this interpreter."""
     _, ticket = LINE.findall(shown)[-1]
     return f"'{sys.executable}' -m meshbook.join <<< {ticket}"
+
+
+def whole_line(shown: str) -> str:
+    """The last command that was shown, as it stands there."""
+    return list(LINE.finditer(shown))[-1][0]
 
 
 class Machine(subprocess.Popen[str]):

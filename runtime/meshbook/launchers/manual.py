@@ -15,6 +15,7 @@ from __future__ import annotations
 import getpass
 import hmac
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -222,15 +223,26 @@ _parties: weakref.WeakSet[Party] = weakref.WeakSet()
 """The launches of this process: no two of their hosts have one name."""
 
 
+def _command(python: str, invitation: Invitation) -> str:
+    """Return the line that a shell runs, here or behind a command that passes stdin on.
+
+    ssh hands its words to another shell, which splits a quoted path again, and the shell here expands ``$HOME``. So the
+    command of such an interpreter goes by stdin to a shell over there.
+    """
+    program = quoted_program(python or "python3")
+    line = f"{program} {COMMAND} <<< {invitation}"
+    return line if program == (python or "python3") else f"bash <<< {shlex.quote(f'exec {line}')}"
+
+
 def _instructions(party: Party, python: str) -> str:
     count, within_s = len(party.hosts), party.within_s
     left = f"{within_s:g} s" if within_s < 90 else f"{round(within_s / 60)} min"
     where = f"each of {count} machines" if count > 1 else "one machine"
     return (
         f"run this on {where} until {party.until}, in {left}; it stays a host until the mesh ends or by Ctrl-C:"
-        f"\n\n {quoted_program(python or 'python3')} {COMMAND} <<< {party.invitation}\n\n"
-        'by ssh or in a container: "ssh -T HOST" or "docker exec -i NAME" before it. Its last word is the ticket, '
-        "which it asks for where it is left out"
+        f"\n\n {_command(python, party.invitation)}\n\n"
+        'by ssh or in a container: "ssh -T HOST" or "docker exec -i NAME" before it. The ticket is the word '
+        f"that begins with mb1-; {COMMAND.removeprefix('-m ')} asks for it where it is left out"
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pexpect
 import psutil
@@ -22,7 +25,7 @@ from engine_hosts import (
     once,
     spawned,
 )
-from joined import LINE, Machine, People, command, people
+from joined import LINE, Machine, People, command, people, whole_line
 
 import meshbook
 from meshbook import LocalLauncher, ProcMesh, start_hosts
@@ -140,12 +143,21 @@ def test_collectives_run_across_them(crowd: People) -> None:
     check_collectives(ManualLauncher())
 
 
-def test_the_command_goes_through_ssh_and_its_host_ends_with_that(crowd: People, shown: Shown) -> None:
+@pytest.mark.parametrize("place", ["plain", "with a space", "at home"])
+def test_the_command_goes_through_ssh_and_its_host_ends_with_that(
+    place: str, tmp_path: Path, crowd: People, shown: Shown
+) -> None:
+    folder = tmp_path / place
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
     with ssh_hosts() as there:
-        hosts = start_hosts({"hosts": 1}, ManualLauncher())
-        line = command(shown())
+        at_home = f"~/{os.path.relpath(python, pwd.getpwuid(os.getuid()).pw_dir)}"
+        hosts = start_hosts({"hosts": 1}, ManualLauncher(python=at_home if place == "at home" else str(python)))
         assert there.config is not None
-        crowd.machines.append(Machine(f"exec ssh -T -F {there.config} nodeA {line}"))
+        by_ssh = f"exec ssh -T -F {there.config} nodeA {whole_line(shown())}"
+        crowd.machines.append(Machine(f"HOME=/nowhere; {by_ssh}"))  # the home folder is that of the other machine
         with hosts.spawn_procs({"gpus": 1}, torch=False, owns_hosts=True) as procs:
             agent = agent_of(procs, 0)
             assert "its host is lost: its meshbook" in loss(procs, crowd.machines[0].kill, 0)
