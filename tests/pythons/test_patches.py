@@ -91,6 +91,7 @@ def check_group_helper() -> None:
     assert set(theirs) <= ours | {"backend_options", "enable_reconfigure"}, (
         "what more is true makes a group of torch's own"
     )
+    assert parameters(c10d._hash_ranks_to_str) == ["ranks"], "the name of a group that its members make by themselves"
     for function in (original(dist, "init_process_group"), c10d._new_group_with_tag):
         assert "_new_process_group_helper(" in inspect.getsource(function)
 

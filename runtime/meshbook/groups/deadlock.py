@@ -242,6 +242,14 @@ def differing_groups(snapshots: Mapping[int, Collectives], *, of_cells: bool = T
     ]
     names = {group.name: group.members for told in snapshots.values() for group in told.groups}
     graph, in_use = WaitGraph(snapshots), _in_use(snapshots)
+    everybody = {member for members in names.values() for member in members}
+    made = {rank: dict(told.made) for rank, told in snapshots.items()}
+    for makers in {members for told in made.values() for members in told}:
+        ranks = sorted(makers or everybody)
+        if all(rank in snapshots and not snapshots[rank].call for rank in ranks):
+            numbers = tuple(made[rank].get(makers, 0) for rank in ranks)
+            if len(set(numbers)) > 1:
+                found.append(Odd("", f"{name_ranks(ranks)} have made different numbers of groups", False, numbers))
     for name, members in sorted(names.items()):
         groups = {member: graph.group(member, name) for member in members if member in snapshots}
         why = next((f"rank {rank}: {group.broken}" for rank, group in groups.items() if group and group.broken), "")

@@ -53,6 +53,7 @@ from meshbook.groups.gloo import connects_at_once
 from meshbook.groups.group import AbortableGroup
 from meshbook.groups.group_state import GroupState
 from meshbook.groups.meeting import Agreement, RankMeeting, meet
+from meshbook.groups.progress import Made
 from meshbook.groups.store_client import LinkStore
 from meshbook.torch_internals import (
     PrefixStore,
@@ -90,6 +91,18 @@ class GroupFactory:
         self.base_store: Store | None = None
         """The store for the keys of the next default group, instead of the one that torch would make."""
         self.on_default_destroyed: Callable[[], object] = lambda: None
+        self._made_locally: dict[tuple[int, ...], int] = {}
+        """The number of groups that members have made among themselves, those destroyed since included."""
+
+    @property
+    def made(self) -> tuple[Made, ...]:
+        """Return how many groups this rank has made; from any thread."""
+        return Made((), c10d._world.group_count), *(Made(*each) for each in list(self._made_locally.items()))
+
+    def count_from(self, made: Collection[Made]) -> None:
+        """Name the groups that are made from now on as the other ranks do."""
+        self._made_locally = dict(made)
+        c10d._world.group_count = self._made_locally.pop(())
 
     def install(self) -> None:
         """Have torch make guarded groups from now on. Idempotent."""
@@ -125,9 +138,16 @@ class GroupFactory:
         is_default = not global_ranks_in_group
         if not is_default and dist.get_rank() not in global_ranks_in_group:
             return c10d.GroupMember.NON_GROUP_MEMBER, None
+        ranks = tuple(range(group_size)) if is_default else tuple(global_ranks_in_group)
+        if is_default:
+            self._made_locally = {}
+        elif group_name == c10d._hash_ranks_to_str(global_ranks_in_group):
+            # torch's name has a part that differs on ranks which have made other numbers of groups
+            count = self._made_locally[ranks] = self._made_locally.get(ranks, 0) + 1
+            group_name = f"local_{_label(ranks)}_{count}"
         recipe = GroupSpec(
             name=group_name,
-            ranks=tuple(range(group_size)) if is_default else tuple(global_ranks_in_group),
+            ranks=ranks,
             rank=group_rank,
             backend=str(backend),
             timeout_s=timeout.total_seconds(),
@@ -149,9 +169,7 @@ class GroupFactory:
 
         world: the default group.
         """
-        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        is_even = ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step))
-        name = f"ranks_{ranks[0]}:{ranks[-1] + step}:{step}" if is_even else f"ranks_{','.join(map(str, ranks))}"
+        name = f"ranks_{_label(ranks)}"
         if (known := self.groups.get(name)) is not None:
             return known
         recipe = world.recipe._replace(name=name, ranks=ranks, rank=ranks.index(dist.get_rank()), tag="")
@@ -178,6 +196,13 @@ class GroupFactory:
         self.groups[recipe.name] = group
         group.on_retired = lambda: self.groups.pop(recipe.name, None)
         return group
+
+
+def _label(ranks: tuple[int, ...]) -> str:
+    """Return ``0:8:2``, or ``0,1,5`` where the ranks lie in no row."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    is_even = ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step))
+    return f"{ranks[0]}:{ranks[-1] + step}:{step}" if is_even else ",".join(map(str, ranks))
 
 
 def forget_unfinished() -> None:
@@ -377,15 +402,6 @@ def _print_once(text: str) -> None:
     print(text)
 
 
-class KnownGroups(msgspec.Struct, frozen=True):
-    """The groups of a rank, as it tells them to the fresh ones."""
-
-    recipes: list[GroupSpec]
-    """Groups that a fresh rank belongs to, in the order in which they were made."""
-    made: int
-    """The number of groups that torch has counted; the next one is named by it."""
-
-
 def rebuild(
     factory: GroupFactory, link: LinkStore, agreement: Agreement, rank: int, names: Collection[str] = ()
 ) -> list[AbortableGroup]:
@@ -405,12 +421,12 @@ def rebuild(
         former.append(group.renew(store))
         torch_world.pg_map[group] = (torch_world.pg_map[group][0], store)
     torch_world.pg_coalesce_state.clear()
+    factory.count_from(agreement.made)
     dispose([inner for inner in former if inner is not None])
     if agreement.fresh:
         fresh = set(agreement.fresh)
         recipes = [group.recipe for group in groups if fresh & set(group.recipe.ranks)]
-        known = KnownGroups(recipes, torch_world.group_count)
-        link.set(f"{agreement.prefix}/known/{rank}", msgspec.json.encode(known))
+        link.set(f"{agreement.prefix}/known/{rank}", msgspec.json.encode(recipes))
     if world in groups:
         world.live  # noqa: B018  # ranks connect
     return groups
@@ -430,9 +446,9 @@ def join(
     """
     survivors = [other for other in range(world_size) if other not in agreement.fresh]
     told = link.multi_get([f"{agreement.prefix}/known/{other}" for other in survivors])
-    known = [msgspec.json.decode(text, type=KnownGroups) for text in told]
-    recipes = {recipe.name: recipe for one in known for recipe in one.recipes if rank in recipe.ranks}
-    default = known[0].recipes[0]
+    known = [msgspec.json.decode(text, type=list[GroupSpec]) for text in told]
+    recipes = {recipe.name: recipe for each in known for recipe in each if rank in recipe.ranks}
+    default = known[0][0]
     base = PrefixStore(agreement.prefix, link)
     make_default(default.backend, base)
     torch_world = c10d._world
@@ -442,7 +458,7 @@ def join(
         mine = recipe._replace(rank=recipe.ranks.index(rank))
         group = factory.make(mine, _store_of(mine, default, base))
         torch_world.pg_group_ranks[group] = {member: index for index, member in enumerate(recipe.ranks)}
-    torch_world.group_count = max(one.made for one in known)
+    factory.count_from(agreement.made)
 
 
 def _world_group() -> AbortableGroup:

@@ -26,6 +26,7 @@ from torch.distributed import DistStoreError
 
 from meshbook.errors import SpawnError
 from meshbook.formatting import name_ranks
+from meshbook.groups.progress import Made
 from meshbook.groups.reach import LOOPBACK, Doorway, Roads, find_ways, open_door, other_hosts, use_way
 from meshbook.groups.store_client import DEFAULT_TIMEOUT_S, LinkStore, Rpc
 from meshbook.system.descriptors import open_above
@@ -38,6 +39,7 @@ class Greeting(msgspec.Struct, frozen=True):
 
     lineage: str
     """Names the forming that its groups go back to; empty without groups of this many ranks."""
+    made: tuple[Made, ...] = ()
     door: Doorway | None = None
     """The place to find out how hosts reach each other: that of its host, from the first rank there."""
 
@@ -52,6 +54,8 @@ class Agreement(msgspec.Struct, frozen=True):
     lineage: str
     fresh: tuple[int, ...]
     """Ranks without groups, where others have them; all ranks make new groups if all are fresh."""
+    made: tuple[Made, ...] = ()
+    """The counts from which all ranks go on: a call may have failed on some before they made a group."""
     doors: tuple[Doorway, ...] = ()
 
 
@@ -61,8 +65,10 @@ def agree(greetings: Sequence[Greeting], prefix: str, master: tuple[str, str]) -
     doors = tuple(greeting.door for greeting in greetings if greeting.door is not None)
     if len(lineages) == 1:
         fresh = tuple(rank for rank, greeting in enumerate(greetings) if not greeting.lineage)
-        return Agreement(prefix, *master, lineages.pop(), fresh, doors)
-    return Agreement(prefix, *master, prefix, tuple(range(len(greetings))), doors)
+        counts = sorted(each for greeting in greetings for each in greeting.made)  # the highest of equal members last
+        made = tuple(Made(*each) for each in dict(counts).items())
+        return Agreement(prefix, *master, lineages.pop(), fresh, made, doors)
+    return Agreement(prefix, *master, prefix, tuple(range(len(greetings))), doors=doors)
 
 
 class RankMeeting:
@@ -84,6 +90,7 @@ class RankMeeting:
         epoch: int,
         timeout_s: float,
         lineage: str,
+        made: tuple[Made, ...],
         *,
         keep_link: bool,
         reaches: bool,
@@ -109,7 +116,7 @@ class RankMeeting:
 
         is_first = reaches and place.hosts > 1 and place.local_rank == 0
         with open_door(place.host_rank, place.host) if is_first else contextlib.nullcontext() as door:
-            greeting = msgspec.json.encode(Greeting(lineage, door)).decode()
+            greeting = msgspec.json.encode(Greeting(lineage, made, door)).decode()
             try:
                 agreed = meet(link, self.scope, place.rank, place.world_size, decide, greeting)
                 agreement = msgspec.json.decode(agreed, type=Agreement)

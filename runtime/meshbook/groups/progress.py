@@ -115,6 +115,14 @@ class Waiting(NamedTuple):
     """The thread that waits; 0: the main one."""
 
 
+class Made(NamedTuple):
+    """The number of groups that a rank has made, by which the next one is named: all its members count alike."""
+
+    members: tuple[int, ...]
+    """The ranks that make such groups among themselves (``use_local_synchronization``); empty: all ranks together."""
+    groups: int
+
+
 class Collectives(NamedTuple):
     """The groups of one rank at one moment."""
 
@@ -142,6 +150,7 @@ class Collectives(NamedTuple):
     """The last call that has failed on the main thread since the groups were formed; 0: none has."""
     failed_at: Mapping[str, int] = {}
     """The number of collectives of each group that the rank had begun by then; further ones are of later calls."""
+    made: tuple[Made, ...] = ()
 
     def up_to_failure(self) -> Collectives:
         """Return the rank's operations as its call failed; threads beside the main one go on."""

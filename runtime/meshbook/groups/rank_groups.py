@@ -196,7 +196,7 @@ class RankGroups:
         self._place, meeting = place, self._meeting
         lineage = self._lineage_for(place)
         agreement = meeting.meet(
-            rpc, place, epoch, timeout_s, lineage, keep_link=keep_link, reaches=reaches,
+            rpc, place, epoch, timeout_s, lineage, self._factory.made, keep_link=keep_link, reaches=reaches,
             check_begun=lambda: self._guard.check_begun(epoch),
         )  # fmt: skip
         master = meeting.master(agreement)
@@ -364,6 +364,7 @@ class RankGroups:
         waited_s += sum(time.monotonic() - work.since for work in list(guard.waits.values()))
         under_way = self._under_way() if look_deeper and not waiting else ()
         told = Collectives(epoch, call, groups, waiting, guard.reason, waited_s, under_way, destroyed=self.destroyed)
+        told = told._replace(made=self._factory.made if groups else ())
         failed_in, call, counts = guard.last_failure
         return told._replace(failed_call=call, failed_at=counts) if failed_in == epoch else told
 
