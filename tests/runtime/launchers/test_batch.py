@@ -27,6 +27,7 @@ from benchmarks.slurm_nodes import SlurmNodes
 from meshbook import start_hosts
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.batch import BatchFiles, BatchLauncher
+from meshbook.launchers.engines.batch_queue import queue_of
 from meshbook.mesh.driven import own_sessions
 
 # It is not imported to find out: that takes two seconds in each process that only collects the tests.
@@ -88,6 +89,14 @@ def test_a_used_ticket_is_told_as_a_requeue(tmp_path: Path) -> None:
     script = BatchFiles(tmp_path, "batch-1").script("echo agent")
     ran = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 66 and "the scheduler has requeued the job" in ran.stdout and "agent" not in ran.stdout
+
+
+def test_a_folder_of_logs_that_parsl_would_take_apart_is_refused(nodes: SlurmNodes, tmp_path: Path) -> None:
+    (folder := tmp_path / "two words").mkdir()
+    queue = queue_of("slurm", ("--walltime", "0:30:00"))
+    with pytest.raises(SpawnError, match=r"unquoted into the command sbatch, .*two words apart.*XDG_STATE_HOME"):
+        queue.submit("true", folder, "batch-1")
+    assert not nodes.queue()
 
 
 def test_without_parsl(monkeypatch: pytest.MonkeyPatch) -> None:

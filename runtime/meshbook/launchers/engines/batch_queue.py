@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import re
+import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,6 +78,11 @@ class BatchQueue:
         Raises: SpawnError, with the scheduler's words.
         """
         program_of(self.scheduler.title, self.scheduler.program)
+        if shlex.quote(str(folder)) != str(folder):
+            raise SpawnError(
+                f"Parsl puts the path of the folder of logs unquoted into the command {self.scheduler.program}, which "
+                f"would take {folder} apart. Set XDG_STATE_HOME to a folder without spaces in its path"
+            )
         with self._lock, _said() as said:
             self._provider.script_dir = str(folder)
             try:
