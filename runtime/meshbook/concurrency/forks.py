@@ -90,31 +90,35 @@ def _be_another() -> None:
 # ---- interrupts -----------------------------------------------------------------------------------------------------
 # Python prints what a hook raises, and drops it. So interrupts are noted while the hooks run, and come after the last.
 
-interrupt_handler: object = None
-"""The handler of SIGINT that is put back at the end of the fork that is under way; None where there is none."""
+INTERRUPTS = {signal.SIGINT}
+"""The signals whose handlers may raise. A rank has one of its own (`meshbook.worker.interrupt_gate`)."""
+
+held: dict[signal.Signals, object] = {}
+"""The handlers that are put back at the end of the fork that is under way, by signal; empty where there is none."""
 
 _pressed: list[signal.Signals] = []
-_signals = vars(signal)["_signal"]  # its functions take no others in their place, as those of `signal` do on ranks
+_signals = vars(signal)["_signal"]  # its functions make no enumerations
 
 
 def _hold_interrupts() -> None:
-    global interrupt_handler
-    handler = _signals.getsignal(signal.SIGINT)
-    if interrupt_handler is None and callable(handler) and threading.get_ident() == main_thread:
-        _pressed.clear()
-        interrupt_handler = handler
-        _signals.signal(signal.SIGINT, lambda signum, frame: _pressed.append(signal.SIGINT))
+    if held or threading.get_ident() != main_thread:
+        return
+    _pressed.clear()
+    for each in INTERRUPTS:
+        if callable(handler := _signals.getsignal(each)):
+            held[each] = handler
+            _signals.signal(each, lambda signum, frame: _pressed.append(signal.Signals(signum)))
 
 
 class _Release:
     """The last steps of a fork, for C code to take: an interrupt would be raised between two lines of a hook."""
 
     def __iter__(self) -> Iterator[object]:
-        global interrupt_handler
-        if self is not _release or interrupt_handler is None or threading.get_ident() != main_thread:
+        if self is not _release or not held or threading.get_ident() != main_thread:
             return iter(())
-        handler, interrupt_handler = interrupt_handler, None
-        return chain(map(_signals.signal, (signal.SIGINT,), (handler,)), map(_thread.interrupt_main, _pressed))
+        signums, handlers = tuple(held), tuple(held.values())
+        held.clear()
+        return chain(map(_signals.signal, signums, handlers), map(_thread.interrupt_main, _pressed))
 
 
 _release: _Release

@@ -42,18 +42,11 @@ if TYPE_CHECKING:
     import asyncio
 
 
-_plain_signals: ModuleType = vars(signal)["_signal"]
+_signals: ModuleType = vars(signal)["_signal"]
+"""The functions of `signal` without its enumerations, which would double a call's work."""
 _SIGINT = int(signal.SIGINT)
 
 SigintHandler: TypeAlias = Callable[[int, FrameType | None], object]
-
-
-def _signals() -> ModuleType:
-    """Return the module with `signal` and `getsignal`: without enumerations, which would double a call's work.
-
-    Where somebody has put functions in their place, as ranks have (`meshbook.worker.interrupt_gate`), these.
-    """
-    return _plain_signals if signal.signal.__module__ == "signal" else signal
 
 
 class SigintScope:
@@ -63,12 +56,11 @@ class SigintScope:
         self._on_press = on_press
         self.before: SigintHandler | None = None
         """The handler that was there when it was opened last."""
-        self._signals = _plain_signals
 
     @property
     def is_in_place(self) -> bool:
         """Whether our handler is there: it was opened, and nobody has set another since."""
-        return bool(_signals().getsignal(_SIGINT) == self._on_press)
+        return bool(_signals.getsignal(_SIGINT) == self._on_press)
 
     def open(self) -> bool:
         """Take the place; returns whether it could be taken.
@@ -78,25 +70,23 @@ class SigintScope:
         """
         if threading.get_ident() != forks.main_thread:
             return False
-        signals = self._signals = _signals()
-        handler = signals.getsignal(_SIGINT)
+        handler = _signals.getsignal(_SIGINT)
         if not callable(handler):
             return False
         self.before = handler
-        signals.signal(_SIGINT, self._on_press)
+        _signals.signal(_SIGINT, self._on_press)
         return True
 
     def close(self) -> None:
         """Give the place back, unless somebody else has taken it since."""
-        signals = self._signals
-        if signals.getsignal(_SIGINT) == self._on_press:
-            signals.signal(_SIGINT, self.before)
+        if self.is_in_place:
+            _signals.signal(_SIGINT, self.before)
 
 
 class held_back(SigintScope):  # used as a function is, like `contextlib.suppress`
     """A block that SIGINT interrupts only at its end, when the things that it makes have an owner.
 
-    Not on ranks: there SIGINT is a message that its receiver must act on (`meshbook.worker.interrupt_gate`).
+    Not on ranks: their interrupts have a signal of their own, which its receiver must act on.
     """
 
     def __init__(self) -> None:
@@ -105,7 +95,7 @@ class held_back(SigintScope):  # used as a function is, like `contextlib.suppres
         self._pressed, self._is_open = pressed, False
 
     def __enter__(self) -> None:
-        self._is_open = _signals() is _plain_signals and self.open()
+        self._is_open = len(forks.INTERRUPTS) == 1 and self.open()
 
     def __exit__(self, *error: object) -> None:
         if self._is_open:

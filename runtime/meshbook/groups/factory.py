@@ -358,7 +358,7 @@ class DefaultGroup:
             return
         by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
         master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self.master
-        if not by_variables or not master_is_ours or wanted.get("backend") in ("mpi", "fake"):
+        if not by_variables or not master_is_ours or wanted.get("backend") in (dist.Backend.MPI, "fake"):
             self._init(**wanted)
             return
         link = self._meeting.link

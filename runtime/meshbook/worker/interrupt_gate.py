@@ -1,12 +1,12 @@
-"""SIGINT on a worker: raised in user code only, and only for the call that was meant.
+"""Interrupts of a worker: KeyboardInterrupt in user code only, and only for the call that was meant.
 
-The control thread receives a `Cancel` and sends SIGINT to the main thread, which wakes it from system calls, locks and
-sleeps. Between the two the call may have ended, so the handler raises only while the very call that was cancelled runs,
-and never inside our own critical sections (a half-written message would break the stream).
+The control thread receives a `Cancel` and sends a signal of ours to the main thread, which wakes it from system calls,
+locks and sleeps. Between the two the call may have ended, so its handler raises only while the very call that was
+cancelled runs, and never inside our own critical sections (a half-written message would break the stream).
 
-A handler that user code sets for SIGINT is called in our place until its call ends; the next one has ours again, as
-each cell of a notebook has its kernel's. SIG_IGN holds as well; SIG_DFL raises, as ours: an interrupt never ends
-a rank.
+SIGINT is the user's. One that comes by itself does nothing. Where user code has set a handler, the interrupt raises
+SIGINT in place of KeyboardInterrupt, until that call ends; the next one has ours again, as each cell of a notebook has
+its kernel's. SIG_IGN holds as well; under SIG_DFL KeyboardInterrupt is raised: an interrupt never ends a rank.
 
 An insistent interrupt does more, under any handler: for `INSIST_S` KeyboardInterrupt is raised again and again,
 and code that catches it and goes on (``while True: try: ... except KeyboardInterrupt: pass``) is left at the line after
@@ -29,11 +29,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.interrupts import GATES, SigintHandler
-from meshbook.concurrency.patches import patch, unpatch
+from meshbook.concurrency.interrupts import GATES
 from meshbook.shell.commands import OURS
 from meshbook.source.location import is_users_code
 from meshbook.system.processes import descendants, start_time
@@ -45,18 +44,15 @@ REPEAT_S = 0.02  # how often an interrupt is repeated until the main thread has 
 REPEAT_LATER_S = 0.25  # the same when it has not noticed for a second: it is in native code that does not look
 INSIST_S = 0.55  # how long an insistent interrupt is repeated; less than the caller waits for it
 INSIST_EVERY_S = 0.1  # time for clean-up code between two of them
-ECHO_S = 0.2  # a SIGINT that comes so soon after ours may be the same once more
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-_set_signal, _get_signal = signal.signal, signal.getsignal
-# the same without the enumeration, which takes 100 times as long
+INTERRUPT = signal.SIGURG  # the signal of ours: programs have no use for it, and debuggers and children ignore it
+# the function without the enumeration, which takes 100 times as long
 _peek_signal: Callable[[int], object] = vars(signal)["_signal"].getsignal
-
-_Handler: TypeAlias = SigintHandler | int | None
 
 
 class InterruptGate:
-    """The owner of SIGINT on the main thread. The control thread chooses the call; the rest is the main thread's."""
+    """Interrupts of the main thread. The control thread chooses the call; the rest is the main thread's."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
@@ -65,15 +61,14 @@ class InterruptGate:
         self._meant_at = self._insist_until = self._again_at = 0.0
         self._target = 0
         self.has_held_back = False  # whether an interrupt has come inside the `shield`
-        self._sent_at = 0.0
-        self._handler: _Handler = None  # the handler that user code has set in this call; None: only ours
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
         self.on_signal: Callable[[], object] | None = None  # set by a visit: called at signals that come inside it
         self._caught = SwallowedInterrupts()
         self.raised = 0  # how many times KeyboardInterrupt was raised in the running call
         # ``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has a gate
         self.shield = _Shield(self)
-        _set_signal(signal.SIGINT, self._on_sigint)
+        self.take_signal()
+        forks.INTERRUPTS.add(INTERRUPT)
 
     # ---- control thread -----------------------------------------------------------------------------------------
 
@@ -96,6 +91,8 @@ class InterruptGate:
             return None
         if self._target == call:
             self._send()
+            if now > self._meant_at + 1 and _peek_signal(signal.SIGINT) is _ignore:
+                signal.pthread_kill(self._main, signal.SIGINT)  # native code may look out for that
             return REPEAT_S if now < max(self._meant_at + 1, self._insist_until) else REPEAT_LATER_S
         if now < self._insist_until:
             if now >= self._again_at:
@@ -109,8 +106,7 @@ class InterruptGate:
         self._send()
 
     def _send(self) -> None:
-        self._sent_at = time.monotonic()
-        signal.pthread_kill(self._main, signal.SIGINT)
+        signal.pthread_kill(self._main, INTERRUPT)
 
     def visit(self, action: Callable[[FrameType | None], object], *, wakes: bool = True) -> None:
         """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise.
@@ -123,8 +119,7 @@ class InterruptGate:
         if wakes:
             self.wake()
         else:
-            self._sent_at = time.monotonic()
-            _thread.interrupt_main(signal.SIGINT)
+            _thread.interrupt_main(INTERRUPT)
 
     def wake(self) -> None:
         """Have the main thread look at its signals; it ends its system call for that."""
@@ -138,7 +133,7 @@ class InterruptGate:
     @property
     def has_handler(self) -> bool:
         """Whether user code has set a handler of its own in the call that runs."""
-        return self._handler is not None
+        return _peek_signal(signal.SIGINT) not in _OURS
 
     @property
     def unheard(self) -> bool:
@@ -149,7 +144,7 @@ class InterruptGate:
 
     def open(self, call: int) -> bool:
         """Let user code of ``call`` run from here; return False if it was interrupted before."""
-        self.has_held_back, self.raised, self._handler = False, 0, None
+        self.has_held_back, self.raised = False, 0
         self._running = call
         return self._meant != call
 
@@ -169,20 +164,18 @@ class InterruptGate:
         if self._caught.watching:
             self._caught.end()
 
-    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self.on_signal is not None:  # in the midst of a visit; what was meant for the call is for later
             self.on_signal()
             return
-        is_visit = bool(self._visits)
         while self._visits:
             try:
                 visit = self._visits.popleft()
             except IndexError:  # a signal that came after the look has taken it
                 break
             visit(frame)
-        is_meant = self._running and self._target == self._running
-        if not is_meant and (is_visit or self._handler is None or time.monotonic() < self._sent_at + ECHO_S):
-            return  # else user code has sent it, and waits for its handler
+        if not self._running or self._target != self._running:
+            return
         self._target = 0
         if self.shield.depth:
             self.has_held_back = True
@@ -196,9 +189,8 @@ class InterruptGate:
             self._raise(None)
 
     def _raise(self, frame: FrameType | None) -> None:
-        if self._handler is not None and not self._insist_until:
-            if callable(self._handler):
-                self._handler(signal.SIGINT, frame)
+        if self.has_handler and not self._insist_until:
+            signal.raise_signal(signal.SIGINT)
             return
         self.raised += 1
         if self._insist_until and self.raised > 1:
@@ -207,28 +199,11 @@ class InterruptGate:
 
     # ---- handlers of user code ----------------------------------------------------------------------------------
 
-    def keep_signal(self) -> None:
-        """Keep our handler from now on and note the one that user code sets: it must not tear our messages."""
-        patch(signal, "signal", self._set_handler)
-        patch(signal, "getsignal", self._get_handler)
-
     def take_signal(self) -> None:
-        """Set our handler again, after user code has run that may have set another one."""
-        self._handler = None
-        if _peek_signal(signal.SIGINT) != self._on_sigint:  # set by other means than `signal.signal`
-            _set_signal(signal.SIGINT, self._on_sigint)
-
-    def _set_handler(self, signalnum: int, handler: _Handler) -> _Handler:
-        is_valid = callable(handler) or handler in (signal.SIG_IGN, signal.SIG_DFL)
-        if signalnum != signal.SIGINT or not is_valid or threading.get_ident() != self._main:
-            return _set_signal(signalnum, handler)
-        before = self._get_handler(signalnum)
-        is_ours = handler in (signal.SIG_DFL, signal.default_int_handler, self._on_sigint)
-        self._handler = None if is_ours else handler
-        return before
-
-    def _get_handler(self, signalnum: int) -> _Handler:
-        return self._handler if signalnum == signal.SIGINT and self._handler is not None else _get_signal(signalnum)
+        """Set our handlers, again after user code has run that may have set its own."""
+        for each, ours in ((INTERRUPT, self._on_interrupt), (signal.SIGINT, _ignore)):
+            if _peek_signal(each) != ours:
+                signal.signal(each, ours)
 
     def after_fork(self) -> None:
         """Make SIGINT in a forked child as in any process of Python; a handler that user code has set stays.
@@ -236,13 +211,16 @@ class InterruptGate:
         A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
         meant for it.
         """
-        unpatch(signal, "signal")
-        unpatch(signal, "getsignal")
-        if forks.interrupt_handler == self._on_sigint:
-            forks.interrupt_handler = self._handler or signal.default_int_handler
+        if forks.held.get(signal.SIGINT) is _ignore:
+            forks.held[signal.SIGINT] = signal.default_int_handler
 
 
-HANDLER = vars(InterruptGate)["_on_sigint"].__code__
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Do nothing; unlike SIG_IGN, which the children of the rank would inherit."""
+
+
+_OURS = (_ignore, signal.SIG_DFL, signal.default_int_handler)
+HANDLER = vars(InterruptGate)["_on_interrupt"].__code__
 
 
 class _Shield:

@@ -1,6 +1,6 @@
 """A peek into a rank: an expression that is evaluated in the midst of what the main thread runs.
 
-    side thread  ── InterruptGate.visit ──>  the handler of SIGINT, on the main thread, between two bytecodes:
+    side thread  ── InterruptGate.visit ──>  the handler of its signal, on the main thread, between two bytecodes:
                                              evaluate, pickle, put everything back; then the cell goes on
                  <──────── answer ────────
 

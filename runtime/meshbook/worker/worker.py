@@ -93,7 +93,6 @@ class Worker:
         self.shortcut = self._open_shortcut(begin.shortcut)
         self.mail.open_shortcut(begin.shortcut)
         self.gpu, self.kept = GpuGauge(identity.device), HeldMemoryGauge()
-        self.gate.keep_signal()
         forks.at_fork(in_child=self._leave_to_parent)
         enter_environment(begin)
         set_title(f"{identity.name} rank {identity.rank}")

@@ -93,6 +93,20 @@ is_told, seen, signal.getsignal(signal.SIGINT) == before
     assert future.get(60).values() == [(True, [(2, True)] * 2, True)] * 2
 
 
+def test_an_event_loop_hears_the_interrupts_of_its_cell(mesh2: ProcMesh) -> None:
+    code = """
+import asyncio, signal
+pressed = asyncio.Event()
+asyncio.get_running_loop().add_signal_handler(signal.SIGINT, pressed.set)
+await asyncio.wait_for(pressed.wait(), 60)
+"heard"
+"""
+    future = mesh2.run(code)
+    wait_until(lambda: all("wait_for" in str(each) for each in mesh2.stacks()))
+    future.cancel()
+    assert future.get(60).values() == ["heard"] * 2
+
+
 @pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: None"])
 def test_who_insists_is_heard_whatever_handler_is_set(mesh2: ProcMesh, handler: str) -> None:
     future = mesh2.run(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nx = 1\ntime.sleep(60)")

@@ -10,6 +10,7 @@ from types import FrameType
 import pytest
 
 from meshbook.calls.interrupt import noticed
+from meshbook.concurrency import forks
 from meshbook.concurrency.interrupts import SigintScope, held_back
 
 
@@ -68,8 +69,7 @@ def test_what_is_made_has_an_owner_before_an_interrupt_is_raised() -> None:
 
 
 def test_an_interrupt_of_a_rank_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = signal.signal
-    monkeypatch.setattr(signal, "signal", lambda number, handler: plain(number, handler))
+    monkeypatch.setattr(forks, "INTERRUPTS", {signal.SIGINT, signal.SIGUSR1})
     made: list[int] = []
     with pytest.raises(KeyboardInterrupt), held_back():
         signal.raise_signal(signal.SIGINT)
