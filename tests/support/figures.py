@@ -19,11 +19,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_164,
-    "product: statements": 52_452,
-    "product: kB": 3_355,
+    "product: lines": 77_194,
+    "product: statements": 52_472,
+    "product: kB": 3_357,
     "product: modules": 362,
-    "tests and benchmarks: lines": 63_150,
+    "tests and benchmarks: lines": 63_210,
     "docs by hand: kB": 219,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,
