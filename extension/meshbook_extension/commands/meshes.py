@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshbook.errors import AttachError, UsageError
-from meshbook.formatting import Table, did_you_mean, format_sizes, name_ranks
+from meshbook.formatting import Table, did_you_mean, format_duration, format_sizes, name_ranks
 from meshbook.launchers.engines.commands import job_lists
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import rename_mesh
 from meshbook.mesh.rank_calls import set_axes
+from meshbook.sessions.words import describe, describe_age, names_of, notebook_key_of, notebook_of, owner_of
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.spawn import find_profiles
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
 from meshbook_extension.notebook.targets import FORMS, RANK
-from meshbook_extension.output.labels import count, format_duration, parse_duration, show_tables
+from meshbook_extension.output.labels import count, parse_duration, show_tables
 from meshbook_extension.output.publisher import sink_for
-from meshbook_extension.reattach.notebook_state import KEY, StateWriter, decode, describe_notebook
+from meshbook_extension.reattach.notebook_state import StateWriter
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.sessions.folder import SavedMesh
     from meshbook.sessions.listing import SavedSession
 
 SHOWN = 5
@@ -175,7 +174,7 @@ def attach(session: Session, arguments: Arguments) -> None:
             raise UsageError(f"--as names one mesh, but this session has {', '.join(names_of(found))}.")
     for mesh_name in [name] if name is not None else names_of(found):
         session.check_name_is_free(mesh_name, f"%mesh attach {found.id} --as other")
-    is_own, notebook = _left_by(found, session.notebook), _notebook_of(found) or "another notebook"
+    is_own, notebook = _left_by(found, session.notebook), notebook_of(found) or "another notebook"
     try:
         attachment = attach(found)
     except KeyboardInterrupt:
@@ -201,7 +200,7 @@ def _find(session: Session, name: str | None) -> SavedSession:
         if not found:
             raise UsageError("no mesh waits to be attached." + _list_others(known))
     else:
-        found = [each for each in known if name in (each.id, *names_of(each)) or name == _notebook_of(each) != ""]
+        found = [each for each in known if name in (each.id, *names_of(each)) or name == notebook_of(each) != ""]
     waiting = [each for each in found if each.owner_pid is None]
     own = [each for each in waiting if _left_by(each, session.notebook)]
     if len(own or waiting) == 1 and (own or name is not None):
@@ -239,44 +238,7 @@ def welcome(session: Session) -> Table:
 
 def _left_by(saved: SavedSession, notebook: str) -> bool:
     """Whether this notebook, or an earlier kernel of it, has left the session."""
-    notebook_state = decode(saved.recall(KEY))
-    return notebook_state is not None and notebook_state.notebook == notebook != ""
-
-
-def _notebook_of(saved: SavedSession) -> str:
-    """Return the name of the notebook that has the session, or has left it; empty where it is not known."""
-    notebook_state = decode(saved.recall(KEY))
-    return describe_notebook(notebook_state.notebook) if notebook_state else ""
-
-
-def names_of(saved: SavedSession) -> list[str]:
-    """Return the names of a session's meshes."""
-    return [mesh.name for mesh in saved.meshes]
-
-
-def owner_of(saved: SavedSession) -> str:
-    """Return the owner of a session: ``train.ipynb (process 4711)``."""
-    notebook = _notebook_of(saved)
-    return f"{notebook} (process {saved.owner_pid})" if notebook else f"process {saved.owner_pid}"
-
-
-def describe_age(mesh: SavedMesh) -> str:
-    """Write ``up 3 h (6 h of hosts), job 12``: the age, the sum over several hosts, and an engine's job."""
-    age_s, hosts = max(0.0, time.time() - mesh.began), len(set(mesh.hosts))
-    in_all = f" ({format_duration(age_s * hosts)} of hosts)" if hosts > 1 else ""
-    jobs = f", job {', '.join(mesh.jobs)}" if mesh.jobs else ""
-    return f"up {format_duration(age_s)}{in_all}{jobs}"
-
-
-def describe(saved: SavedSession) -> str:
-    """Describe a session in a list: its meshes, its owner, and how long it waits."""
-    meshes = ", ".join(f"{mesh.name}: {format_sizes(mesh.sizes)}, {describe_age(mesh)}" for mesh in saved.meshes)
-    if saved.owner_pid is not None:
-        return f"{meshes}; belongs to {owner_of(saved)}"
-    left = f"left by {_notebook_of(saved) or 'its notebook'}"
-    if saved.waits_s is None:
-        return f"{meshes}; {left}, waits for at most {format_duration(saved.lease_s)}"
-    return f"{meshes}; {left}, waits for {format_duration(max(0.0, saved.lease_s - saved.waits_s))} more"
+    return notebook_key_of(saved) == notebook != ""
 
 
 def _list_others(known: list[SavedSession]) -> str:

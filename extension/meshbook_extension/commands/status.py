@@ -9,7 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshbook.calls.output import StreamText
-from meshbook.formatting import Table, format_bytes, format_sizes, format_some_ranks, group_ranks, name_ranks
+from meshbook.formatting import (
+    Table,
+    format_bytes,
+    format_duration,
+    format_sizes,
+    format_some_ranks,
+    group_ranks,
+    name_ranks,
+)
 from meshbook.mesh.states import follow_logs
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
@@ -18,7 +26,7 @@ from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import pause
-from meshbook_extension.output.labels import format_duration, label, parse_duration, show_tables
+from meshbook_extension.output.labels import label, parse_duration, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.widget.display import HealthDisplays, status_table, status_text
 

@@ -13,8 +13,9 @@ import msgspec
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshError
+from meshbook.formatting import format_duration
 from meshbook.mesh import states
-from meshbook_extension.output.labels import WARN, format_duration, show_message
+from meshbook_extension.output.labels import WARN, show_message
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled
 
 if TYPE_CHECKING:

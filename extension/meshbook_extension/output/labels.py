@@ -115,20 +115,6 @@ def parse_duration(text: str, option: str) -> float:
     return seconds
 
 
-def format_duration(seconds: float) -> str:
-    """Write a long time as ``45 s``, ``10 min``, ``1 h 58 min`` or ``3 d 2 h``, rounded."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    minutes = round(whole / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    return f"{hours // 24} d {hours % 24} h" if hours % 24 else f"{hours // 24} d"
-
-
 NEWS, NOTICE, WARN, FAILURE = "stdout", "notice", "warning", "failure"
 """The kinds of messages; news is text on stdout."""
 _RULES = {

@@ -18,6 +18,7 @@ import msgspec
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks, utf8_text
 from meshbook.mesh.proc_view import arrange_ranks
+from meshbook.sessions.words import KEY
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook_extension.notebook.session import Session
 
-KEY = "notebook"
 CUT_S, RECENT_S = 0.5, 2.0
 """The time that an interrupted cell has to end before its kernel does; the age of an interrupt that came with that."""
 
@@ -126,12 +126,6 @@ def notebook_key(shell: InteractiveShell) -> str:
         return str(get_connection_file())
     except RuntimeError:  # embedded: there is no kernel application
         return ""
-
-
-def describe_notebook(key: str) -> str:
-    """Return ``train.ipynb``; empty for the name of a connection file, which says nothing to a person."""
-    name = Path(key).name
-    return "" if name.endswith(".json") else name
 
 
 class StateWriter:

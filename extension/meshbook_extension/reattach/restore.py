@@ -13,19 +13,18 @@ import time
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
-from meshbook.formatting import format_ranks, format_sizes, group_ranks, name_ranks
+from meshbook.formatting import format_duration, format_ranks, format_sizes, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import arrange_ranks
+from meshbook.sessions.words import KEY
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
 from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.labels import format_duration
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import (
-    KEY,
     NotebookState,
     StateWriter,
     Trace,

@@ -22,6 +22,7 @@ from meshbook.calls.call_future import CallFuture
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions
 from meshbook.concurrency import forks
+from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
 from meshbook.controller.call_queue import OutgoingCall
 from meshbook.controller.dispatcher import Dispatcher
@@ -44,6 +45,7 @@ from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
+from meshbook.wire.unix_transport import control_endpoint
 
 T = TypeVar("T")
 WHAT_MAX_CHARS = 200  # of the text that a person calls a call, which may be an expression of any length
@@ -174,6 +176,22 @@ class Controller:
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:
         """Expect the reports of ``hosts``."""
         return self.ask(lambda: self._dispatcher.adopt(hosts, self.folder.state.meshes, self))
+
+    def receive_visits(self, handle: Callable[[bytes, Callable[[bytes], None]], object]) -> None:
+        """Have ``handle`` take the question of each visit (`meshbook.wire.visits`), and a function that sends the
+        answer; it runs on a thread of its own, so that it may ask the hosts."""
+
+        def on_visit(asked: bytes, answer: Callable[[bytes], None]) -> None:
+            def send(data: bytes) -> None:
+                self.submit(lambda: answer(data))
+
+            hidden_thread(handle, "meshbook.visit", asked, send).start()
+
+        def receive() -> None:
+            self._socket.on_visit = on_visit
+
+        self.ask(receive)
+        self.endpoint(control_endpoint(self.folder.path))  # sessions whose hosts are all elsewhere listen there, too
 
     def leave(self, lease_s: float, timeout_s: float) -> None:
         """Detach: let everything live on; agents wait ``lease_s`` for the next controller. timeout_s: time for the

@@ -14,11 +14,10 @@ from meshbook.controller.queries import ask_rank
 from meshbook.controller.reattach import Reattach
 from meshbook.errors import AttachError, SessionInUse
 from meshbook.errors.advice import advice
-from meshbook.formatting import did_you_mean
 from meshbook.mesh.host_agents import find_hosts
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SessionFolder, living_owner, read_state
-from meshbook.sessions.listing import SavedSession, may_live, sessions, sweep
+from meshbook.sessions.listing import SavedSession, may_live, sweep
 from meshbook.system.os_errors import check_system, raise_file_limit
 from meshbook.wire.transport import new_keys
 
@@ -79,25 +78,6 @@ def new_controller(front_end: FrontEnd) -> Controller:
     except BaseException:
         folder.close()
         raise
-
-
-def find_session(session: str | SavedSession) -> SavedSession:
-    """The session with this id, or with a mesh of this name. Raises: AttachError if there is none, or more than one."""
-    if isinstance(session, SavedSession):
-        return session
-    if "://" in session:
-        raise AttachError(f"{session} is an address, no session; what makes a machine a host: {advice().invite}")
-    known = sessions()
-    found = [each for each in known if each.id == session]
-    found = found or [each for each in known if any(mesh.name == session for mesh in each.meshes)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        ids = ", ".join(each.id for each in found)
-        raise AttachError(f'several sessions have a mesh "{session}": {ids}. Name one: attach("{found[0].id}").')
-    names = [name for each in known for name in (each.id, *(mesh.name for mesh in each.meshes))]
-    there = f"there are {', '.join(names)}" if names else "there is none"
-    raise AttachError(f'no session or mesh "{session}" waits here; {there}.{did_you_mean(session, names)}')
 
 
 def attach_session(

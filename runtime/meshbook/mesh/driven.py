@@ -24,13 +24,15 @@ from meshbook.launchers.local import LocalLauncher
 from meshbook.lifecycle import MeshPhase
 from meshbook.mesh import states
 from meshbook.mesh.actor_router import ControllerRouter
-from meshbook.mesh.attach import Attachment, attach_session, find_session, new_controller
+from meshbook.mesh.attach import Attachment, attach_session, new_controller
 from meshbook.mesh.host_agents import launch_hosts
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.prompt import ConsolePromptHandler, ProcessFrontEnd, PromptHandler, tell_person
+from meshbook.mesh.visits import receive_visits
 from meshbook.sessions.folder import SessionFolder
 from meshbook.sessions.listing import SavedSession
+from meshbook.sessions.words import find_session
 from meshbook.shape.members import Extent, Members, Region
 from meshbook.system.os_errors import explain
 
@@ -66,6 +68,7 @@ class DrivenSessions:
                 except OSError as error:
                     raise SpawnError(f"this process cannot make what its meshes need: {explain(error)}.") from error
                 _open_router(self._first)
+                receive_visits(self._first, leave_one)
                 atexit.register(shutdown)
             return self._first
 
@@ -87,6 +90,7 @@ class DrivenSessions:
         with self._lock:
             attachment = attach_session(saved, timeout_s, self.front_end, _open_router)
             controller = attachment.controller
+            receive_visits(controller, leave_one)
             atexit.register(shutdown)
             if self._first is not None:
                 self._beside.append(controller)
@@ -107,6 +111,19 @@ class DrivenSessions:
                 remove_router(controller.folder.id)
                 forget_session(controller.folder.id)
             return taken
+
+    def take_one(self, controller: Controller) -> bool:
+        """Forget one controller; return whether this process had it."""
+        with self._lock:
+            if controller not in self.controllers:
+                return False
+            if controller is self._first:
+                self._first = self._this_host = None
+            else:
+                self._beside.remove(controller)
+            remove_router(controller.folder.id)
+            forget_session(controller.folder.id)
+            return True
 
     def forget(self) -> None:
         self._first = self._this_host = None
@@ -269,6 +286,12 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
         else:
             controller.close(timeout_s)
     return left
+
+
+def leave_one(controller: Controller) -> None:
+    """Leave one session to the process that asks for it, as `detach` leaves all."""
+    if _driven.take_one(controller):
+        controller.leave(default_lease_s(), DETACH_TIMEOUT_S)
 
 
 def remember(key: str, value: bytes) -> None:

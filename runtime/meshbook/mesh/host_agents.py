@@ -15,7 +15,7 @@ from meshbook.sessions.folder import SavedHost, SavedLauncher
 from meshbook.system.interfaces import in_endpoint, loopback_address
 from meshbook.system.os_errors import check_descriptors, explain
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.unix_transport import SCHEME
+from meshbook.wire.unix_transport import control_endpoint
 
 FILES_PER_HOST = 3
 """Connections of a host, in the controller's process."""
@@ -40,7 +40,7 @@ def launch_hosts(controller: Controller, launcher: Launcher, count: int, serves_
 
 def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: bool, hosts: list[HostState]) -> None:
     """Fill ``hosts``. Raises: SpawnError; then there are none."""
-    tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", f"{SCHEME}{controller.folder.path}/control"
+    tcp, unix = f"tcp://{in_endpoint(loopback_address())}:*", control_endpoint(controller.folder.path)
     transport = launcher.transport
     try:
         check_descriptors(count * FILES_PER_HOST)

@@ -24,7 +24,7 @@ from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
 from meshbook.wire.shortcuts import ShortcutServer, shortcut_path
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.unix_transport import SCHEME, HostLane, UnixLane, UnixServer
+from meshbook.wire.unix_transport import SCHEME, HostLane, OnVisit, UnixLane, UnixServer
 from meshbook.wire.zmq_transport import ZmqLane, ZmqServer
 
 
@@ -44,6 +44,8 @@ class ControllerSocket:
         self._epoll = select.epoll()
         self._wake_fd = -1
         self._unix: UnixServer | None = None
+        # takes visits (`meshbook.wire.visits`); until it is set they get no answer
+        self.on_visit: OnVisit = lambda asked, answer: None
         self._shortcuts: ShortcutServer | None = None
         self._datagrams_fd = -1
         self._servers: list[ZmqServer] = []  # a server for each address of this machine by which hosts reach it
@@ -58,7 +60,12 @@ class ControllerSocket:
         if address.startswith(SCHEME):
             shortcuts = ShortcutServer(shortcut_path(address))
             try:
-                self._unix = UnixServer(address.removeprefix(SCHEME), self._epoll, self._identify)
+                self._unix = UnixServer(
+                    address.removeprefix(SCHEME),
+                    self._epoll,
+                    self._identify,
+                    lambda asked, answer: self.on_visit(asked, answer),
+                )
             except OSError:
                 shortcuts.close()  # whoever tries again makes both
                 raise

@@ -6,11 +6,14 @@ other end, and the first message of a connection gives the secret key of the hos
 
     first message    routing id "KEY/lane" | secret key
     the others       frames of `meshbook.wire.link`
+
+A process that is no host may pay a visit instead (`meshbook.wire.visits`): one question, one answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
@@ -18,6 +21,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 from meshbook.errors import PeerProtocolError
@@ -33,14 +37,25 @@ _BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group; unix(7)
 
 HostLane: TypeAlias = "tuple[str, LaneName]"  # a host's id, and a lane of it
+# takes the question of a visit, and a function that sends the answer under the turn
+OnVisit: TypeAlias = Callable[[bytes, Callable[[bytes], None]], None]
+
+VISIT = b"visit"  # the first frame of a visit; no routing id is so short
+
+
+def control_endpoint(session: Path) -> str:
+    """Return the Unix endpoint of a session's controller. session: its folder."""
+    return f"{SCHEME}{session}/control"
 
 
 class UnixServer:
     """The controller's end of all lanes of the hosts of this machine. Its owner polls ``epoll`` for us. identify: takes
     the first message of a connection; returns its lane, or None for a stranger's. Raises: OSError."""
 
-    def __init__(self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None]) -> None:
-        self._epoll, self._identify = epoll, identify
+    def __init__(
+        self, path: str, epoll: select.epoll, identify: Callable[[list[bytes]], HostLane | None], on_visit: OnVisit
+    ) -> None:
+        self._epoll, self._identify, self._on_visit = epoll, identify, on_visit
         # (host id, lane, link frames) of each message that has come; its reader empties it
         self.received: list[tuple[str, LaneName, list[bytes]]] = []
         with contextlib.suppress(FileNotFoundError):
@@ -134,8 +149,12 @@ class UnixServer:
             self._connections[connection.fd] = connection, None
             self._epoll.register(connection.fd, select.EPOLLIN)
 
-    def _greet(self, fd: int, connection: MessageSocket, frames: list[bytes]) -> HostLane:
-        """Return the lane of a connection by its first message. Raises: PeerProtocolError for strangers."""
+    def _greet(self, fd: int, connection: MessageSocket, frames: list[bytes]) -> HostLane | None:
+        """Return the lane of a connection by its first message; None for a visit. Raises: PeerProtocolError for
+        strangers."""
+        if frames[:1] == [VISIT] and len(frames) == 2:
+            self._on_visit(frames[1], functools.partial(self._answer, connection))
+            return None
         place = self._identify(frames)
         if place is None:
             self.rejected += 1
@@ -145,6 +164,13 @@ class UnixServer:
         self._connections[fd] = connection, place
         self._lanes[place] = connection
         return place
+
+    def _answer(self, connection: MessageSocket, answer: bytes) -> None:
+        """Answer a visit, unless it has ended."""
+        if self._connections.get(connection.fd) == (connection, None):
+            with contextlib.suppress(OSError):
+                if not connection.send(pack([answer])):
+                    self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
 
     def _drop(self, fd: int) -> None:
         connection, place = self._connections.pop(fd)

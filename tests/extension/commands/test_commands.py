@@ -17,9 +17,10 @@ from meshbook import errors
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.sessions.folder import SavedMesh
 from meshbook.sessions.listing import SavedSession
+from meshbook.sessions.words import KEY
 from meshbook.system.user_folders import write_private
 from meshbook_extension.commands.meshes import describe_age
-from meshbook_extension.reattach.notebook_state import KEY, NotebookState, encode
+from meshbook_extension.reattach.notebook_state import NotebookState, encode
 
 
 def test_importing_and_loading_the_extension_is_light() -> None:
