@@ -1,5 +1,5 @@
 """The Meshbook kernel: IPython's kernel with the mesh extension loaded and the first mesh one fork away.
 
 Start it through Jupyter (kernelspec ``meshbook``) or with ``python -m meshbook_kernel -f CONNECTION_FILE``;
-``python -m meshbook_kernel install`` registers the kernelspec.
+``meshbook kernel install`` registers the kernelspec.
 """

@@ -11,9 +11,9 @@ NEEDED = (6, 29)
 def main() -> int:
     """Run the command line; returns the exit code."""
     if sys.argv[1:2] == ["install"]:
-        from meshbook_kernel.install import main as install
+        from meshbook_kernel.install import install_by_module
 
-        return install(sys.argv[2:])
+        return install_by_module(sys.argv[2:])
 
     gc.disable()  # until the kernel starts: importing makes little garbage
     from ipykernel._version import __version__, version_info

@@ -1,7 +1,7 @@
 """The registration of the kernelspec with Jupyter.
 
-A wheel puts the folder ``kernelspec`` under ``share/jupyter/kernels`` of its environment by itself. This
-command is for every other place, and names this Python, so that a Jupyter of another environment finds it.
+A wheel puts the folder ``kernelspec`` under ``share/jupyter/kernels`` of its environment by itself. ``meshbook kernel
+install`` is for every other place, and names this Python, so that a Jupyter of another environment finds it.
 """
 
 from __future__ import annotations
@@ -46,18 +46,51 @@ def install(
     return Path(where)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``python -m meshbook_kernel install [...]``; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m meshbook_kernel install", description="Register the Meshbook kernel with Jupyter."
-    )
+def remove(name: str) -> str:
+    """Remove a kernelspec of this kernel; returns its folder.
+
+    Raises: OSError where the folder cannot be removed; ValueError if there is none of this name, or it is another's.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    manager = KernelSpecManager()
+    known = manager.get_all_specs()
+    ours = [each for each, found in known.items() if "meshbook_kernel" in found["spec"]["argv"]]
+    if name not in known:
+        raise ValueError(f"there is no {name}; those of Meshbook: {', '.join(ours) or 'none'}")
+    if name not in ours:
+        raise ValueError(f"{name} is a kernel of another program; those of Meshbook: {', '.join(ours) or 'none'}")
+    return str(manager.remove_kernel_spec(name))
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of ``meshbook kernel``."""
+    about = "Register the Meshbook kernel with Jupyter, or remove it."
+    parser = subparsers.add_parser("kernel", description=about, allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", metavar="install|remove", required=True)
+    _add_options(actions.add_parser("install", description="Register the Meshbook kernel, run by this Python."))
+    removal = actions.add_parser("remove", description="Remove a kernelspec of the Meshbook kernel.")
+    removal.add_argument("--name", default=KERNEL_NAME, help="the kernelspec's name (default: %(default)s)")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help="for the current user, in any environment")
     place.add_argument("--prefix", help="under this folder, as share/jupyter/kernels/NAME")
     place.add_argument("--sys-prefix", action="store_true", help=f"under {sys.prefix} (the default)")
     parser.add_argument("--name", default=KERNEL_NAME, help="the kernelspec's name (default: %(default)s)")
     parser.add_argument("--display-name", help="what Jupyter's launcher shows")
-    args = parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``meshbook kernel install`` or ``remove``; returns the exit code."""
+    if args.action == "remove":
+        try:
+            print(f"Removed kernelspec {args.name} from {remove(args.name)}")
+        except (OSError, ValueError) as error:
+            print(f"The kernelspec was not removed: {error}", file=sys.stderr)
+            return 1
+        return 0
     try:
         where = install(name=args.name, display_name=args.display_name, user=args.user, prefix=args.prefix)
     except (OSError, ValueError) as error:
@@ -65,3 +98,12 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(f"Installed kernelspec {args.name} in {where}")
     return 0
+
+
+def install_by_module(argv: Sequence[str]) -> int:
+    """Run ``python -m meshbook_kernel install [...]``, as it was called before; returns the exit code."""
+    about = "Register the Meshbook kernel with Jupyter. The same, shorter: meshbook kernel install."
+    parser = argparse.ArgumentParser(prog="python -m meshbook_kernel install", description=about)
+    parser.set_defaults(action="install")
+    _add_options(parser)
+    return main(parser.parse_args(argv))

@@ -1,13 +1,14 @@
-"""Make this machine a host of a notebook's mesh: ``python3 -m meshbook.join``, which reads the ticket from stdin.
+"""Make this machine a host of a notebook's mesh: ``meshbook join``, which reads the ticket from stdin.
 
 The notebook shows the command (``--on manual``). It stays in the foreground: the agent and its
 ranks end with it, by Ctrl-C, with its terminal or its ssh, and when the notebook stops the mesh.
 
-A module of its own because people run it by this name.
+A module of its own because the notebook's command runs it by this name: ``python3 -m meshbook.join``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import select
@@ -43,16 +44,22 @@ END_S = 10.0
 
 EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 2, 77, 69
 
-_HELP = """usage: python3 -m meshbook.join
-
-Makes this machine a host of the mesh that a notebook waits with (--on manual). The ticket, a line
+_ABOUT = """Makes this machine a host of the mesh that a notebook waits with (--on manual). The ticket, a line
 beginning with mb1-, is read from stdin: where that is a terminal, paste it when asked. It does not go on the command
 line, where other users of this machine could read it. Ctrl-C ends the host."""
+_HELP = f"""usage: python3 -m meshbook.join    (the same: meshbook join)
+
+{_ABOUT}"""
 
 
-def main() -> int:
-    """Be a host until the mesh ends; returns the exit code."""
-    if len(sys.argv) > 1:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of ``meshbook join``."""
+    subparsers.add_parser("join", description=_ABOUT, allow_abbrev=False)
+
+
+def main(args: argparse.Namespace | None = None) -> int:
+    """Be a host until the mesh ends; returns the exit code. args: of ``meshbook join``, else those of the process."""
+    if args is None and len(sys.argv) > 1:
         is_help = sys.argv[1] in ("-h", "--help")
         print(_HELP, file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else EXIT_USAGE

@@ -9,6 +9,8 @@ An engine is a module beside this one that has two functions, and a line in `ENG
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,16 +28,26 @@ class Engine(NamedTuple):
     """The word for its hosts, where it is told how many there are to be."""
     has_options: bool = True
     """Whether it takes options, behind ``--``."""
+    program: str = ""
+    package: str = ""
+    """The program on the PATH, or the Python package, by which it is spoken to."""
+
+    @property
+    def missing(self) -> str:
+        """Return the program or package that this machine lacks; empty where the engine can be used from here."""
+        if self.program and shutil.which(self.program) is None:
+            return self.program
+        return self.package if self.package and importlib.util.find_spec(self.package) is None else ""
 
 
 ENGINES = {
     "local": Engine("local", has_options=False),
-    "ssh": Engine("ssh:HOST,.."),
-    "slurm": Engine("slurm", "nodes of Slurm"),
-    "k8s": Engine("k8s", "pods of Kubernetes"),
-    "ray": Engine("ray[:ADDRESS]", "nodes of Ray"),
-    "mpi": Engine("mpi[:MPIRUN]", "hosts of mpirun"),
-    "batch": Engine("batch:SCHEDULER", "jobs, one for each host"),
+    "ssh": Engine("ssh:HOST,..", program="ssh"),
+    "slurm": Engine("slurm", "nodes of Slurm", program="srun"),
+    "k8s": Engine("k8s", "pods of Kubernetes", package="kubernetes"),
+    "ray": Engine("ray[:ADDRESS]", "nodes of Ray", package="ray"),
+    "mpi": Engine("mpi[:MPIRUN]", "hosts of mpirun", program="mpirun"),
+    "batch": Engine("batch:SCHEDULER", "jobs, one for each host", package="parsl"),
     "manual": Engine("manual[:ADDRESS]", "hosts you will start", has_options=False),
 }
 

@@ -6,7 +6,7 @@ import atexit
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from meshbook.actor.actor_mesh import ProcRef, this_proc
@@ -248,7 +248,7 @@ def shutdown(timeout_s: float = 5.0) -> None:
 
     Runs at exit. Meshes that were detached live on, and meshes that were taken over from another notebook wait again.
     """
-    _end_client_actors()
+    _end_client_actors(_driven.controllers)
     for controller in _driven.take_all():
         waiting, lease_s = controller.waits_again
         living = [procs for known in controller.known_meshes() if (procs := ProcMesh(controller, known)).alive]
@@ -278,7 +278,7 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
     `attach` before they end; 10 minutes by default. A session without meshes is stopped.
     """
     left = []
-    _end_client_actors()
+    _end_client_actors(_driven.controllers)
     for controller in _driven.take_all():
         if controller.folder.state.meshes:
             left.append(controller.folder.id)
@@ -290,6 +290,7 @@ def detach(lease_s: float | None = None, *, timeout_s: float = DETACH_TIMEOUT_S)
 
 def leave_one(controller: Controller) -> None:
     """Leave one session to the process that asks for it, as `detach` leaves all."""
+    _end_client_actors([controller])
     if _driven.take_one(controller):
         controller.leave(default_lease_s(), DETACH_TIMEOUT_S)
 
@@ -352,9 +353,9 @@ def sent_hosts(session: str, hosts: Sequence[str], members: Members, env: Mappin
     return HostMesh(controller, [known[id] for id in hosts], members, env, python).as_reference()
 
 
-def _end_client_actors() -> None:
+def _end_client_actors(controllers: Iterable[Controller]) -> None:
     """Actors of this process end while there still are meshes that they may call."""
-    for controller in _driven.controllers:
+    for controller in controllers:
         router = router_for(controller.folder.id)
         if isinstance(router, ControllerRouter):
             router.end_client()

@@ -14,9 +14,8 @@ import msgspec
 from meshbook.controller.controller import Controller
 from meshbook.errors import MeshError
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.source.location import ThreadStack
 from meshbook.stacks.mesh_stacks import MeshStacks
-from meshbook.wire.visits import Visit, VisitAnswer, encode
+from meshbook.wire.visits import VisitAnswer, VisitQuestion, encode
 
 STACKS_S, NATIVE_S = 3.0, 20.0
 """The time for reading stacks from outside; native ones need the symbols of all libraries."""
@@ -31,52 +30,39 @@ def _receive(
     controller: Controller, leave: Callable[[Controller], None], asked: bytes, send: Callable[[bytes], None]
 ) -> None:
     try:
-        visit = msgspec.json.decode(asked, type=Visit)
-        if visit.asks == "leave":
+        question = msgspec.json.decode(asked, type=VisitQuestion)
+        if question.asks == "leave":
             send(encode(VisitAnswer()))  # first: there is no socket afterwards, and the owner's signature tells the end
             leave(controller)
             return
-        answer = _answer(controller, visit)
+        answer = _answer(controller, question)
     except (MeshError, OSError, msgspec.DecodeError) as error:
         answer = VisitAnswer(failure=str(error))
     send(encode(answer))
 
 
-def _answer(controller: Controller, visit: Visit) -> VisitAnswer:
+def _answer(controller: Controller, question: VisitQuestion) -> VisitAnswer:
     """Raises: MeshError, OSError."""
-    procs = _find(controller, visit.mesh)
-    if visit.asks == "stop":
+    meshes = (ProcMesh(controller, known) for known in controller.known_meshes())
+    procs = next((procs for procs in meshes if procs.name == question.mesh and procs.alive), None)
+    if procs is None:
+        raise MeshError(f'mesh "{question.mesh}" has ended meanwhile')
+    if question.asks == "stop":
         procs.stop()
-        return VisitAnswer(f'mesh "{procs.name}" stopped')
-    timeout_s = NATIVE_S if visit.native else STACKS_S
-    stacks = procs.stacks(all_threads=visit.all_threads, native=visit.native, timeout_s=timeout_s)
-    return VisitAnswer(stacks.text(all_frames=visit.all_frames), plain_stacks(stacks, all_frames=visit.all_frames))
+        return VisitAnswer()
+    timeout_s = NATIVE_S if question.native else STACKS_S
+    stacks = procs.stacks(all_threads=question.all_threads, native=question.native, timeout_s=timeout_s)
+    return VisitAnswer(stacks.text(all_frames=question.all_frames), _plain(stacks, question.all_frames))
 
 
-def _find(controller: Controller, name: str) -> ProcMesh:
-    for known in controller.known_meshes():
-        procs = ProcMesh(controller, known)
-        if procs.name == name and procs.alive:
-            return procs
-    raise MeshError(f'mesh "{name}" has ended meanwhile')
-
-
-def plain_stacks(stacks: MeshStacks, *, all_frames: bool) -> dict[str, Any]:
+def _plain(stacks: MeshStacks, all_frames: bool) -> dict[str, Any]:
     """Return stacks as plain data: the verdict, and each rank's state and frames, innermost first."""
-
-    def frames_of(thread: ThreadStack) -> list[dict[str, Any]]:
-        frames = thread.frames if all_frames else thread.users
-        return [{"file": each.file, "line": each.line, "function": each.function} for each in frames]
-
-    ranks = [
-        {
-            "rank": one.rank,
-            "state": one.state,
-            "doing": one.doing,
-            "busy_s": round(one.busy_s, 3),
-            "threads": [{"name": each.name, "frames": frames_of(each)} for each in one.threads],
-            "problem": one.problem,
-        }
-        for one in stacks
-    ]
+    ranks: list[dict[str, Any]] = []
+    for one in stacks:
+        told: dict[str, Any] = {name: getattr(one, name) for name in ("rank", "state", "doing", "busy_s", "problem")}
+        for thread in one.threads:
+            frames = thread.frames if all_frames else thread.users
+            lines = [{"file": each.file, "line": each.line, "function": each.function} for each in frames]
+            told.setdefault("threads", {})[thread.name] = lines
+        ranks.append(told)
     return {"verdict": stacks.verdict.text if stacks.verdict is not None else "", "ranks": ranks}

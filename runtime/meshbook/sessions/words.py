@@ -88,8 +88,8 @@ def find_session(session: str | SavedSession) -> SavedSession:
     if found:
         raise AttachError(f'several sessions have a mesh "{session}"; name one of them by its id:{_lines(found)}')
     names = [name for each in known for name in (each.id, *names_of(each))]
-    there = f"there are {', '.join(names)}" if names else "there is none"
-    raise AttachError(f'no session or mesh "{session}" waits here; {there}.{did_you_mean(session, names)}')
+    others = f", but {', '.join(names)}" if names else ""
+    raise AttachError(f'there is no session or mesh "{session}" here{others}.{did_you_mean(session, names)}')
 
 
 def _lines(found: Collection[SavedSession]) -> str:

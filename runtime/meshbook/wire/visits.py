@@ -3,7 +3,7 @@
 So a terminal looks at the meshes of a notebook that is alive, and ends them, while the notebook's cell runs or hangs:
 the thread of the controller that serves the hosts takes the question.
 
-    question    "visit" | `Visit` as JSON
+    question    "visit" | `VisitQuestion` as JSON
     answer      `VisitAnswer` as JSON
 """
 
@@ -21,33 +21,28 @@ from meshbook.wire.frames import FrameSocket
 from meshbook.wire.unix_transport import SCHEME, VISIT, control_endpoint, peer_user
 
 
-class Visit(msgspec.Struct, frozen=True):
+class VisitQuestion(msgspec.Struct, frozen=True):
     """The question of a visit."""
 
     asks: Literal["stacks", "stop", "leave"]
-    mesh: str = ""
-    """The name of the mesh; empty for ``leave``, which is about the whole session."""
-    all_frames: bool = False
+    mesh: str = ""  # its name; empty for ``leave``, which is about the whole session
+    all_frames: bool = False  # options of stacks
     all_threads: bool = False
     native: bool = False
-    """The options of stacks."""
 
 
 class VisitAnswer(msgspec.Struct, frozen=True):
     """The answer to a visit."""
 
     text: str = ""
-    """The text for a person."""
-    data: Any = None
-    """The same as plain data, for programs."""
-    failure: str = ""
-    """The reason why it was not done; empty where it was."""
+    data: Any = None  # the same for programs
+    failure: str = ""  # why it was not done; empty where it was
 
 
 encode = msgspec.json.encode
 
 
-def pay_visit(session: Path, asked: Visit, timeout_s: float) -> VisitAnswer:
+def pay_visit(session: Path, asked: VisitQuestion, timeout_s: float) -> VisitAnswer:
     """Ask the controller of a session. session: its folder.
 
     Raises: MeshError where it could not do it, OSError where it cannot be reached, TimeoutError where it does not

@@ -220,7 +220,7 @@ def test_a_living_controller_keeps_its_meshes(zygote: Zygote, watch: Watch) -> N
         f"session {session.id} is driven by process {driver.pid}. "
         "Detach it there (meshbook.detach()) or end that process, then attach again."
     )
-    with pytest.raises(meshbook.errors.AttachError, match='no session or mesh "kep" waits here'):
+    with pytest.raises(meshbook.errors.AttachError, match='there is no session or mesh "kep" here'):
         meshbook.attach("kep")
     driver.tell()
     driver.wait()
