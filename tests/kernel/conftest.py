@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,15 @@ def start_kernel(
         if kernel.manager.is_alive():
             watch(kernel.family())
         kernel.close()
+
+
+@pytest.fixture
+def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sessions of other tests are not in sight; leases are short enough for a test that fails."""
+    root = Path(tempfile.mkdtemp(prefix="mb"))  # short: the path of a socket has 107 characters
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
+    monkeypatch.setenv("MESHBOOK_LEASE_S", "120")
+    (root / "run").mkdir(mode=0o700)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)

@@ -75,3 +75,39 @@ def test_jupyterlab_finds_the_panel_and_its_version_is_ours() -> None:
     )
     (line,) = [line for line in (listed.stdout + listed.stderr).splitlines() if " meshbook v" in line]
     assert f"meshbook v{__version__} " in line and "enabled" in line and "OK" in line
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshbook.cli", "kernel", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_installs_and_removes_the_kernel(
+    jupyter_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share/jupyter"))
+    installed = run_command("install", "--prefix", str(tmp_path), "--name", "mesh-dev")
+    folder = tmp_path / "share/jupyter/kernels/mesh-dev"
+    assert (installed.returncode, installed.stdout) == (0, f"Installed kernelspec mesh-dev in {folder}\n")
+    assert json.loads((folder / "kernel.json").read_text())["argv"][0] == sys.executable
+    removed = run_command("remove", "--name", "mesh-dev")
+    assert (removed.returncode, removed.stdout) == (0, f"Removed kernelspec mesh-dev from {folder}\n"), removed.stderr
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(("name", "says"), [("nowhere", "there is no nowhere"), ("python3", "is a kernel of another")])
+def test_the_command_removes_kernels_of_meshbook_only(jupyter_folders: Path, name: str, says: str) -> None:
+    refused = run_command("remove", "--name", name)
+    assert refused.returncode == 1 and says in refused.stderr and "those of Meshbook: " in refused.stderr
+
+
+def test_the_command_says_why_a_kernel_was_not_installed(jupyter_folders: Path) -> None:
+    refused = run_command("install", "--prefix", "/proc/nowhere")
+    assert refused.returncode == 1 and refused.stderr.startswith("The kernelspec was not installed: ")
+
+
+def test_the_module_names_the_command() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "meshbook_kernel", "install", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert "meshbook kernel install" in " ".join(told.stdout.split())

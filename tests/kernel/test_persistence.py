@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,10 @@ from patience import wait_until
 from tests.kernel.conftest import left_of
 from tests.kernel.typed_cells import run_typing
 
-pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template")]
+pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("no_lasting_template", "own_folders")]
 
 StartKernel = Callable[..., Any]
 Watch = Callable[[Iterable[psutil.Process]], None]
-
-
-@pytest.fixture(autouse=True)
-def own_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Sessions of other tests are not in sight; leases are short enough for a test that fails."""
-    root = Path(tempfile.mkdtemp(prefix="mb"))  # short: the path of a socket has 107 characters
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root / "run"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
-    monkeypatch.setenv("MESHBOOK_LEASE_S", "120")
-    (root / "run").mkdir(mode=0o700)
-    yield root
-    shutil.rmtree(root, ignore_errors=True)
 
 
 def with_mesh(kernel: Any, watch: Watch, *cells: str) -> list[psutil.Process]:

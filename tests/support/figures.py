@@ -49,8 +49,8 @@ PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._(?!_)\w|from torch[\w.]*\._|from torch[\w.]* import (?:.*\W)?_\w|torch\.utils\._"
 )
 ENGINES = frozenset({"ssh", "slurm", "k8s", "kubernetes", "mpi", "ray"})
-"""Names of engines."""
-GENERATED = frozenset({"monarch.md", "verified.md", "watching.md"})
+"""Names of engines; torch has a backend called mpi, too."""
+GENERATED = frozenset({"command.md", "monarch.md", "verified.md", "watching.md"})
 """Pages that a command writes, and new guides, which count apart."""
 
 
