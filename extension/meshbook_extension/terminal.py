@@ -6,11 +6,11 @@ import argparse
 import time
 
 from meshbook.cli import FAILED
-from meshbook.cli.meshes import ANSWER_S, NO_MESH, ask_owner, confirm
-from meshbook.errors import AttachError, MeshError, UsageError
+from meshbook.cli.meshes import ANSWER_S, ask_owner, confirm
+from meshbook.errors import AttachError, MeshError
 from meshbook.sessions.folder import living_owner
-from meshbook.sessions.listing import SavedSession, sessions
-from meshbook.sessions.words import describe, find_session, names_of, owner_of
+from meshbook.sessions.listing import SavedSession
+from meshbook.sessions.words import find_session, names_of, owner_of
 from meshbook.wire.visits import VisitQuestion
 
 LEAVE_S = 10.0
@@ -21,21 +21,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the parser of the command."""
     about = "Go on with a mesh, and all of its session, in IPython with the magics. It waits again when you leave."
     parser = subparsers.add_parser("attach", description=about, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a mesh, or the id of its session")
+    parser.add_argument("name", metavar="NAME", help="a mesh, or the id of its session")
     parser.add_argument("--take", action="store_true", help="take it from the notebook that has it, after a question")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def main(args: argparse.Namespace) -> int:
     """Attach the mesh in IPython; returns when the person leaves it. Raises: MeshError."""
-    saved = _choose(args.name)
-    which = f'mesh "{names_of(saved)[0] if args.name in (None, saved.id) else args.name}"'
+    saved = find_session(args.name)
+    which = f'mesh "{names_of(saved)[0] if args.name == saved.id else args.name}"'
     if saved.owner_pid is not None:
         holder = f"{which} belongs to {owner_of(saved)}, which is alive"
         if not args.take:
-            how = f"take it over: meshbook attach {args.name or saved.id} --take    or run %mesh detach there"
+            how = f"take it over: meshbook attach {args.name} --take    or run %mesh detach there"
             raise AttachError(f"{holder}.\n  {how}")
-        again = f"{holder}. Take it all the same: meshbook attach {args.name or saved.id} --take --yes"
+        again = f"{holder}. Take it all the same: meshbook attach {args.name} --take --yes"
         if not args.yes and not confirm(f"{holder}, and loses {', '.join(names_of(saved))}. Take it?", again):
             print("nothing was taken")
             return FAILED
@@ -48,20 +48,6 @@ def main(args: argparse.Namespace) -> int:
     config.InteractiveShellApp.exec_lines = ["%load_ext meshbook", f"%mesh attach {saved.id}"]
     start_ipython(argv=[], config=config)
     return 0
-
-
-def _choose(name: str | None) -> SavedSession:
-    """Return the session of a name; without one the only session that waits. Raises: MeshError, UsageError."""
-    if name is not None:
-        return find_session(name)
-    known = sessions()
-    waiting = [each for each in known if each.owner_pid is None]
-    if not known:
-        raise MeshError(NO_MESH)
-    if len(waiting) != 1:
-        lines = "".join(f"\n  meshbook attach {each.id}    {describe(each)}" for each in waiting or known)
-        raise UsageError(f"{'several meshes wait' if waiting else 'no mesh waits'}; say which:{lines}")
-    return waiting[0]
 
 
 def _take(saved: SavedSession) -> None:

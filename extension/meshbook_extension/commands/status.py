@@ -19,6 +19,7 @@ from meshbook.formatting import (
     name_ranks,
 )
 from meshbook.mesh.states import follow_logs
+from meshbook.mesh.visits import NATIVE_S, STACKS_S
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.commands.meshes import welcome
@@ -109,9 +110,6 @@ def tensors(session: Session, arguments: Arguments) -> None:
         print("no mesh tensors yet. Make one: meshbook.distribute(tensor, mesh)")
 
 
-READ_S, NATIVE_S = 3.0, 20.0
-"""The time for reading stacks from outside; native ones need the symbols of all libraries."""
-
 ALL_FRAMES = Option("--all-frames", "with the frames of libraries and of the runtime, which are folded otherwise")
 ALL_THREADS = Option("--all-threads", "not only the main thread of each rank")
 NATIVE = Option("--native", "with the frames of native code (C, C++), read by py-spy")
@@ -127,7 +125,7 @@ def stacks(session: Session, arguments: Arguments) -> None:
     procs = session.target(arguments.words, arguments.pairs)
     native = arguments.flag(NATIVE.name)
     found = procs.stacks(
-        all_threads=arguments.flag(ALL_THREADS.name), native=native, timeout_s=NATIVE_S if native else READ_S
+        all_threads=arguments.flag(ALL_THREADS.name), native=native, timeout_s=NATIVE_S if native else STACKS_S
     )
     all_frames = arguments.flag(ALL_FRAMES.name)
     show_tables(sink_for(session.shell), [found.table(all_frames=all_frames)], found.text(all_frames=all_frames))

@@ -10,12 +10,14 @@ Exit codes: 0; 1 where it failed; 2 for bad usage; 130 after Ctrl-C; 141 where n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Protocol, TypeAlias, cast
+from types import ModuleType
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from meshbook._version import __version__
 from meshbook.errors import MeshError, UsageError
@@ -30,21 +32,10 @@ FAILED, USAGE, INTERRUPTED, CLOSED = 1, 2, 130, 141
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-class CommandModule(Protocol):
-    """The module of a subcommand."""
-
-    def add_parser(self, subparsers: Subparsers) -> None:
-        """Add the parser of each command that the module has."""
-
-    def main(self, args: argparse.Namespace) -> int:
-        """Run the command ``args.command``; returns the exit code. Raises: MeshError, OSError."""
-
-
 class Subcommand(NamedTuple):
     """A line of the table."""
 
-    module: str
-    """The module; empty where the entry point of the command's name gives it."""
+    module: str  # empty where the entry point of the command's name gives it
     summary: str
     example: str
 
@@ -105,7 +96,7 @@ def run(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise UsageError(f'unknown command "{name}".{did_you_mean(name, COMMANDS)} All of them: meshbook --help')
     module = load(name)
-    parser = parser_of([module])
+    parser = parser_of(module)
     try:
         args, unknown = parser.parse_known_args(words)
     except SystemExit as end:  # after --help
@@ -113,30 +104,26 @@ def run(words: Sequence[str]) -> int:
     if unknown:
         options = parsers_in(parser)[name]._option_string_actions
         raise UsageError(f'unknown argument "{unknown[0]}".{did_you_mean(unknown[0], options)}')
-    return module.main(args)
+    return int(module.main(args))
 
 
-def load(name: str) -> CommandModule:
+def load(name: str) -> ModuleType:
     """Import the module of a command. Raises: MeshError where a package is missing."""
     if path := COMMANDS[name].module:
-        return cast("CommandModule", importlib.import_module(path))
+        return importlib.import_module(path)
     from importlib.metadata import entry_points
 
     for entry in entry_points(group=GROUP, name=name):
-        try:
-            return cast("CommandModule", entry.load())
-        except ModuleNotFoundError as error:
-            missing = f"{error.name} is missing"
-            raise MeshError(f'{missing}; "meshbook {name}" needs: pip install "meshbook[notebook]"') from error
-    raise MeshError(f'"meshbook {name}" needs: pip install "meshbook[notebook]"')
+        with contextlib.suppress(ModuleNotFoundError):
+            module: ModuleType = entry.load()
+            return module
+    raise MeshError(f'"meshbook {name}" needs packages of the notebook: pip install "meshbook[notebook]"')
 
 
-def parser_of(modules: Sequence[CommandModule]) -> argparse.ArgumentParser:
-    """Return the parser of the commands that ``modules`` have."""
+def parser_of(module: ModuleType) -> argparse.ArgumentParser:
+    """Return the parser of the commands that a module has."""
     parser = Parser(prog="meshbook", add_help=False, allow_abbrev=False)
-    subparsers = cast("Subparsers", parser.add_subparsers(dest="command", parser_class=Parser))
-    for module in modules:
-        module.add_parser(subparsers)
+    module.add_parser(parser.add_subparsers(dest="command", parser_class=Parser))
     return parser
 
 
@@ -151,14 +138,12 @@ def parsers_in(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 def overview() -> Table:
     """Return all commands, each with an example."""
     rows = [(command.example, command.summary) for command in COMMANDS.values()]
-    title = "Meshes of processes, seen from a terminal.\n"
-    return Table(
-        (), rows, title=title, notes=["", "More about one: meshbook stop --help    version: meshbook --version"]
-    )
+    last = "\nMore about one: meshbook stop --help    version: meshbook --version"
+    return Table((), rows, title="Meshes of processes, seen from a terminal.\n", notes=[last])
 
 
 def _complain(words: Sequence[str], text: str, code: int) -> int:
-    command = words[0] if words and words[0] in COMMANDS else ""
+    command = " ".join(("meshbook", *(word for word in words[:1] if word in COMMANDS)))
     sys.stdout.flush()
-    print(f"meshbook {command}".rstrip() + f": {text}", file=sys.stderr)
+    print(f"{command}: {text}", file=sys.stderr)
     return code

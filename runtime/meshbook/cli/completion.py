@@ -61,7 +61,7 @@ def _words(name: str) -> list[str]:
     """Return the words that may follow a command."""
     words: list[str] = []
     with contextlib.suppress(MeshError):  # its packages are not installed
-        parser = parsers_in(parser_of([load(name)]))[name]
+        parser = parsers_in(parser_of(load(name)))[name]
         for action in parser._actions:
             if action.dest == "name":
                 words.append(NAMES)

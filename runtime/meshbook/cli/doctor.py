@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +34,8 @@ from meshbook.system.exits import has_pidfds
 from meshbook.system.os_errors import explain
 from meshbook.system.user_folders import log_base, runtime_base
 
-NEEDED = ("ipykernel", "jupyter_client", "ipywidgets", "anywidget")
-FURTHER = ("ipython", "jupyterlab", "notebook")
-"""The packages of a notebook, and others that are told apart in issues."""
+NEEDED, FURTHER = ("ipykernel", "jupyter_client", "ipywidgets", "anywidget"), ("IPython", "jupyterlab", "notebook")
+"""The packages of a notebook, and others that matter in issues."""
 KERNELSPECS_S, RANKS_S = 30.0, 120.0
 """The time that Jupyter has to list its kernels, and that ranks have for each step."""
 SHARED_BYTES, FREE_BYTES = 1 << 30, 256 << 20
@@ -128,7 +128,7 @@ def versions() -> Iterator[Fact | Fault]:
 
 def jupyter() -> Iterator[Fact | Fault]:
     """Look at Jupyter's packages and kernels."""
-    found = {name: _version_of(name) for name in (*NEEDED, *FURTHER)}
+    found = {name: util.find_spec(name) and importlib.metadata.version(name) for name in (*NEEDED, *FURTHER)}
     yield Fact("jupyter", ", ".join(f"{name} {version}" for name, version in found.items() if version) or "none")
     if missing := [name for name in NEEDED if not found[name]]:
         yield Fault(1, f"notebooks miss {', '.join(missing)}", 'pip install "meshbook[notebook]"')
@@ -150,13 +150,6 @@ def jupyter() -> Iterator[Fact | Fault]:
             yield Fault(0, f"kernel {name} runs {program}, not this {sys.executable}", mend)
     if not any("meshbook_kernel" in each["spec"].get("argv", ()) for each in specs.values()):
         yield Fault(1, "Jupyter of this Python has no Meshbook kernel", "meshbook kernel install")
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def limits() -> Iterator[Fact | Fault]:

@@ -113,17 +113,9 @@ def list_meshes(args: argparse.Namespace) -> int:
 
 def _plain(saved: SavedSession, mesh: SavedMesh) -> dict[str, Any]:
     waits_s = None if saved.owner_pid is not None else saved.lease_s - (saved.waits_s or 0.0)
-    return {
-        "mesh": mesh.name,
-        "session": saved.id,
-        "axes": mesh.sizes,
-        "hosts": len(set(mesh.hosts)),
-        "jobs": mesh.jobs,
-        "began": mesh.began,
-        "owner_pid": saved.owner_pid,
-        "notebook": notebook_of(saved),
-        "waits_s": waits_s,
-    }
+    owner = {"session": saved.id, "owner_pid": saved.owner_pid, "notebook": notebook_of(saved), "waits_s": waits_s}
+    hosts = len(set(mesh.hosts))
+    return {"mesh": mesh.name, "axes": mesh.sizes, "hosts": hosts, "jobs": mesh.jobs, "began": mesh.began, **owner}
 
 
 # ---- stop -----------------------------------------------------------------------------------------------------------

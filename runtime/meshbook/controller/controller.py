@@ -187,10 +187,7 @@ class Controller:
 
             hidden_thread(handle, "meshbook.visit", asked, send).start()
 
-        def receive() -> None:
-            self._socket.on_visit = on_visit
-
-        self.ask(receive)
+        self.ask(functools.partial(setattr, self._socket, "on_visit", on_visit))
         self.endpoint(control_endpoint(self.folder.path))  # sessions whose hosts are all elsewhere listen there, too
 
     def leave(self, lease_s: float, timeout_s: float) -> None:

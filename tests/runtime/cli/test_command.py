@@ -61,7 +61,7 @@ def test_the_list_needs_neither_torch_nor_jupyter_nor_zeromq(zygote: Zygote) -> 
 
 
 def test_without_a_session_each_look_is_one_helpful_line(zygote: Zygote, meshbook: Run) -> None:
-    for words in (["logs"], ["stacks"], ["attach"]):
+    for words in (["logs"], ["stacks"]):
         told = meshbook(*words)
         assert (told.returncode, told.stdout) == (1, "")
         assert (
