@@ -49,7 +49,8 @@ class Front:
         self.socket = self.controller._socket
         assert self.socket.door is not None
         self.door = self.socket.door
-        (self.endpoint,) = self.controller.folder.state.endpoints.values()
+        endpoints = self.controller.folder.state.endpoints.values()
+        (self.endpoint,) = (endpoint for endpoint in endpoints if endpoint.startswith("tcp://"))
         self.port = int(self.endpoint.rpartition(":")[2])
 
     @contextlib.contextmanager
