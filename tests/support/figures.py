@@ -19,12 +19,12 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_194,
-    "product: statements": 52_472,
-    "product: kB": 3_357,
-    "product: modules": 362,
-    "tests and benchmarks: lines": 63_210,
-    "docs by hand: kB": 219,
+    "product: lines": 78_290,
+    "product: statements": 53_230,
+    "product: kB": 3_405,
+    "product: modules": 371,
+    "tests and benchmarks: lines": 63_800,
+    "docs by hand: kB": 220,
     "modules of one importer and under 60 lines": 1,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,

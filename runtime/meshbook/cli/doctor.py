@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 from meshbook._version import __version__
 from meshbook.cli import FAILED, Subparsers
-from meshbook.errors import MeshError
 from meshbook.formatting import Table, format_bytes
 from meshbook.launchers.registry import ENGINES
 from meshbook.sessions.listing import sessions
@@ -97,8 +96,8 @@ def _gather(looks: Sequence[Callable[[], Iterator[Fact | Fault]]]) -> tuple[list
     for look in looks:
         try:
             found += look()
-        except (MeshError, OSError) as error:
-            why = explain(error) if isinstance(error, OSError) else str(error)
+        except Exception as error:  # the report is to be whole, however broken the machine is
+            why = explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             found.append(Fault(1, f"{look.__name__.replace('_', ' ')} cannot be looked at: {why}", "see the cause"))
     return [each for each in found if isinstance(each, Fact)], [each for each in found if isinstance(each, Fault)]
 
@@ -142,6 +141,7 @@ def jupyter() -> Iterator[Fact | Fault]:
         return
     for name, each in specs.items():
         program, *arguments = each["spec"].get("argv") or ["nothing"]
+        program = sys.executable if program in ("python", "python3") else program  # as Jupyter reads it
         yield Fact(f"kernel {name}", f"{program}, {each['resource_dir']}")
         if shutil.which(program) is None:
             yield Fault(1, f"kernel {name} names {program}, which is not there", f"jupyter kernelspec remove {name}")
