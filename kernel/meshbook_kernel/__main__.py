@@ -1,4 +1,4 @@
-"""``python -m meshbook_kernel -f CONNECTION_FILE`` runs the kernel; ``... install`` registers it."""
+"""``python -m meshbook_kernel -f CONNECTION_FILE`` runs the kernel; ``... install`` is ``meshbook kernel install``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NEEDED = (6, 29)
 def main() -> int:
     """Run the command line; returns the exit code."""
     if sys.argv[1:2] == ["install"]:
-        from meshbook_kernel.install import install_by_module
+        from meshbook.cli import main as run_command
 
-        return install_by_module(sys.argv[2:])
+        return run_command(["kernel", *sys.argv[1:]])
 
     gc.disable()  # until the kernel starts: importing makes little garbage
     from ipykernel._version import __version__, version_info

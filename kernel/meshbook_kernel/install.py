@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +65,17 @@ def remove(name: str) -> str:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the parser of ``meshbook kernel``."""
     about = "Register the Meshbook kernel with Jupyter, or remove it."
-    parser = subparsers.add_parser("kernel", description=about, allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", metavar="install|remove", required=True)
-    _add_options(actions.add_parser("install", description="Register the Meshbook kernel, run by this Python."))
-    removal = actions.add_parser("remove", description="Remove a kernelspec of the Meshbook kernel.")
-    removal.add_argument("--name", default=KERNEL_NAME, help="the kernelspec's name (default: %(default)s)")
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    command = subparsers.add_parser("kernel", description=about, allow_abbrev=False)
+    actions = command.add_subparsers(dest="action", metavar="install|remove", required=True)
+    parser = actions.add_parser("install", description="Register the Meshbook kernel, run by this Python.")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help="for the current user, in any environment")
     place.add_argument("--prefix", help="under this folder, as share/jupyter/kernels/NAME")
     place.add_argument("--sys-prefix", action="store_true", help=f"under {sys.prefix} (the default)")
     parser.add_argument("--name", default=KERNEL_NAME, help="the kernelspec's name (default: %(default)s)")
     parser.add_argument("--display-name", help="what Jupyter's launcher shows")
+    removal = actions.add_parser("remove", description="Remove a kernelspec of the Meshbook kernel.")
+    removal.add_argument("--name", default=KERNEL_NAME, help="the kernelspec's name (default: %(default)s)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,12 +94,3 @@ def main(args: argparse.Namespace) -> int:
         return 1
     print(f"Installed kernelspec {args.name} in {where}")
     return 0
-
-
-def install_by_module(argv: Sequence[str]) -> int:
-    """Run ``python -m meshbook_kernel install [...]``, as it was called before; returns the exit code."""
-    about = "Register the Meshbook kernel with Jupyter. The same, shorter: meshbook kernel install."
-    parser = argparse.ArgumentParser(prog="python -m meshbook_kernel install", description=about)
-    parser.set_defaults(action="install")
-    _add_options(parser)
-    return main(parser.parse_args(argv))

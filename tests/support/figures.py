@@ -19,8 +19,8 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 78_290,
-    "product: statements": 53_230,
+    "product: lines": 78_275,
+    "product: statements": 53_221,
     "product: kB": 3_405,
     "product: modules": 371,
     "tests and benchmarks: lines": 63_800,
