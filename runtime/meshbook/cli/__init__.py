@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = run(words)
+        code = dispatch(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(words, str(error), FAILED)
 
 
-def run(words: Sequence[str]) -> int:
+def dispatch(words: Sequence[str]) -> int:
     """Run a command; returns its exit code. Raises: UsageError, MeshError, OSError."""
     name = words[0] if words else ""
     if name in ("", "-h", "--help", "help"):
