@@ -57,7 +57,7 @@ def test_a_script_trains_on_every_process(group: bool, script: Path, tmp_path: P
 def test_an_exit_code_and_what_is_raised_are_told(mesh2: ProcMesh, script: Path, tmp_path: Path) -> None:
     trainers = mesh2.spawn("trainers", SPMDActor)
     mesh2.run("import os; os.environ['END_WITH'] = '3'").get(20)
-    with pytest.raises(ActorError, match=r"RuntimeError: .*train_ddp.py .* ended with exit code 3"):
+    with pytest.raises(ActorError, match=r"ScriptExit: .*train_ddp.py ended with exit code 3"):
         trainers.main.call("localhost", 1, [str(script), str(tmp_path / "out")]).get(60)
     (tmp_path / "broken.py").write_text("raise ValueError('no data')")
     with pytest.raises(ActorError, match="ValueError: no data"):

@@ -12,6 +12,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
+from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
 from meshbook_extension.cells.names import SentCells, push_hints
@@ -37,20 +38,27 @@ if TYPE_CHECKING:
 
 GROUPS = ("rank", "equal", "none")
 
+ASYNC = Option("--async", "go on with the notebook while it runs; see %mesh jobs")
+GROUP = Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS)
+ONLY = Option("--only", "show the output of these ranks alone; all of it is in %mesh logs", str, "RANKS")
+TIMEOUT = Option("--timeout", "interrupt the ranks after so many seconds", float, "S")
+TIME = Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives")
+PROFILE = Option("--profile", "run it under torch.profiler: a table, and one trace of all ranks for Perfetto")
+
 MESH_CELL = Grammar(
     name="%%mesh",
     summary="Run the cell on every rank of the target: Python, IPython magics, !commands, top-level await, plots.",
     words="[SLICE]",
     pairs="[AXIS=.. ...]",
     options=(
-        Option("--async", "go on with the notebook while it runs; see %mesh jobs"),
+        ASYNC,
         Option("--out", "bind the result, a ValueMesh, to this name too", str, "VAR"),
-        Option("--group", "merge equal lines of ranks (equal), a block per rank, or nothing", str, choices=GROUPS),
-        Option("--only", "show the output of these ranks alone; all of it is in %mesh logs", str, "RANKS"),
-        Option("--timeout", "interrupt the ranks after so many seconds", float, "S"),
+        GROUP,
+        ONLY,
+        TIMEOUT,
         Option("--no-collective", "a collective in the cell raises, rather than wait for ranks outside of the target"),
-        Option("--time", "show how long the ranks took, and what of it they worked or waited in collectives"),
-        Option("--profile", "run it under torch.profiler: a table, and one trace of all ranks for Perfetto"),
+        TIME,
+        PROFILE,
         TRACE,
         Option("--setup", "%mesh heal runs it again on ranks that it starts, in the order of these cells"),
     ),
@@ -93,7 +101,28 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
-    debug_name = session.debug_name(procs, whole)
+    is_left = _run(session, procs, code, arguments, line_offset, session.debug_name(procs, whole))
+    if arguments.flag("--setup") and not is_left:
+        cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
+        session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
+
+
+def run_mesh_script(session: Session, script: Script, arguments: Arguments) -> None:
+    """Execute ``%mesh run`` on the current mesh. Raises: as `run_mesh_cell`."""
+    _check_profile(arguments)
+    _run(session, session.target((), {}), script, arguments)
+
+
+def _run(
+    session: Session,
+    procs: ProcMesh,
+    code: str | Script,
+    arguments: Arguments,
+    line_offset: int = 0,
+    debug_name: str = "",
+) -> bool:
+    """Run a cell or a program, and wait for it or leave it running; returns whether it was left."""
+    cell_number = _cell_number(session)
     profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
     out, timeout_s = arguments.text("--out"), arguments.number("--timeout")
     with contextlib.ExitStack() as holding:
@@ -110,18 +139,16 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
             debug_name=debug_name,
             profile=profile,
         )
-        if arguments.flag("--async"):
-            _leave_running(session, cell, arguments)
-            return
+        is_left = arguments.flag("--async")
         try:
-            show_time = arguments.flag("--time")
-            wait_for(session, cell, holding, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
+            if not is_left:
+                show_time = arguments.flag("--time")
+                wait_for(session, cell, holding, out=out, timeout_s=timeout_s, show_time=show_time, profile=profile)
         except CellLeft:
+            is_left = True
+        if is_left:
             _leave_running(session, cell, arguments)
-            return
-    if arguments.flag("--setup"):
-        cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
-        session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
+    return is_left
 
 
 def _check(arguments: Arguments, code: str) -> None:
@@ -133,8 +160,12 @@ def _check(arguments: Arguments, code: str) -> None:
     if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):
         other = "--async" if arguments.flag("--async") else "the name of a slice; write its axes"
         raise MESH_CELL.refuse(f"--setup does not go with {other}.", "--setup")
+    _check_profile(arguments)
+
+
+def _check_profile(arguments: Arguments) -> None:
     if _is_profiled(arguments) and arguments.flag("--async"):
-        raise MESH_CELL.refuse("--profile does not go with --async.", "--profile")
+        raise arguments.grammar.refuse("--profile does not go with --async.", "--profile")
 
 
 def _chosen(procs: ProcMesh, text: str | None) -> tuple[int, ...]:
@@ -163,7 +194,7 @@ def _cell_number(session: Session) -> int:
 def start(
     session: Session,
     procs: ProcMesh,
-    code: str,
+    code: str | Script,
     holding: contextlib.ExitStack,
     *,
     cell_number: int,
@@ -174,7 +205,7 @@ def start(
     debug_name: str = "",
     profile: CellProfile | None = None,
 ) -> RunningCell:
-    """Send the cell to the ranks; its output goes to the notebook's running cell.
+    """Send the cell, or the program, to the ranks; its output goes to the notebook's running cell.
 
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
@@ -195,7 +226,8 @@ def start(
     except WorkerLost as error:
         show_lost(error, procs, session.current == procs.name)
         raise
-    session.part(SentCells).note(procs, code)
+    if isinstance(code, str):
+        session.part(SentCells).note(procs, code)
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
 

@@ -63,7 +63,6 @@ SYNONYMS = {
 DESTRUCTIVE = frozenset({"stop", "respawn", "shrink", "cancel", "detach"})
 """Commands that no word is told by its letters alone."""
 ON_RANKS = {
-    "run": "%run train.py",
     "exec": "x = rank",
     "execute": "x = rank",
     "python": "x = rank",

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 
 from meshbook.errors import CallInterrupted, MeshError
 from meshbook.formatting import Table, format_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.shell.scripts import read_script
 from meshbook_extension.cells.profile import TRACE
-from meshbook_extension.cells.run import run_profiled
+from meshbook_extension.cells.run import (
+    ASYNC,
+    GROUP,
+    ONLY,
+    PROFILE,
+    TIME,
+    TIMEOUT,
+    run_mesh_script,
+    run_profiled,
+)
 from meshbook_extension.cells.running import Job, Jobs, interrupted, show_as
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.commands import Command, on_ranks
@@ -24,6 +35,41 @@ from meshbook_extension.output.transcripts import Transcripts
 
 END_LIMIT_S = 10.0
 """The time that ``%mesh cancel`` waits for a stopped job, which ends once its process groups are formed again."""
+
+
+@Command(
+    name="%mesh run",
+    summary="Run a script that was written for torchrun, as the main program of every rank.",
+    options=(
+        Option("--keep", "keep its global names, for cells to use"),
+        ASYNC,
+        GROUP,
+        ONLY,
+        TIMEOUT,
+        TIME,
+        PROFILE,
+        TRACE,
+    ),
+    tail="SCRIPT [ARGS]",
+    examples=(
+        "%mesh run train.py --lr 0.1",
+        "%mesh run --keep train.py",
+        "%mesh run -m package.train --epochs 3",
+        "%mesh run --async train.py",
+        "%mesh run --timeout 600 --only 0 train.py",
+    ),
+    notes="""
+The script is its own __main__ on each rank, with its arguments, its folder first in sys.path, and torchrun's variables.
+The process group of the mesh is there: init_process_group finds it. Arguments, paths, environment and folder are put
+back at the end; names go too, unless you --keep them. A script that fails on a rank, or ends with an exit code other
+than 0, fails the cell, and ranks that wait for it are freed. A part of the mesh: %%mesh gpus=0:2 above %run SCRIPT.""",
+)
+def run(session: Session, arguments: Arguments) -> None:
+    try:
+        words = shlex.split(arguments.tail)
+    except ValueError:
+        raise arguments.grammar.refuse(f"a quote is not closed in: {arguments.tail}") from None
+    run_mesh_script(session, read_script(words, keep=arguments.flag("--keep")), arguments)
 
 
 @Command(name="%mesh jobs", summary="Cells that were started with --async.", examples=("%mesh jobs",))

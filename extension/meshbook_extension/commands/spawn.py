@@ -24,7 +24,7 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
-from meshbook.launchers.registry import ENGINES, Asked
+from meshbook.launchers.registry import ENGINES, Asked, count_hosts
 from meshbook.launchers.registry import parse as parse_engine
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import arrange_ranks
@@ -61,29 +61,19 @@ WITHIN = Option(
 def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[[], int]) -> Launcher:
     """Return the launcher that ``--on`` names. device: of the ranks. count_ranks: counts those of each host."""
     text = arguments.text("--on") or "local"
-    name, colon, named = text.partition(":")
-    if (engine := ENGINES.get(name)) is None:
-        there = ", ".join(each.usage for each in ENGINES.values())
-        near = did_you_mean(name, ENGINES)
-        raise arguments.grammar.refuse(f'unknown engine "{name}".{near} There is: {there}.', "ssh:")
-    if colon and ":" not in engine.usage:
-        raise arguments.grammar.refuse(f'the engine {name} has no hosts to name, but got "{named}".')
-    if arguments.rest and not engine.has_options:
-        rest = " ".join(arguments.rest)
-        raise arguments.grammar.refuse(f'the engine {name} has no options, but got "{rest}" after "--".')
     asked = Asked(
-        named,
-        arguments.text(PYTHON.name),
-        arguments.rest,
-        read_within(arguments),
-        device,
-        count_ranks,
-        not arguments.flag("--no-torch"),
+        python=arguments.text(PYTHON.name),
+        options=arguments.rest,
+        within_s=read_within(arguments),
+        device=device,
+        count_ranks=count_ranks,
+        torch=not arguments.flag("--no-torch"),
     )
     try:
-        return parse_engine(name, asked)
+        return parse_engine(text, asked)
     except UsageError as error:
-        raise arguments.grammar.refuse(str(error), name) from None
+        name = text.partition(":")[0]
+        raise arguments.grammar.refuse(str(error), name if name in ENGINES else "ssh:") from None
 
 
 def read_within(arguments: Arguments) -> float | None:
@@ -364,13 +354,10 @@ def _read_sizes(arguments: Arguments) -> dict[str, int]:
 
 
 def _count_hosts(arguments: Arguments, launcher: Launcher, count: int | None) -> int | None:
-    """Count the hosts of the mesh's own; None where it is on this one. Raises: UsageError."""
-    named = len(launcher.named_hosts)
-    if named and count not in (None, named):
-        raise arguments.grammar.refuse(f"{HOSTS}={count}, but --on names {named}; leave {HOSTS} out.", launcher.name)
-    if count is None and (counted := ENGINES[launcher.name].counted):
-        raise arguments.grammar.refuse(f"say how many {counted}: {HOSTS}=N.", launcher.name)
-    return named or count
+    try:
+        return count_hosts(launcher, count)
+    except UsageError as error:
+        raise arguments.grammar.refuse(str(error), launcher.name) from None
 
 
 def _read_variables(arguments: Arguments) -> dict[str, str]:

@@ -69,13 +69,17 @@ class ConsoleOutput:
         self._partial: dict[tuple[int, str], str] = {}
 
     def __call__(self, event: OutputEvent) -> None:
-        """Print whole lines; the start of a line waits for its end."""
+        """Print whole lines; the start of a line waits for its end, or that of the rank's cell."""
         if isinstance(event, StreamText):
             key = (event.rank, event.stream)
             *lines, rest = (self._partial.pop(key, "") + without_joins(event.text)).split("\n")
             if rest:
                 self._partial[key] = rest
             self._write(event.stream, "".join(f"[{event.rank}] {line}\n" for line in lines))
+        elif isinstance(event, RankDone):
+            for stream in ("stdout", "stderr"):
+                if rest := self._partial.pop((event.rank, stream), ""):
+                    self._write(stream, f"[{event.rank}] {rest}\n")
         elif isinstance(event, OutputDropped):
             if event.size_bytes:
                 where = f"{event.log_path}, as far as it has it ({event.lacks})" if event.lacks else event.log_path

@@ -9,6 +9,7 @@
     │   ├── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
     │   └── PeekRefused         a peek into a busy rank would wait there; raised on the rank
     ├── PromptRefused           a question of a rank that no person can answer; an EOFError too; raised on the rank
+    ├── ScriptExit              a program ended with an exit code; a RuntimeError too; raised on the rank
     ├── SpawnError              hosts or workers that did not come up
     │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
     │   ├── DeviceError         fewer devices than ranks
@@ -63,6 +64,7 @@ from meshbook.errors.base import (
     ProtocolError,
     RankError,
     RanksLeft,
+    ScriptExit,
     SerializationError,
     SessionInUse,
     ShapeError,

@@ -70,6 +70,23 @@ class PromptRefused(MeshError, EOFError):
         return f"{self.asks} is not available on ranks here: {self.why}. {advice().ask}"
 
 
+class ScriptExit(MeshError, RuntimeError):
+    """A program on a rank ended with an exit code other than 0, or with a text, which counts as 1; a RuntimeError too."""
+
+    def __init__(self, script: str, value: object) -> None:
+        super().__init__(script, value if isinstance(value, int) else str(value))
+        self.script, self.value = self.args
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return self.value if isinstance(self.value, int) else 1
+
+    def __str__(self) -> str:
+        text = "" if isinstance(self.value, int) else f": {self.value}"
+        return f"{self.script} ended with exit code {self.code}{text}"
+
+
 class ProtocolError(MeshError):
     """Two processes disagree about the wire."""
 

@@ -346,7 +346,7 @@ class DefaultGroup:
     def _tell_destroyed(self) -> None:
         """Say that `destroy_process_group` has destroyed the mesh's group for the rest of a cell only."""
         if self.is_kept:
-            _print_once("destroy_process_group: the process group of this mesh is formed again after this cell")
+            _note("destroy_process_group: the process group of this mesh is formed again after this cell")
 
     def _init_in_cell(self, wanted: dict[str, Any]) -> None:
         """`init_process_group` as cells see it; ``wanted`` has the arguments that were given."""
@@ -354,7 +354,7 @@ class DefaultGroup:
             _check_compatible(wanted)
             ranks = dist.get_world_size()
             note = f"init_process_group: the process group of this mesh ({ranks} ranks) is used; nothing to do"
-            _print_once(note)
+            _note(note)
             return
         by_variables = wanted.get("store") is None and wanted.get("init_method") in (None, "env://")
         master_is_ours = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == self.master
@@ -397,9 +397,13 @@ def _backend_names(backend: str) -> set[str]:
     return {part.rpartition(":")[2].lower() for part in backend.split(",")} - {"undefined"}
 
 
-@functools.cache
-def _print_once(text: str) -> None:
-    print(text)
+def _note(text: str) -> None:
+    """Print a note to a person's cell, once; a program, which has a file, prints what it prints under torchrun."""
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        _print_once(text)
+
+
+_print_once = functools.cache(print)
 
 
 def rebuild(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from meshbook.errors import UsageError
+from meshbook.formatting import did_you_mean
 from meshbook.launchers.base import LaunchedHost, Launcher
 from meshbook.sessions.folder import SavedHost
 
@@ -56,7 +58,7 @@ class Asked(NamedTuple):
     """A person's request to an engine."""
 
     named: str = ""
-    """The text after its name and a colon."""
+    """The text after its name and a colon, which `parse` fills in."""
     python: str | None = None
     """The interpreter on its hosts."""
     options: tuple[str, ...] = ()
@@ -70,10 +72,32 @@ class Asked(NamedTuple):
     """Whether ranks have torch."""
 
 
-def parse(engine: str, asked: Asked) -> Launcher:
-    """Return the launcher that starts the hosts. Raises: UsageError."""
-    launcher: Launcher = importlib.import_module(f"meshbook.launchers.{engine}").parse(asked)
+def parse(text: str, asked: Asked) -> Launcher:
+    """Return the launcher that starts the hosts. text: as behind ``--on``. Raises: UsageError."""
+    name, colon, named = text.partition(":")
+    if (engine := ENGINES.get(name)) is None:
+        there = ", ".join(each.usage for each in ENGINES.values())
+        raise UsageError(f'unknown engine "{name}".{did_you_mean(name, ENGINES)} There is: {there}.')
+    if colon and ":" not in engine.usage:
+        raise UsageError(f'the engine {name} has no hosts to name, but got "{named}".')
+    if asked.options and not engine.has_options:
+        raise UsageError(f'the engine {name} has no options, but got "{" ".join(asked.options)}" after "--".')
+    module = importlib.import_module(f"meshbook.launchers.{name}")
+    launcher: Launcher = module.parse(asked._replace(named=named))
     return launcher
+
+
+def count_hosts(launcher: Launcher, count: int | None) -> int | None:
+    """Return the number of a mesh's own hosts, of which a person asked for ``count``; None where it is on this one.
+
+    Raises: UsageError.
+    """
+    named = len(launcher.named_hosts)
+    if named and count not in (None, named):
+        raise UsageError(f"hosts={count}, but --on names {named}; leave hosts out.")
+    if count is None and (counted := ENGINES[launcher.name].counted):
+        raise UsageError(f"say how many {counted}: hosts=N.")
+    return named or count
 
 
 def find(hosts: Mapping[str, SavedHost], logs: Path) -> Iterator[tuple[str, LaunchedHost, Launcher]]:

@@ -32,6 +32,7 @@ from meshbook.mesh.proc_view import (
     output_target,
 )
 from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shell.scripts import Script
 from meshbook.values.pickling import PreparedArguments, dumps
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ LEVEL_MAX = 255
 
 def start_cell(
     procs: ProcView,
-    code: str,
+    code: str | Script,
     *,
     on_output: OutputListener,
     cell_number: int | None = None,
@@ -52,7 +53,7 @@ def start_cell(
     profile: str = "",
     holding: contextlib.ExitStack | None = None,
 ) -> CellRun:
-    """Run a notebook's cell; ``on_output`` gets everything that the cell prints and shows, also later.
+    """Run a notebook's cell, or a program; ``on_output`` gets everything that the cell prints and shows, also later.
 
     cell_number, line_offset: how tracebacks name the cell, and how many of its lines stand above ``code``.
     forbid_collectives: a collective raises rather than wait for ranks that do not run this cell.

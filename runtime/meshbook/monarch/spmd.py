@@ -15,14 +15,12 @@ one; elsewhere each run needs a port of its own.
 from __future__ import annotations
 
 import os
-import runpy
 import socket
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshbook.actor import Actor, context, endpoint
 from meshbook.errors import UsageError
+from meshbook.shell.scripts import read_script, run_script
 from meshbook.system.interfaces import loopback_address
 
 if TYPE_CHECKING:
@@ -61,31 +59,11 @@ class SPMDActor(Actor):
     def main(self, master_addr: str, master_port: int, script_args: Sequence[str]) -> bool:
         """Run ``["script.py", ...]`` or ``["-m", "module", ...]`` as ``__main__``; True when it has ended well.
 
-        Raises: the errors of the script; UsageError where nothing is named; RuntimeError for an exit code other than 0.
+        Raises: the errors of the script; UsageError where nothing is named; ScriptExit for an exit code other than 0.
         """
         _set_variables(master_addr, master_port)
-        if not script_args or (script_args[0] == "-m" and len(script_args) < 2):
-            raise UsageError('name what is to run: ["train.py", "--lr", "0.1"], or ["-m", "module"].')
-        before = sys.argv, list(sys.path)
-        try:
-            _run([str(each) for each in script_args])
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise RuntimeError(f"{' '.join(map(str, script_args))} ended with exit code {end.code!r}") from None
-        finally:
-            sys.argv, sys.path[:] = before
+        run_script(read_script([str(each) for each in script_args]), {}, lambda names: None)
         return True
-
-
-def _run(arguments: list[str]) -> None:
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = arguments
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _set_variables(master_addr: str, master_port: int) -> None:

@@ -54,9 +54,9 @@ class CellCompiler(CachingCompiler):
     def format_code_name(self, name: str) -> tuple[str, str] | None:
         """Return the words before ``, line 3`` in a traceback."""
         label = cell_label(name)
-        if label is None:
-            return None
-        kind, _, number = label.partition(" ")
+        kind, _, number = (label or "").partition(" ")
+        if kind not in ("a", "cell"):
+            return None  # a program is a file
         return ("Cell", f"[{number}]") if kind == "cell" else ("A", "cell")
 
     def _count_above(self, code: str) -> int | None:

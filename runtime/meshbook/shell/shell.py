@@ -23,6 +23,7 @@ import select
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
@@ -38,7 +39,9 @@ from meshbook.shell.failures import describe_error, forget_last_error, keep_for_
 from meshbook.shell.inspector import describe
 from meshbook.shell.ipython import CellResult, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
+from meshbook.shell.scripts import Script, run_script
 from meshbook.shell.streams import OutputBeside, flush_c_streams, flush_streams, install_streams
+from meshbook.source.location import drop_own_frames
 from meshbook.system.descriptors import FIRST, fill, open_above
 
 T = TypeVar("T")
@@ -118,6 +121,7 @@ class RankShell:
         """Whether there is something for `tidy` to free."""
         self._ipython = create_shell(self._run_on_loop, self.debugger)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
+        self._main_names: dict[str, object] = self._ipython.user_ns
         self._interrupts = 0
         self._rank, self._host = -1, ""
         self._inline = importlib.util.find_spec("matplotlib_inline") is not None
@@ -164,8 +168,7 @@ class RankShell:
     @property
     def namespace(self) -> dict[str, object]:
         """The rank's global names, which are the ``__dict__`` of its ``__main__``."""
-        names: dict[str, object] = self._ipython.user_ns
-        return names
+        return self._main_names
 
     def define(self, names: Mapping[str, object]) -> None:
         """Bind more names as `start_rank` does: ``%who`` does not list them, and ``%reset`` brings them back."""
@@ -173,7 +176,7 @@ class RankShell:
 
     def run_cell(
         self,
-        code: str,
+        code: str | Script,
         *,
         cell_id: int,
         cell_number: int | None,
@@ -181,7 +184,8 @@ class RankShell:
         forbid_collectives: bool = False,
         debug_name: str = "",
     ) -> CellOutcome:
-        """Run an IPython cell to its end. KeyboardInterrupt may be raised in it at any time; it becomes the outcome.
+        """Run an IPython cell, or a program, to its end. KeyboardInterrupt may be raised in it at any time; it becomes
+        the outcome.
 
         cell_id: marks the displays of the cell. cell_number: the notebook's ``[7]``, for people.
         line_offset: lines above ``code`` in the notebook's cell, the line of its magic included.
@@ -196,7 +200,10 @@ class RankShell:
             before = self.last_error
             asyncio.set_event_loop(self._loop)  # asyncio.run() in an earlier cell has taken it away
             with self.output_of(cell_id), collectives_off() if forbid_collectives else contextlib.nullcontext():
-                result = self._ipython.run_rank_cell(code, cell_number, line_offset, debug_name)
+                if isinstance(code, str):
+                    result = self._ipython.run_rank_cell(code, cell_number, line_offset, debug_name)
+                else:
+                    result = self._run_script(code)
                 self.flush()
         except KeyboardInterrupt as interrupt:  # between the cell's own lines and ours
             result = CellResult(None, interrupt, ran=True)
@@ -317,6 +324,14 @@ class RankShell:
                 stream.reopen()
 
     # ---- private ------------------------------------------------------------------------------------------------
+
+    def _run_script(self, script: Script) -> CellResult:
+        try:
+            run_script(script, self._ipython.user_ns, partial(setattr, self, "_main_names"))
+        except BaseException as error:
+            drop_own_frames(error)
+            return CellResult(None, error, ran=True)
+        return CellResult(None, None, ran=True)
 
     def _display(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import importlib.util
 import inspect
 import linecache
 import re
@@ -49,6 +50,13 @@ def add_cell(source: str, cell_number: int | None, name: str = "") -> str:
     inspect.modulesbyfile[name] = "__main__"  # else it looks through all modules, 5 ms for each frame of a traceback
     _labels[name] = "a cell" if cell_number is None else f"cell {cell_number}"
     return name
+
+
+def add_script(path: str, source: bytes, label: str) -> None:
+    """Make the source of a program known to Python under its path, wherever it was read; ``label`` names it."""
+    lines = importlib.util.decode_source(source).splitlines(keepends=True)
+    linecache.cache[path] = (len(source), None, lines, path)
+    _labels[path] = label
 
 
 def cell_label(file_name: str) -> str | None:

@@ -18,6 +18,7 @@ from meshbook.profiling.recorder import recorded
 from meshbook.shape.members import Extent
 from meshbook.shell.failures import describe_briefly
 from meshbook.shell.postmortem_memory import free as free_kept
+from meshbook.shell.scripts import Script
 from meshbook.source.location import CellSource, add_cell
 from meshbook.values.main_names import brought
 from meshbook.values.pickling import dumps, dumps_bounded
@@ -38,15 +39,17 @@ def _ok(value: object = None, what: str = "the result") -> Outcome:
 def run_cell(
     worker: Worker,
     call: wire.Call,
-    code: str,
+    code: str | Script,
     cell_number: int | None = None,
     line_offset: int = 0,
     forbid_collectives: bool = False,
     debug_name: str = "",
     profile: str = "",
 ) -> Outcome:
-    """Run a cell in the rank's shell; the value is that of its last expression. profile: record it under this name
-    (`meshbook.profiling.recorder`); empty: do not."""
+    """Run a cell, or a program, in the rank's shell; the value is that of a cell's last expression.
+
+    profile: record it under this name (`meshbook.profiling.recorder`); empty: do not.
+    """
     if worker.debug_session is not None:
         worker.debug_session.trace_again()
     worker.groups.keep_environment()

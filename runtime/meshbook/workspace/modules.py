@@ -34,6 +34,10 @@ MOST_BYTES = 16 << 20
 """The limit for all sources that are sent at once: a larger folder is a home, not one of modules."""
 
 
+script_folders: set[str] = set()
+"""The folders of the programs that were run on ranks from here; ranks import the modules beside them."""
+
+
 @dataclass(frozen=True)
 class LocalModule:
     """A module, as it was when its file was read."""
@@ -115,7 +119,7 @@ def find_module(name: str) -> FoundModules | None:
 
     Raises: UsageError if it is too large to be sent.
     """
-    for entry in sys.path:
+    for entry in (*sys.path, *sorted(script_folders)):
         for path in (Path(entry, name, "__init__.py"), Path(entry, f"{name}.py")):
             if path.is_file():
                 return None if is_installed(path) else find_modules(path)

@@ -53,7 +53,7 @@ def test_importing_and_loading_the_extension_is_light() -> None:
         ("%mesh restart", 'unknown command "restart". Did you mean "respawn"?'),
         ("%mesh ps", 'unknown command "ps". Did you mean "status"?'),
         ("%mesh stp", 'unknown command "stp". Did you mean "top"?'),
-        ("%mesh run a.py", 'unknown command "run". A cell runs on the ranks below %%mesh:\n  %%mesh\n  %run train.py'),
+        ("%mesh exec x", 'unknown command "exec". A cell runs on the ranks below %%mesh:\n  %%mesh\n  x = rank'),
         ("%mesh spawn gpus=zero", "gpus=zero: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn gpus=0", "gpus=0: the size of an axis is a whole number of at least 1."),
         ("%mesh spawn rank=4", '"rank" means the number of a rank everywhere; name the axis otherwise.'),

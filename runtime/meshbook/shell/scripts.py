@@ -1,0 +1,182 @@
+"""A program as the main program of every rank, as torchrun starts it: ``%mesh run train.py``, ``meshbook run``.
+
+    train.py --lr 0.1              ``__main__`` is a module of its own, sys.argv has the arguments, sys.path the folder
+    -m package.train --lr 0.1      the same for a module
+
+The notebook's end reads the file, so that ranks on machines without it run it too, and a syntax error is found before
+anything is sent. The rank's process lives on, so everything that a program changes of its interpreter as a matter of
+course is put back when it has ended: arguments, paths, folder, environment, handlers of signals, the main module.
+Modules that lie beside the program are forgotten, so that the next run imports them as they are by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import InspectLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+from meshbook.errors import ScriptExit, UsageError
+from meshbook.formatting import did_you_mean
+from meshbook.source.location import add_script
+from meshbook.workspace.modules import is_installed, script_folders
+
+EXAMPLE = "train.py --lr 0.1, or -m package.train --lr 0.1"
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+"""The signals whose handlers programs set; SIGINT is the interrupt gate's."""
+
+
+class Script(NamedTuple):
+    """A program to run, as the notebook has read it."""
+
+    name: str
+    """The file as it was typed, which is ``sys.argv[0]``, or the name of the module."""
+    arguments: tuple[str, ...]
+    path: str = ""
+    """The file on the notebook's machine; empty for a module."""
+    source: bytes = b""
+    keep: bool = False
+    """Whether its global names become names of the rank."""
+
+    def __str__(self) -> str:
+        return shlex.join([*([] if self.path else ["-m"]), self.name, *self.arguments])
+
+
+def read_script(words: Sequence[str], *, keep: bool = False) -> Script:
+    """Return the program that a line names: ``train.py ARGS``, or ``-m MODULE ARGS``.
+
+    keep: as of `Script`. Raises: UsageError for a file that is not there or is none; SyntaxError for one that Python
+    cannot read.
+    """
+    if not words or (words[0] == "-m" and len(words) < 2):
+        raise UsageError(f"name the script to run: {EXAMPLE}")
+    if words[0] == "-m":
+        script_folders.add(os.getcwd())
+        return Script(words[1], tuple(words[2:]), keep=keep)
+    name, path = words[0], Path(words[0]).expanduser().absolute()
+    if path.is_dir():
+        raise UsageError(f"{name} is a folder; name the file to run, or a module: {EXAMPLE}")
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"there is no {name} in {path.parent}.{did_you_mean(path.name, beside)}") from None
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+    try:
+        compile(source, str(path), "exec", dont_inherit=True)
+    except ValueError as error:  # null bytes
+        raise UsageError(f"{name} is no Python program: {error}") from None
+    script_folders.add(str(path.parent))
+    return Script(name, tuple(words[1:]), str(path), source, keep)
+
+
+def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[str, object]], None]) -> None:
+    """Run the program as the main program of this process, to its end.
+
+    names: gets its global names where it is to keep them, also those of one that failed.
+    enter: is given the global names of the main program: the program's own, and ``names`` again at its end.
+    Raises: the errors of the program; ScriptExit where it ended with an exit code other than 0.
+    """
+    main = ModuleType("__main__")
+    with contextlib.ExitStack() as after:
+        after.enter_context(_as_it_was(everything=not script.keep))
+        code = _load(script, main, after)
+        threads = set(threading.enumerate())
+        sys.argv = [main.__file__ if not script.path else script.name, *script.arguments]  # type: ignore[list-item]
+        sys.modules["__main__"] = main
+        before = dict(vars(main))
+        after.callback(enter, names)
+        enter(vars(main))
+        try:
+            exec(code, vars(main))
+            for thread in set(threading.enumerate()) - threads:
+                if not thread.daemon:
+                    thread.join()  # as Python does before it ends
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise ScriptExit(script.name, end.code).with_traceback(end.__traceback__) from None
+        finally:
+            if script.keep:
+                names.update({name: value for name, value in vars(main).items() if name not in before})
+
+
+def _load(script: Script, main: ModuleType, after: contextlib.ExitStack) -> CodeType:
+    """Return the code of the program, with ``sys.path`` and the names of its main module as Python sets them.
+
+    Raises: UsageError for a module that is nowhere; the errors of its package.
+    """
+    if not script.path:
+        sys.path.insert(0, os.getcwd())
+        return _load_module(script.name, main)
+    path = Path(script.path)
+    if (
+        not path.is_file() or path.read_bytes() != script.source
+    ):  # another machine; processes that it starts look for it
+        folder = tempfile.mkdtemp(prefix="meshbook-script-")
+        after.callback(shutil.rmtree, folder, ignore_errors=True)
+        path = Path(folder, path.name)
+        path.write_bytes(script.source)
+    sys.path.insert(0, str(Path(script.path).parent))
+    main.__file__ = str(path)
+    vars(main).update(__builtins__=__builtins__, __cached__=None)
+    add_script(str(path), script.source, path.name)
+    return compile(script.source, str(path), "exec", dont_inherit=True)
+
+
+def _load_module(name: str, main: ModuleType) -> CodeType:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        spec = None
+    loader = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and isinstance(loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise UsageError(f"there is no module {name} that can be run; ranks look for it in {os.getcwd()} and sys.path")
+    names = {"__spec__": spec, "__package__": spec.parent, "__loader__": loader, "__file__": spec.origin}
+    vars(main).update(names, __builtins__=__builtins__)
+    return code
+
+
+@contextlib.contextmanager
+def _as_it_was(*, everything: bool) -> Iterator[None]:
+    """Put back at the end of the block what a program changes of its interpreter.
+
+    everything: also the folder, the environment and the modules beside the program, on which names that are kept build.
+    """
+    argv, path, main, known = sys.argv, list(sys.path), sys.modules["__main__"], set(sys.modules)
+    folder, environment = os.getcwd(), dict(os.environ)
+    handlers = {each: signal.getsignal(each) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        beside, sys.argv, sys.path[:], sys.modules["__main__"] = sys.path[0], argv, path, main
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:  # so this is the main thread
+                signal.signal(number, handler)
+        if everything:
+            os.chdir(folder)
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+            for name in set(sys.modules) - known:
+                if _lies_below(getattr(sys.modules[name], "__file__", None), beside):
+                    del sys.modules[name]
+
+
+def _lies_below(file: str | None, folder: str) -> bool:
+    return bool(file and file.endswith(".py") and Path(file).is_relative_to(folder) and not is_installed(Path(file)))
