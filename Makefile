@@ -31,6 +31,11 @@ $(READY): pyproject.toml constraints.txt $(COPIED)
 	@-$(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1  # pytest compiles the tests once, not in each of its processes
 	@touch $@
 
+# Packages whose scripts some slow tests run; where they cannot be had, those tests are skipped.
+.venv/.guests: $(READY)
+	@$(BIN)/python -m uv pip install -q -p $(BIN)/python -c constraints.txt --group guests && touch $@ || \
+		echo "Accelerate, Lightning and transformers could not be installed: their tests are skipped." >&2
+
 fix: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -48,7 +53,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(TOGETHER) $(ARGS)
 
 # What is long, needs a browser, a kernel for each test or a cluster, or serves programs written for Monarch.
-test-slow: $(READY)
+test-slow: $(READY) .venv/.guests
 	$(BIN)/python -m pytest -m '(slow or cluster or kernel or monarch) and not nightly' -n $(JOBS) $(TOGETHER) $(ARGS)
 
 # Long searches: random programs and faults, every operator, and further kinds of what test-slow has one of.

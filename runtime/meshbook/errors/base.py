@@ -71,7 +71,7 @@ class PromptRefused(MeshError, EOFError):
 
 
 class ScriptExit(MeshError, RuntimeError):
-    """A program on a rank ended with an exit code other than 0, or with a text, which counts as 1; a RuntimeError too."""
+    """A program ended with an exit code other than 0, or with a text, which counts as 1. A RuntimeError too."""
 
     def __init__(self, script: str, value: object) -> None:
         super().__init__(script, value if isinstance(value, int) else str(value))
