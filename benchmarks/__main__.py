@@ -14,7 +14,7 @@ from benchmarks.figures import Benchmark, Figure, Settings
 
 NAMES = (
     "spawn", "calls", "actors", "buffers", "payloads", "output", "errors", "recoveries", "completion", "notebook",
-    "tensors", "clusters",
+    "tensors", "clusters", "scripts",
 )  # fmt: skip
 
 
