@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from meshbook.cli import INTERRUPTED, Subparsers
 from meshbook.errors import CallFailed, CallInterrupted, Failure, FailureKind, MeshError, ScriptExit, UsageError
 from meshbook.errors.failures import without_colours
 
@@ -20,18 +21,17 @@ if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shell.scripts import Script
 
-NAME, SUMMARY = "run", "run a script that was written for torchrun, on ranks that live for this command"
-
 LEASE_S = "30"
 """The time for which ranks wait for another controller when this one was killed: none comes."""
 OTHERS_S = 10.0
 """The time for which ranks go on when another has failed, before they are interrupted."""
-INTERRUPTED, TERMINATED = 130, 143
-"""The exit codes of Ctrl-C and SIGTERM."""
+TERMINATED = 143
+"""The exit code of SIGTERM."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of ``run``."""
+    parser = subparsers.add_parser("run", help="run a script of torchrun", allow_abbrev=False)
     parser.add_argument("--hosts", type=int, metavar="N", help="the machines (default: this one)")
     parser.add_argument("--gpus", type=int, metavar="N", help="the ranks of each (default: one for each GPU, or one)")
     parser.add_argument("--on", default="local", metavar="ENGINE", help="who starts the hosts: ssh:HOST,.., slurm, ...")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the program")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the script to its end; returns its exit code, 1 where it raised, or 130 for Ctrl-C.
 
     Raises: UsageError, SpawnError.
@@ -51,35 +51,35 @@ def run(arguments: argparse.Namespace) -> int:
     from meshbook.shell.scripts import read_script
 
     try:
-        script = read_script([*(["-m"] if arguments.is_module else []), *arguments.script])
+        script = read_script([*(["-m"] if args.is_module else []), *args.script])
     except SyntaxError as error:
         raise UsageError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
     os.environ.setdefault("MESHBOOK_LEASE_S", LEASE_S)
     with _ended_by_sigterm():
         try:
-            procs = _spawn(arguments)
+            procs = _spawn(args)
         except KeyboardInterrupt:
             return INTERRUPTED
-        return _run(procs, script, arguments.timeout)
+        return _run(procs, script, args.timeout)
 
 
-def _spawn(arguments: argparse.Namespace) -> ProcMesh:
+def _spawn(args: argparse.Namespace) -> ProcMesh:
     from meshbook.launchers.registry import Asked, count_hosts, parse
     from meshbook.mesh.driven import start_hosts, this_host
 
-    ranks = arguments.gpus if arguments.gpus is not None else _count_devices()
-    if ranks < 1 or (arguments.hosts is not None and arguments.hosts < 1):
+    ranks = args.gpus if args.gpus is not None else _count_devices()
+    if ranks < 1 or (args.hosts is not None and args.hosts < 1):
         raise UsageError("--gpus and --hosts are numbers from 1 on.")
     asked = Asked(
-        python=arguments.python,
-        options=tuple(shlex.split(arguments.options)),
-        device=arguments.device,
+        python=args.python,
+        options=tuple(shlex.split(args.options)),
+        device=args.device,
         count_ranks=lambda: ranks,
     )
-    launcher = parse(arguments.on, asked)
-    hosts = count_hosts(launcher, arguments.hosts)
+    launcher = parse(args.on, asked)
+    hosts = count_hosts(launcher, args.hosts)
     place = this_host() if hosts is None else start_hosts({"hosts": hosts}, launcher)
-    return place.spawn_procs({"gpus": ranks}, device=arguments.device, owns_hosts=hosts is not None)
+    return place.spawn_procs({"gpus": ranks}, device=args.device, owns_hosts=hosts is not None)
 
 
 def _count_devices() -> int:
