@@ -43,6 +43,9 @@ class Subcommand(NamedTuple):
 COMMANDS = {
     "list": Subcommand("meshbook.cli.meshes", "all meshes on this machine, and who has them", "meshbook list"),
     "stop": Subcommand("meshbook.cli.meshes", "end a mesh, also one of a notebook", "meshbook stop main"),
+    "run": Subcommand(
+        "meshbook.cli.run", "run a script of torchrun on ranks of its own", "meshbook run --gpus 8 train.py"
+    ),
     "attach": Subcommand("", "go on with a mesh in a terminal's IPython", "meshbook attach main"),
     "logs": Subcommand(
         "meshbook.cli.meshes", "the lines that ranks have written", "meshbook logs main --rank 0 --follow"
