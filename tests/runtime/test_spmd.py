@@ -62,7 +62,7 @@ def test_an_exit_code_and_what_is_raised_are_told(mesh2: ProcMesh, script: Path,
     (tmp_path / "broken.py").write_text("raise ValueError('no data')")
     with pytest.raises(ActorError, match="ValueError: no data"):
         trainers.main.call("localhost", 1, [str(tmp_path / "broken.py")]).get(60)
-    with pytest.raises(ActorError, match="UsageError: name what is to run"):
+    with pytest.raises(ActorError, match="UsageError: name the script to run"):
         trainers.main.call("localhost", 1, ["-m"]).get(60)
     assert trainers.main.call("localhost", 1, ["-m", "this"]).get(60).values() == [True, True]
 

@@ -90,12 +90,13 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
     """
     main = ModuleType("__main__")
     with contextlib.ExitStack() as after:
-        after.enter_context(_as_it_was(everything=not script.keep))
+        folder = str(Path(script.path).parent) if script.path else os.getcwd()
+        after.enter_context(_as_it_was("" if script.keep else folder))
+        sys.path.insert(0, folder)
         code = _load(script, main, after)
         threads = set(threading.enumerate())
         sys.argv = [main.__file__ if not script.path else script.name, *script.arguments]  # type: ignore[list-item]
         sys.modules["__main__"] = main
-        before = dict(vars(main))
         after.callback(enter, names)
         enter(vars(main))
         try:
@@ -108,26 +109,22 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
                 raise ScriptExit(script.name, end.code).with_traceback(end.__traceback__) from None
         finally:
             if script.keep:
-                names.update({name: value for name, value in vars(main).items() if name not in before})
+                names.update({name: value for name, value in vars(main).items() if not name.startswith("__")})
 
 
 def _load(script: Script, main: ModuleType, after: contextlib.ExitStack) -> CodeType:
-    """Return the code of the program, with ``sys.path`` and the names of its main module as Python sets them.
+    """Return the code of the program; its main module gets the names that Python gives it.
 
     Raises: UsageError for a module that is nowhere; the errors of its package.
     """
     if not script.path:
-        sys.path.insert(0, os.getcwd())
         return _load_module(script.name, main)
     path = Path(script.path)
-    if (
-        not path.is_file() or path.read_bytes() != script.source
-    ):  # another machine; processes that it starts look for it
+    if not path.is_file() or path.read_bytes() != script.source:  # on another machine; its own processes look for it
         folder = tempfile.mkdtemp(prefix="meshbook-script-")
         after.callback(shutil.rmtree, folder, ignore_errors=True)
         path = Path(folder, path.name)
         path.write_bytes(script.source)
-    sys.path.insert(0, str(Path(script.path).parent))
     main.__file__ = str(path)
     vars(main).update(__builtins__=__builtins__, __cached__=None)
     add_script(str(path), script.source, path.name)
@@ -153,10 +150,11 @@ def _load_module(name: str, main: ModuleType) -> CodeType:
 
 
 @contextlib.contextmanager
-def _as_it_was(*, everything: bool) -> Iterator[None]:
+def _as_it_was(beside: str) -> Iterator[None]:
     """Put back at the end of the block what a program changes of its interpreter.
 
-    everything: also the folder, the environment and the modules beside the program, on which names that are kept build.
+    beside: the folder whose modules are forgotten; empty: these, the environment and the process's folder stay, since
+    names that are kept build on them.
     """
     argv, path, main, known = sys.argv, list(sys.path), sys.modules["__main__"], set(sys.modules)
     folder, environment = os.getcwd(), dict(os.environ)
@@ -164,11 +162,11 @@ def _as_it_was(*, everything: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        beside, sys.argv, sys.path[:], sys.modules["__main__"] = sys.path[0], argv, path, main
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:  # so this is the main thread
                 signal.signal(number, handler)
-        if everything:
+        if beside:
             os.chdir(folder)
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]

@@ -326,6 +326,7 @@ class RankShell:
     # ---- private ------------------------------------------------------------------------------------------------
 
     def _run_script(self, script: Script) -> CellResult:
+        self.is_untidy = True  # the functions of its main module are in cycles with it
         try:
             run_script(script, self._ipython.user_ns, partial(setattr, self, "_main_names"))
         except BaseException as error:
