@@ -19,13 +19,13 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 78_275,
-    "product: statements": 53_221,
-    "product: kB": 3_405,
-    "product: modules": 371,
-    "tests and benchmarks: lines": 63_800,
-    "docs by hand: kB": 220,
-    "modules of one importer and under 60 lines": 1,
+    "product: lines": 78_760,
+    "product: statements": 53_525,
+    "product: kB": 3_425,
+    "product: modules": 373,
+    "tests and benchmarks: lines": 64_580,
+    "docs by hand: kB": 221,
+    "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
     "public names of ProcMesh": 49,
