@@ -41,10 +41,6 @@ class Unsent(NamedTuple):
         """Return the ranks that have not answered it."""
         return self.call.waiting if self.call is not None else frozenset(self.members.ranks())
 
-    def goes_after(self, other: Unsent) -> bool:
-        """Whether some of its ranks would get ``other`` first."""
-        return self.mailbox == other.mailbox and not set(self.ranks).isdisjoint(other.ranks)
-
 
 class CallQueue:
     """The queue. must_wait: whether a call may not be sent yet; asked at each `release`, and ``patience_s`` after it
@@ -102,11 +98,9 @@ class CallQueue:
         times = [each.since + patience_s for each in self.queued for patience_s in self._patience_s]
         self._wake_at = min((at for at in (*times, self._wake_at) if at > now), default=math.inf)
 
-    def clear(self) -> None:
-        self.queued.clear()
-
     def _is_blocked(self, new: Unsent, before: list[Unsent]) -> bool:
-        return any(new.goes_after(other) for other in before) or self._must_wait(new)
+        ranks, others = set(new.ranks), (other.ranks for other in before if other.mailbox == new.mailbox)
+        return any(not ranks.isdisjoint(other) for other in others) or self._must_wait(new)
 
 
 class OutgoingCall(msgspec.Struct, eq=False):

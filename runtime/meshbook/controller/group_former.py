@@ -1,8 +1,8 @@
 """The process groups of one mesh, as its controller knows them: aborted, and formed again in place. Under the turn.
 
 Aborting frees every rank that waits in operations; forming makes the same groups anew under a new epoch, so that all
-handles stay good. Whether groups are to be aborted is decided elsewhere (`meshbook.controller.stuck_watch`); here it is
-done, in an order that matters:
+handles stay good. `meshbook.controller.group_recovery` decides whether groups are to be aborted; here it is done, in an
+order that matters:
 
     1  phase first     decisions while messages are under way must find the groups aborted already
     2  then the calls  a GroupAborted that comes back is no failure of its rank, if the call knows of the abort
@@ -97,13 +97,6 @@ class GroupFormer:
     def is_sound(self) -> bool:
         """Whether the groups can be used, or there are none."""
         return self.phase not in UNSOUND
-
-    @property
-    def is_coming_back(self) -> bool:
-        """Whether the groups are being formed, or will be at once: no call has to end first."""
-        if self.phase is GroupPhase.FORMING:
-            return True
-        return self.is_aborted and not self._mesh.lost and not self.running()
 
     def running(self) -> list[OpenCall]:
         """Return the calls that main threads run, or will run next, in the order of sending."""

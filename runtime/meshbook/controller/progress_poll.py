@@ -43,10 +43,6 @@ class ProgressSnapshot(NamedTuple):
     answers: dict[int, Collectives]
     recent: int = RECENT  # how many operations of each group were asked for
 
-    def has_seen_end(self, call: int, members: Members) -> bool:
-        """Whether all ranks had ended ``call`` when they were asked."""
-        return self.ended.get(call, frozenset()) >= {*members.ranks()}
-
     def missing(self, dead: Collection[int]) -> set[int]:
         """Return the living ranks that have not answered."""
         return {*self.asked} - self.answers.keys() - set(dead)
