@@ -1,4 +1,4 @@
-"""Files in memory that other processes of this machine open by ``/proc/<pid>/fd/<n>``, their mappings, and huge pages.
+"""Files in memory that other processes of this machine open by ``/proc/<pid>/fd/<n>``, and their mappings.
 
 Such a file is a memfd. Where the kernel or its sandbox knows none (Linux before 3.17, filters of system calls) it is a
 file in /dev/shm, or beside the sessions, whose name is taken away at once: private and gone with its last process as
@@ -6,25 +6,20 @@ well, but it counts as shared memory or disk of the container, and nobody can be
 
 Files are mapped by libc: `mmap.mmap` keeps a duplicate of the descriptor for as long as it lives, and a process that
 holds a thousand results would run out of them.
-
-Memory in huge pages is cheaper to fork: a fork copies the page tables, and one entry stands for 2 MB in place of 512
-for 4 KB each. A child that writes gets a small page of its own, as before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
 import mmap
 import os
-import re
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -178,52 +173,6 @@ def _is_private_file(address: int, size_bytes: int) -> bool:
 
 
 HUGE_PAGE_BYTES = 2 << 20
-
-_MADV_COLLAPSE = 25
-"""The advice of madvise(2) to collapse pages, since Linux 6.1."""
-
-PIECE_BYTES = 16 << 20
-"""The memory that is moved at a time: some 40 ms."""
-
-MIN_PRIVATE = 0.75
-"""The share of a mapping that has to be there and this process's alone: shared pages would no longer be shared."""
-
-_HUGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 *(\[heap\])?$")
-_PRIVATE = re.compile(r"Private_(?:Clean|Dirty): *(\d+) kB")
-
-
-def use_huge_pages() -> Iterator[None]:
-    """Move memory of this process into huge pages, a piece at each step; without them, or on an older kernel, none."""
-    try:
-        page_bytes = int(_HUGE_SIZE.read_text())
-    except (OSError, ValueError):
-        return
-    for start, end in _private_mappings():
-        at, end = -(-start // page_bytes) * page_bytes, end // page_bytes * page_bytes
-        while at < end:
-            size_bytes = min(PIECE_BYTES, end - at)
-            _libc.madvise(at, size_bytes, _MADV_COLLAPSE)  # best effort: the system may have no such page left
-            at += size_bytes
-            yield
-
-
-def _private_mappings() -> list[tuple[int, int]]:
-    """Return the begin and end of writable memory without a file, if nearly all of it is this process's alone."""
-    found: list[tuple[int, int]] = []
-    mapping: re.Match[str] | None = None
-    private_bytes = 0
-    with contextlib.suppress(OSError), open("/proc/self/smaps") as lines:
-        for line in lines:
-            if line[0] in "0123456789abcdef":
-                mapping, private_bytes = _MAPPING.match(line), 0
-            elif mapping is not None and (private := _PRIVATE.match(line)):
-                private_bytes += int(private[1]) << 10
-            elif mapping is not None and line.startswith("VmFlags"):
-                start, end = (int(address, 16) for address in mapping.groups()[:2])
-                if private_bytes >= MIN_PRIVATE * (end - start):
-                    found.append((start, end))
-    return found
 
 
 def expect_huge_pages(address: int, size_bytes: int) -> None:

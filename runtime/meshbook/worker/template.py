@@ -28,10 +28,9 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from meshbook.system.memory_files import use_huge_pages
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import (
     die_with_parent,
@@ -57,7 +56,6 @@ LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma")
 IDLE_S = 1.0  # ranks have come up when a template was asked for nothing for so long
 _PACKET_BYTES = 1 << 16
 _PID = struct.Struct("<i")
-_DONE = object()
 
 
 class _Fork(NamedTuple):
@@ -155,8 +153,7 @@ class SpawnedWorkers:
 
 
 class SpareWork:
-    """The work of an idle template: imports that can wait, a rehearsal of each rank's first steps, memory in huge
-    pages."""
+    """The work of an idle template: imports that can wait, and a rehearsal of each rank's first steps."""
 
     def __init__(self, later: list[str]) -> None:
         self._later = later
@@ -170,21 +167,13 @@ class SpareWork:
             gc.freeze()
 
     def do_until_asked(self, sock: socket.socket) -> None:
-        """Work in small pieces, so that a request on the socket does not wait for long."""
-        pieces, wait_s = self._pieces(), IDLE_S
-        while not select.select([sock], [], [], wait_s)[0]:
-            wait_s = 0.0
-            if next(pieces, _DONE) is _DONE:
-                return
-
-    def _pieces(self) -> Iterator[None]:
+        """Work in two pieces, so that a request on the socket does not wait for long."""
+        if select.select([sock], [], [], IDLE_S)[0]:
+            return
         self.import_now()
-        yield
-        if not self._has_rehearsed:
+        if not self._has_rehearsed and not select.select([sock], [], [], 0.0)[0]:
             self._has_rehearsed = True
             self._rehearse()
-            yield
-        yield from use_huge_pages()
 
     def _rehearse(self) -> None:
         """Form a group and forget it, so that ranks share the memory that it changes. Errors go to the log."""
