@@ -26,7 +26,6 @@ from meshbook.errors import MeshError
 from meshbook.formatting import format_bytes
 from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
 from meshbook.wire.replies import dropped_replies, explain_failure, lost_reply
 
 COMBINE_S = 0.002  # answers of one host wait this long for each other; failures do not wait
@@ -86,7 +85,14 @@ class AgentCalls:
             return members
         if self.early_cancels.targets and (dropped := self.early_cancels.take(call.id, ranks)):
             members = tuple(worker for worker in members if worker.rank not in dropped)
-            self._answer_dropped(call.id, opened, dropped)
+            opened.waiting -= dropped
+            replies = dropped_replies(call.id, dropped)
+            for reply in replies.replies:
+                opened.memory.keep(reply, ())
+            self._uplink.send(replies)
+            if not opened.waiting:
+                del self._open[call.id]
+                self._memory.on_ended(call.id)
         return members
 
     def expect_answers(self, question: int, ranks: set[int]) -> None:
@@ -112,17 +118,6 @@ class AgentCalls:
                 worker.urgent.send([wire.encode(cancel)])
             if cancel.insist and worker.pid and process_state(worker.pid) == "T":  # a debugger's stops are left to it
                 os.kill(worker.pid, signal.SIGCONT)
-
-    def _answer_dropped(self, id: int, call: _OpenCall, ranks: set[int]) -> None:
-        call.waiting -= ranks
-        replies = dropped_replies(id, ranks)
-        if call.memory is not None:
-            for reply in replies.replies:
-                call.memory.keep(reply, ())
-        self._uplink.send(replies)
-        if not call.waiting:
-            del self._open[id]
-            self._memory.on_ended(id)
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
@@ -261,16 +256,3 @@ class EarlyCancels:
         """Return the ranks among ``ranks`` for which ``call``, which has come now, was cancelled."""
         target = self.targets.pop(call, ())
         return {rank for rank in ranks if wire.target_has(target, rank)}
-
-
-def find_held(
-    held: Iterable[NamesPayload], cancel: wire.Cancel, ranks: Iterable[int]
-) -> tuple[wire.Call, set[int]] | None:
-    """Find a call that waits for its payload, if ``cancel`` names it for all of its members here. ranks: the ranks that
-    live here. Returns: the call, and its members among them."""
-    for call in held:
-        if isinstance(call, wire.Call) and call.id == cancel.call:
-            members = {rank for rank in ranks if wire.target_has(call.target, rank)}
-            if all(wire.target_has(cancel.target, rank) for rank in members):
-                return call, members
-    return None

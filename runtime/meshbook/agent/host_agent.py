@@ -22,7 +22,6 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent import tunnel
-from meshbook.agent.calls import find_held
 from meshbook.agent.handover import PreviousControllers, hear_out, report, unacked_messages
 from meshbook.agent.lease import Lease
 from meshbook.agent.mail import AgentMail
@@ -30,6 +29,7 @@ from meshbook.agent.mesh import AgentMesh
 from meshbook.agent.rank_log import settle_logs
 from meshbook.agent.resources import HostResources, SegmentRefCounts
 from meshbook.agent.spawns import Spawns
+from meshbook.agent.worker import AgentWorker
 from meshbook.concurrency.background import attempt, tell
 from meshbook.errors import MeshError, PeerProtocolError, SpawnError
 from meshbook.errors.advice import set_advice
@@ -126,12 +126,13 @@ class HostAgent:
                 self._refuse("", 0, error)
                 loop.call_later(0.0, lambda: None)
             if mail.peers.active and mail.peers.serve(
-                choked=bool(loop.unwritten) and self._unsent_mail_bytes > PEERS_UNSENT_BYTES
+                choked=bool(loop.unwritten)
+                and sum(worker.mail.unsent_bytes for worker in self._workers) > PEERS_UNSENT_BYTES
             ):
                 loop.call_later(0.0, lambda: None)  # look once more before the next sleep
             if segment_refs.sent:
                 segment_refs.settle()
-            if mail.held_by_uplink:
+            if mail.held:
                 mail.settle()
             loop.run_once()
 
@@ -180,19 +181,16 @@ class HostAgent:
 
     def _choked(self) -> bool:
         """Whether so much waits for slow workers that no more calls are read now."""
-        calls = mail = 0
-        for mesh in self._meshes.values():
-            for worker in mesh.workers.values():
-                calls += worker.calls.unsent_bytes
-                mail += worker.mail.unsent_bytes
+        calls = sum(worker.calls.unsent_bytes for worker in self._workers)
+        mail = sum(worker.mail.unsent_bytes for worker in self._workers)
         if calls <= MAX_UNSENT_BYTES and mail <= MAX_UNSENT_MAIL_BYTES:
             return False
         self._loop.call_later(0.01, lambda: None)
         return True
 
     @property
-    def _unsent_mail_bytes(self) -> int:
-        return sum(worker.mail.unsent_bytes for mesh in self._meshes.values() for worker in mesh.workers.values())
+    def _workers(self) -> list[AgentWorker]:
+        return [worker for mesh in self._meshes.values() for worker in mesh.workers.values()]
 
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
@@ -275,9 +273,8 @@ class HostAgent:
         """Tell the workers here that have references to ranks of a mesh about the new numbers of these."""
         self._moves[mesh_id] = moves
         told = wire.encode(wire.Moved(mesh_id, moves))
-        for mesh in self._meshes.values():
-            for worker in mesh.workers.values():
-                worker.urgent.send([told])
+        for worker in self._workers:
+            worker.urgent.send([told])
 
     def _on_call(self, call: wire.Call, payload: list[bytes]) -> None:
         if (mesh := self._meshes.get(call.mesh)) is None:  # stopped meanwhile: the controller has failed its calls
@@ -296,14 +293,16 @@ class HostAgent:
         mesh.call(call, payload)
 
     def _drop_held(self, mesh: AgentMesh, cancel: wire.Cancel) -> bool:
-        """Answer for a call that waits for its payload, and drop the payload; return False if there is none."""
-        found = find_held((message for message, _ in self._uplink.bulk_in.queue), cancel, mesh.workers)
-        if found is None:
-            return False
-        call, members = found
-        self._uplink.send(dropped_replies(call.id, members))
-        self._uplink.bulk_in.drop(call)
-        return True
+        """Answer for a call that waits for its payload, if ``cancel`` names all of its members here, and drop the
+        payload; return False if there is none."""
+        for call, _ in self._uplink.bulk_in.queue:
+            if isinstance(call, wire.Call) and call.id == cancel.call:
+                members = {rank for rank in mesh.workers if wire.target_has(call.target, rank)}
+                if all(wire.target_has(cancel.target, rank) for rank in members):
+                    self._uplink.send(dropped_replies(call.id, members))
+                    self._uplink.bulk_in.drop(call)
+                    return True
+        return False
 
     def _mesh_of(self, spawn: wire.Spawn) -> AgentMesh:
         mesh = self._meshes.get(spawn.mesh)
@@ -332,19 +331,18 @@ class HostAgent:
 
     def _free_in_worker(self, pid: int, segment: int) -> bool:
         """Tell a worker that its segment is free; return False if no worker is process ``pid``."""
-        for mesh in self._meshes.values():
-            for worker in mesh.workers.values():
-                if worker.pid == pid:
-                    worker.lent.discard(segment)
-                    return mesh.to_worker(worker.rank, wire.SegmentFree(pid, segment))
-        return False
+        worker = next((each for each in self._workers if each.pid == pid), None)
+        if worker is not None:
+            worker.lent.discard(segment)
+            worker.urgent.send([wire.encode(wire.SegmentFree(pid, segment))])
+        return worker is not None
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         self._loop.call_later(HEARTBEAT_S, self._beat)
         self._uplink.look()
-        self._lease.beat(is_connected=self._uplink.is_answered, has_arrived=self._uplink.has_arrived)
+        self._lease.beat(is_connected=self._uplink.urgent.is_answered, has_arrived=self._uplink.urgent.has_arrived)
         if not self._lease.is_heard and self._quota.listening:
             self._pause()
         if self._quota.listening:
@@ -352,7 +350,7 @@ class HostAgent:
         self._mail.peers.beat()
         for pid, segment in self._former.take_freed():
             self._free_in_worker(pid, segment)
-        workers = [worker.pid for mesh in self._meshes.values() for worker in mesh.workers.values()]
+        workers = [worker.pid for worker in self._workers]
         self._resources.oom.sample(workers)
         reap_strangers({*workers, *self._spawns.template_pids})
         has_meshes = any(mesh.is_up for mesh in self._meshes.values())
@@ -370,9 +368,8 @@ class HostAgent:
 
     def _on_gone(self) -> None:
         """Have workers report the calls that came past us, since the controller has ended, or leaves."""
-        for mesh in self._meshes.values():
-            for worker in mesh.workers.values():
-                worker.ask_what_came_past()
+        for worker in self._workers:
+            worker.ask_what_came_past()
 
     def _pause(self) -> None:
         """Keep messages, since no controller listens."""

@@ -58,10 +58,8 @@ class AgentMail:
         self.controller = self.calls_by(host.uplink)  # calls that are the controller's to answer
         self.peers = AgentPeers(self, host, is_there)
         self.lanes = AgentLanes(host, meshes, self.peers)
-        # workers that read too slowly, with the hold that was sent, and the senders that wait
-        self._held: dict[AgentWorker, tuple[wire.MailHold, set[AgentWorker]]] = {}
-        # senders that wait for room on an uplink, with the hold that they were sent
-        self.held_by_uplink: dict[Uplink, dict[AgentWorker, wire.MailHold]] = {}
+        # senders that wait for a worker that reads too slowly, or for room on an uplink, with the hold they were sent
+        self.held: dict[AgentWorker | Uplink, dict[AgentWorker, wire.MailHold]] = {}
 
     @property
     def environment(self) -> Mapping[bytes, bytes]:
@@ -73,7 +71,8 @@ class AgentMail:
         call = msgspec.structs.replace(call, origin=wire.Origin(mesh_id, sender.rank, sender.pid))
         if call.mesh == 0:
             self.controller.send(sender, call, payload, (0,))
-            self._hold_if_full(self.controller.uplink, sender, wire.MailHold(0, (0,), True))
+            if self.controller.uplink.is_full:
+                self._hold(self.controller.uplink, sender, wire.MailHold(0, (0,), True))
             return
         if call.segment is not None:
             self._segment_refs.lend((call.segment.pid, call.segment.segment))  # until it has been passed on
@@ -92,12 +91,15 @@ class AgentMail:
             rest = group(rank for part in call.target for rank in part.ranks() if rank not in elsewhere)
             here = msgspec.structs.replace(call, target=rest)
         if here.target:
-            self._hold_if_slow(sender, call.mesh, self.deliver(here, payload, answer))
+            for worker in self.deliver(here, payload, answer):
+                if worker.mail.unsent_bytes > HOLD_BYTES:
+                    self._hold(worker, sender, wire.MailHold(call.mesh, (worker.rank,), True))
         for part in parts:
             away = self.peers.away(part.host)
             if isinstance(away, ForwardedCalls):
                 away.send(sender, msgspec.structs.replace(call, target=part.target), payload, part.ranks)
-                self._hold_if_full(away.uplink, sender, wire.MailHold(call.mesh, part.ranks, True))
+                if away.uplink.is_full:
+                    self._hold(away.uplink, sender, wire.MailHold(call.mesh, part.ranks, True))
             elif call.reply:
                 answer(lost_replies(call.id, [(rank, away) for rank in part.ranks], call.origin), ())
         if call.segment is not None:
@@ -185,33 +187,23 @@ class AgentMail:
 
     # ---- back-pressure ------------------------------------------------------------------------------------------
 
-    def _hold_if_slow(self, sender: AgentWorker, mesh: int, members: Sequence[AgentWorker]) -> None:
-        for worker in members:
-            if worker.mail.unsent_bytes > HOLD_BYTES:
-                hold, waiting = self._held.setdefault(worker, (wire.MailHold(mesh, (worker.rank,), True), set()))
-                if sender not in waiting:
-                    waiting.add(sender)
-                    sender.urgent.send([wire.encode(hold)])
-
-    def release(self, worker: AgentWorker) -> None:
-        """Release the senders that wait for a worker: it has read its mail, or will read no more."""
-        if worker in self._held:
-            hold, waiting = self._held.pop(worker)
-            for sender in waiting:
-                if not sender.has_ended:
-                    sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
-
-    def _hold_if_full(self, uplink: Uplink, sender: AgentWorker, hold: wire.MailHold) -> None:
-        if uplink.is_full and sender not in (waiting := self.held_by_uplink.setdefault(uplink, {})):
+    def _hold(self, reader: AgentWorker | Uplink, sender: AgentWorker, hold: wire.MailHold) -> None:
+        """Have a sender wait until `release` of the one that reads too slowly."""
+        waiting = self.held.setdefault(reader, {})
+        if sender not in waiting:
             waiting[sender] = hold
             sender.urgent.send([wire.encode(hold)])
 
+    def release(self, reader: AgentWorker | Uplink) -> None:
+        """Release the senders that wait for a reader: it has read its mail, or will read no more."""
+        for sender, hold in self.held.pop(reader, {}).items():
+            if not sender.has_ended:
+                sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
+
     def settle(self) -> None:
         """Release the senders for which uplinks have room again; once per turn of the agent's loop."""
-        for uplink in [uplink for uplink in self.held_by_uplink if not uplink.is_full]:
-            for sender, hold in self.held_by_uplink.pop(uplink).items():
-                if not sender.has_ended:
-                    sender.urgent.send([wire.encode(msgspec.structs.replace(hold, held=False))])
+        for uplink in [each for each in self.held if isinstance(each, Uplink) and not each.is_full]:
+            self.release(uplink)
 
 
 _MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers just now; call again", "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from typing_extensions import assert_never
@@ -26,7 +27,7 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.errors import MeshError
 from meshbook.lifecycle import WorkerEvent
-from meshbook.system.exits import CRASH_REPORT_LINES, OomWatch, last_words, log_tail
+from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state, processor_time, some_thread_runs
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer, pack
@@ -56,21 +57,13 @@ class AgentMesh:
         self.environment = spawn.environment
         self.memory = CallJournal(spawn.mesh, spawn.name)
         self._host, self.mail, self._loop, self._uplink = host, mail, host.loop, host.uplink
-        log_dir = host.log_dir / f"{spawn.name}-{spawn.mesh}"
-        self.worker_pool = WorkerPool(self, host, log_dir)
+        self.oom = host.oom
+        self.worker_pool = WorkerPool(self, host, Path(host.ticket.log_dir) / f"{spawn.name}-{spawn.mesh}")
+        self.workers = self.worker_pool.workers
         self.output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
         self.calls = AgentCalls(host, mail, self.memory, self.worker_pool, self.output)
         self._on_stopped = on_stopped
         self.store = self._make_store(spawn.arrangement.host_rank)
-
-    @property
-    def oom(self) -> OomWatch:
-        return self._host.oom
-
-    @property
-    def workers(self) -> dict[int, AgentWorker]:
-        """Return the workers by the numbers that messages use: their ranks, most often."""
-        return self.worker_pool.workers
 
     @property
     def is_all_here(self) -> bool:
@@ -194,7 +187,7 @@ class AgentMesh:
                     worker.drain()  # its thread has printed there while its cell still ran
                 worker.output.add_late(message, time.monotonic())
                 self.output.on_output()
-            case wire.RankStore(request, op):
+            case wire.StoreRequest(request=request, op=op):
                 if worker not in self.worker_pool.leaving:
                     self.store.ask(worker.rank, request, op)
             case wire.SegmentFree(pid, segment):

@@ -54,7 +54,7 @@ class _Stream:
         self._marker = marker
         self._rest = b""
         self.output = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
+        self.decode = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace").decode
 
     def split(self, data: bytes) -> list[tuple[int, bytes] | OutputPlace]:
         """Return (output id, bytes) pieces and the places between them; an incomplete mark waits for the next call."""
@@ -83,9 +83,6 @@ class _Stream:
         if data:
             pieces.append((self.output, data))
         return pieces
-
-    def decode(self, data: bytes) -> str:
-        return self._decoder.decode(data)
 
 
 def _number(digits: bytes) -> int:
@@ -166,7 +163,7 @@ class RankOutput:
     @property
     def waiting(self) -> bool:
         """Whether `take` has something to give, now or later."""
-        return bool(self._pending or self.log.has_note)
+        return bool(self._pending or self.log.note)
 
     def take(self, now: float, *, final: bool = False) -> tuple[list[StreamText | ShownDisplay], dict[int, int]]:
         """Return the parts that may be sent now, and the total cut so far of each output whose total grew. final: send

@@ -14,7 +14,6 @@ from itertools import groupby, zip_longest
 
 import msgspec
 
-from meshbook.agent.output import ShownDisplay
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.system.event_loop import EventLoop
@@ -99,7 +98,12 @@ class OutputPump:
             else:
                 self._send_own(worker, _joined(texts, worker.rank))
                 texts = []
-                self._send_shown(worker, part)
+                size = sum(map(len, part.payload))
+                is_much = size + self._uplink.unacked_bytes > UNDER_WAY_BYTES
+                if not is_much and self._quota.output(size):
+                    self._uplink.send(msgspec.structs.replace(part.message, rank=worker.rank), part.payload)
+                else:
+                    self._send_cuts(worker, worker.output.cut(part.message.output, size))
         return _joined(texts, worker.rank)
 
     def _send_own(self, worker: AgentWorker, pieces: list[StreamText]) -> None:
@@ -116,13 +120,6 @@ class OutputPump:
         """Send the texts of ranks, each its own run; equal texts once."""
         for texts in _in_messages(_shared(runs)):
             self._uplink.send(wire.StreamTexts(texts))
-
-    def _send_shown(self, worker: AgentWorker, shown: ShownDisplay) -> None:
-        is_much = (size := sum(map(len, shown.payload))) + self._uplink.unacked_bytes > UNDER_WAY_BYTES
-        if not is_much and self._quota.output(size):
-            self._uplink.send(msgspec.structs.replace(shown.message, rank=worker.rank), shown.payload)
-        else:
-            self._send_cuts(worker, worker.output.cut(shown.message.output, size))
 
     def send_logged(self, worker: AgentWorker, message: wire.Logged, payload: list[bytes]) -> None:
         """Send scalars; what is beyond the amounts for output is left out, as curves show."""

@@ -110,15 +110,12 @@ class PeerServer:
             try:
                 segment = self._host.pool.write(host.bulk_in.take(*call.bulk))
             except MeshError as error:
-                self._refuse(host, call, error)
+                if call.reply:
+                    ranks = [rank for part in call.target for rank in part.ranks()]
+                    host.send(*failed_replies(call, ranks, self._host.name, error))
                 return
             call = msgspec.structs.replace(call, segment=segment, bulk=None)
         self._callee.deliver(call, frames, functools.partial(self._answer, host))
-
-    def _refuse(self, host: HostLink, call: wire.Call, error: MeshError) -> None:
-        if call.reply:
-            ranks = [rank for part in call.target for rank in part.ranks()]
-            host.send(*failed_replies(call, ranks, self._host.name, error))
 
     def _answer(self, host: HostLink, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
         """Send answers back; their large payloads in pieces, which are not copied before."""

@@ -102,7 +102,7 @@ class PeerClient:
             self._uplink.beat()
 
     def _silence(self) -> str:
-        if self._uplink.has_arrived:
+        if self._uplink.urgent.has_arrived:
             return f"its host is lost: no sign of life for {MAX_SILENCE_S:g} s, and its machine does not answer"
         return (
             f"host {self._from} cannot reach its host at {self._endpoint}, by which messages between hosts go: "
@@ -160,16 +160,13 @@ class AgentPeers:
         if found is None:
             if len(self._plans) >= KEPT_PLANS:
                 self._plans.clear()
-            found = self._plans[mesh, target] = tuple(self._find_parts(mesh, target))
+            ranks = [rank for part in target for rank in part.ranks()]
+            parts = []
+            for peer in self._where.get(mesh, ()):
+                if mine := tuple(rank for rank in ranks if wire.target_has(peer.target, rank)):
+                    parts.append(Part(mine, group(mine), peer.host))
+            found = self._plans[mesh, target] = tuple(parts)
         return found
-
-    def _find_parts(self, mesh: int, target: wire.Target) -> list[Part]:
-        ranks = [rank for part in target for rank in part.ranks()]
-        parts = []
-        for peer in self._where.get(mesh, ()):
-            if mine := tuple(rank for rank in ranks if wire.target_has(peer.target, rank)):
-                parts.append(Part(mine, group(mine), peer.host))
-        return parts
 
     def away(self, host: str) -> ForwardedCalls | wire.DeathCause:
         """Return the calls that go to a host, or why none can."""
@@ -280,16 +277,12 @@ class AgentPeers:
             if client.lost:
                 busy = True
                 self._lose(host, client.lost)
-                self._forget(host)
+                for mesh, peers in tuple(self._where.items()):  # where else its ranks may be reached
+                    if any(peer.host == host for peer in peers):
+                        self._send(wire.AskPeers(mesh, tuple(self._clients), (host,)))
         if choked:
             self._loop.call_later(0.01, lambda: None)
         return busy
-
-    def _forget(self, host: str) -> None:
-        """Ask again for the hosts of meshes, since the connection to a host was lost."""
-        for mesh, peers in tuple(self._where.items()):
-            if any(peer.host == host for peer in peers):
-                self._send(wire.AskPeers(mesh, tuple(self._clients), (host,)))
 
     def beat(self) -> None:
         """Send heartbeats, and notice silent peers; once a second."""

@@ -113,10 +113,10 @@ class RankLog:
         self._empty = threading.Event()
         self._empty.set()
         self._full_since = math.inf
-        self._note = ""
+        self.note = ""  # that the log has become incomplete, and why; until `take_note`
         self._told = False
         self._written = self._missing = 0  # from here on the thread's
-        self._why = ""
+        self.lacks = ""  # why the last text is missing; empty where it is not
         self._retry_at = 0.0
         _writer.add_log()
 
@@ -147,17 +147,8 @@ class RankLog:
 
     def take_note(self) -> str:
         """Return, once, that the log has become incomplete, and why."""
-        note, self._note = self._note, ""
+        note, self.note = self.note, ""
         return note
-
-    @property
-    def has_note(self) -> bool:
-        return bool(self._note)
-
-    @property
-    def lacks(self) -> str:
-        """Return why the last text is missing; empty where it is not."""
-        return self._why
 
     @property
     def behind(self) -> bool:
@@ -187,7 +178,7 @@ class RankLog:
                 self._append(b"".join(parts), now)
                 parts.clear()
                 self._missing += skipped_bytes
-                self._why = self._why or SLOW
+                self.lacks = self.lacks or SLOW
             parts.append(data)
         self._append(b"".join(parts), now)
         with self._lock:
@@ -197,7 +188,7 @@ class RankLog:
         _writer.hangs = False
 
     def _append(self, data: bytes, now: float) -> None:
-        if self._why and now < self._retry_at:
+        if self.lacks and now < self._retry_at:
             self._missing += len(data)
             return
         if self._written > LOG_QUOTA_BYTES:
@@ -205,9 +196,9 @@ class RankLog:
             return
         try:
             if self._missing:
-                gap = f"\n[meshbook: {self._missing:,} bytes are missing here: {self._why}]\n"
+                gap = f"\n[meshbook: {self._missing:,} bytes are missing here: {self.lacks}]\n"
                 data = gap.encode() + data
-                self._missing, self._why = 0, ""
+                self._missing, self.lacks = 0, ""
             while data:
                 count = os.write(self._fd, data)
                 self._written += count
@@ -217,14 +208,14 @@ class RankLog:
 
     def _lose(self, data: bytes, why: str, retry_at: float) -> None:
         self._missing += len(data)
-        self._why, self._retry_at = why, retry_at
+        self.lacks, self._retry_at = why, retry_at
         with self._lock:
             self._tell(why)
 
     def _tell(self, why: str) -> None:
         if not self._told:
             self._told = True
-            self._note = f"its log is incomplete from here on: {why}\n"
+            self.note = f"its log is incomplete from here on: {why}\n"
 
     def _end(self) -> None:
         if self._skipped_bytes:

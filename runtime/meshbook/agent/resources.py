@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias
 
 from meshbook.agent.output_pump import OfflineQuota
@@ -40,11 +39,6 @@ class HostResources:
     moves: Mapping[int, Moves]  # moves of meshes whose ranks got other numbers
     quota: OfflineQuota = field(default_factory=OfflineQuota)
     oom: OomWatch = field(default_factory=OomWatch)
-
-    @property
-    def log_dir(self) -> Path:
-        """Return the folder of the logs of ranks."""
-        return Path(self.ticket.log_dir)
 
 
 LentSegment: TypeAlias = tuple[int, int]  # (pid of its owner, number)

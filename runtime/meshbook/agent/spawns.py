@@ -151,7 +151,7 @@ class Spawns:
             answers = f"starting ranks, {count - len(workers)} of {count} have answered"
             step = self._import_of(each) if is_waiting else answers
             pids = self.template_pids if is_waiting else {worker.pid for worker in workers}
-            line = each.template.last_line
+            line = each.template.voice.last_line
             found = step, count_moves(pids), line
             if found != each.told:
                 self._report(wire.SpawnProgress(each.spawn.mesh, each.spawn.request, step, line))

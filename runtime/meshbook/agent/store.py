@@ -19,7 +19,7 @@ from meshbook.wire.kv_store import DueAnswer, KeyValueStore, StoreOp, StoreResul
 REMEMBERED_ANSWERS = 64  # for each rank on another host; far more than a rank has threads that ask at once
 
 # ``deliver(rank, answer)`` gives it to that rank, and returns whether that is a worker of this host
-Deliver = Callable[[int, wire.RankStored], bool]
+Deliver = Callable[[int, wire.StoreAnswer], bool]
 
 SendUrgent = Callable[[wire.FromHost], None]
 
@@ -72,14 +72,15 @@ class StoreHome:
 
     def _send(self, answers: list[DueAnswer[int]]) -> None:
         for rank, request, result in answers:
-            if self._deliver(rank, wire.RankStored(request, result)):
+            answer = wire.StoreAnswer(self._mesh, rank, request, result)
+            if self._deliver(rank, answer):
                 continue
             self._open.discard((rank, request))
             if (answered := self._answered.get(rank)) is not None:
                 answered[request] = result
                 if len(answered) > REMEMBERED_ANSWERS:
                     answered.popitem(last=False)
-            self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, result))
+            self._send_urgent(answer)
 
 
 class StoreRelay:
@@ -93,8 +94,8 @@ class StoreRelay:
     def on_message(self, message: StoreMessage) -> None:
         """Take a message that the controller sends or passes on."""
         match message:
-            case wire.StoreAnswer(_, rank, request, result):
-                self.answer(rank, request, result)
+            case wire.StoreAnswer():
+                self.answer(message)
             case wire.StoreLost(_, reason):
                 self.lose(reason)
             case wire.AskAgain():
@@ -104,16 +105,16 @@ class StoreRelay:
 
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
         """Pass on a question of a worker of this host."""
-        if self._lost:
-            self._deliver(rank, wire.RankStored(request, StoreResult(error=self._lost)))
-            return
         self._open[rank, request] = op
-        self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
+        if self._lost:
+            self.answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
+        else:
+            self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
 
-    def answer(self, rank: int, request: int, result: StoreResult) -> None:
+    def answer(self, answer: wire.StoreAnswer) -> None:
         """Pass the home's answer on to a worker of this host."""
-        if self._open.pop((rank, request), None) is not None:
-            self._deliver(rank, wire.RankStored(request, result))
+        if self._open.pop((answer.rank, answer.request), None) is not None:
+            self._deliver(answer.rank, answer)
 
     def drop_client(self, rank: int) -> None:
         """Forget the questions of a rank that has ended."""
@@ -123,7 +124,7 @@ class StoreRelay:
         """Answer all questions with an error, since the host of the store is lost."""
         self._lost = f"the store of the process groups is gone: {reason}"
         for rank, request in list(self._open):
-            self.answer(rank, request, StoreResult(error=self._lost))
+            self.answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
 
     def resend(self) -> None:
         """Ask all open questions again: a new controller does not know them."""

@@ -88,7 +88,7 @@ class TemplateProcess:
         self.pid = 0  # pid of a child of ours; 0 until it is known, and once it was reaped
         self._loop = loop
         self._sock = sock
-        self._voice = voice
+        self.voice = voice  # the output of it and of its forks
         self._watch = loop.watch(sock.fileno(), self._on_readable)
         self.is_ready = False  # whether it has finished its imports
         self._waiting: deque[Callable[[], None]] = deque()
@@ -110,7 +110,7 @@ class TemplateProcess:
         """Fork a template that also imports ``preload``; usable at once, requests wait until it is ready. Raises:
         OSError if the system has no descriptors for it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forked = TemplateProcess(self._loop, ours, self._voice)
+        forked = TemplateProcess(self._loop, ours, self.voice)
 
         def ask() -> None:
             with theirs:
@@ -123,11 +123,6 @@ class TemplateProcess:
 
         self.when_ready(ask)
         return forked
-
-    @property
-    def last_line(self) -> str:
-        """Return the last line that it or one of its forks has written."""
-        return self._voice.last_line
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the template is ready or has failed: look at `problem` and `failure`."""
@@ -169,7 +164,7 @@ class TemplateProcess:
         self._loop.forget(self._watch)
         self._sock.close()
         self._reap()
-        self._voice.close()
+        self.voice.close()
 
     def _send_descriptors(self, descriptors: Sequence[int]) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -213,7 +208,7 @@ class TemplateProcess:
         how = self._reap()
         if not self.failure:
             why = how if error is None else f"it does not take requests: {explain(error)}"
-            self.failure = f"the template process ended{f' ({why})' if why else ''}{self._voice.last_words()}"
+            self.failure = f"the template process ended{f' ({why})' if why else ''}{self.voice.last_words()}"
         self._serve_waiting()
         while self._forks:
             self._fail(self._forks.popleft(), self.failure)

@@ -94,8 +94,14 @@ class WorkerPool:
         try:
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for seat, slot in zip(spawn.seats, slots, strict=True):
-                worker = self._make_worker(seat.known_as, f"cuda:{slot}" if devices else "cpu", slot)
-                worker.request = spawn.request
+                device, log = f"cuda:{slot}" if devices else "cpu", self._log_dir / f"rank-{seat.known_as}.log"
+                self.logs[seat.known_as] = log
+                worker = AgentWorker(
+                    self._loop, self._owner, seat.known_as, device, self._marker, log, time.monotonic()
+                )
+                worker.slot, worker.request = slot, spawn.request
+                self.workers[seat.known_as] = worker
+                self._members.clear()
                 batch.workers.append(worker)
                 begin = self._begin(spawn, seat, worker, devices, import_in_workers)
                 worker.calls.send([wire.encode(begin)])
@@ -107,14 +113,6 @@ class WorkerPool:
             lambda pids: self._on_forked(batch, pids),
             lambda reason: self._on_not_forked(batch, reason, on_template_lost if template.failure else None),
         )
-
-    def _make_worker(self, known_as: int, device: str, slot: int) -> AgentWorker:
-        log = self.logs[known_as] = self._log_dir / f"rank-{known_as}.log"
-        worker = AgentWorker(self._loop, self._owner, known_as, device, self._marker, log, time.monotonic())
-        worker.slot = slot
-        self.workers[known_as] = worker
-        self._members.clear()
-        return worker
 
     def _begin(
         self,
@@ -242,7 +240,8 @@ class WorkerPool:
 
     def renumber(self, renumber: wire.Renumber) -> None:
         """Give the workers here other ranks. Logs of processes that are gone keep their text under another name."""
-        before, self.workers = self.workers, {}
+        before = self.workers.copy()
+        self.workers.clear()
         logs = {seat.rank: self.logs.pop(seat.known_as) for seat in renumber.seats if seat.known_as in self.logs}
         for path in self.logs.values():
             self._replaced += 1

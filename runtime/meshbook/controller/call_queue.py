@@ -123,7 +123,7 @@ class OutgoingCall(msgspec.Struct, eq=False):
         """Expect the answers, and send the call, or have it queue."""
         mesh, request = self.mesh, self.request
         if self.waits and mesh.arrival is not None and not mesh.arrival.is_over:
-            mesh.arrival.hold(self)
+            mesh.arrival.held.append(self)
             return
         if mesh.generation != self.generation:
             self.call.give_up(stale_view(mesh))

@@ -40,7 +40,6 @@ from meshbook.sessions.folder import SavedHost, SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer
 from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import place_head
 from meshbook.wire.ticket import Ticket
@@ -290,7 +289,8 @@ class Controller:
             inline=inline, label=what if request.reply else "", mailbox=request.mailbox,
             reply=request.reply, no_prompt=self.front_end.refusal(),
         )  # fmt: skip
-        segment = self.write_payload(request.pickled.buffers) if request.pickled.buffers else None
+        buffers = request.pickled.buffers
+        segment = self._dispatcher.payloads.write(buffers) if buffers else None
         if segment is not None:
             call.when_ended(functools.partial(self._dispatcher.payloads.drop, segment))  # unless it was sent
         outgoing = OutgoingCall(
@@ -302,12 +302,6 @@ class Controller:
         if not request.reply:
             future.set_result(None)
         return future
-
-    def write_payload(self, buffers: Sequence[Buffer]) -> wire.SegmentRef | None:
-        """Copy the large buffers of a message, as they are now, into shared memory; return None when there are none."""
-        if self._generation != forks.generation:
-            forks.refuse_inherited(self._generation)
-        return self._dispatcher.payloads.write(buffers) if buffers else None
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.call_future import CallControl
+from meshbook.calls.interrupt import CallControl
 from meshbook.calls.output import NewScalars, OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.background import attempt, tell
@@ -151,8 +151,7 @@ class Dispatcher:
     def groups_of(self, mesh: MeshState) -> GroupRecovery:
         """Return the recovery of a mesh, which looks after ranks that wait in vain, and after its process groups."""
         if mesh.id not in self.recoveries:
-            drop_keys = functools.partial(self.drop_keys, mesh)
-            self.recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id, drop_keys)
+            self.recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id)
         return self.recoveries[mesh.id]
 
     def plan(self) -> float:
@@ -254,7 +253,7 @@ class Dispatcher:
                     self._on_logged(mesh, message, only_frame(payload))
             case wire.StoreRequest(mesh_id):
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
-                    self._to_store(mesh, message)
+                    mesh.store_host.send_urgent(message)
             case wire.StoreAnswer(mesh_id, rank):
                 if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
                     mesh.host_of(rank).send_urgent(message)
@@ -397,13 +396,6 @@ class Dispatcher:
         else:
             self.calls.answer_question(host.id, message, frames)
 
-    def _to_store(self, mesh: MeshState, message: wire.StoreRequest | wire.DropClient | wire.DropKeys) -> None:
-        mesh.store_host.send_urgent(message)
-
-    def drop_keys(self, mesh: MeshState, prefix: str) -> None:
-        """Delete the keys that process groups have left in the mesh's store under ``prefix``."""
-        self._to_store(mesh, wire.DropKeys(mesh.id, prefix))
-
     # ---- calls and payloads -------------------------------------------------------------------------
 
     def open(self, mesh: MeshState, call: OpenCall, output: OutputTarget | None) -> list[HostState] | None:
@@ -469,7 +461,7 @@ class Dispatcher:
         error.is_last = len(mesh.lost) == mesh.extent.nelements
         self.held_deadlines.on_ended(mesh, (error.rank,))
         if mesh.host_of(error.rank) is not mesh.store_host:
-            self._to_store(mesh, wire.DropClient(mesh.id, error.rank))
+            mesh.store_host.send_urgent(wire.DropClient(mesh.id, error.rank))
         if mesh.phase in (MeshPhase.READY, MeshPhase.REPAIRING):
             self.groups_of(mesh).on_lost()
         self.calls.lose(mesh.id, error, alone=alone)

@@ -72,12 +72,11 @@ class GroupFormer:
         queue: CallQueue,
         poll: ProgressPoll,
         next_id: Callable[[], int],
-        drop_prefix: Callable[[str], None],
         on_formed: Callable[[], None],
     ) -> None:
         """on_formed: called when they are formed, or will not come back by themselves."""
         self._mesh, self._calls, self._queue, self._next_id = mesh, calls, queue, next_id
-        self._poll, self._drop_prefix, self._tell_formed = poll, drop_prefix, on_formed
+        self._poll, self._tell_formed = poll, on_formed
         self.phase = GroupPhase.NONE
         self.doubt = GroupDoubt.NONE
         self.why = ""  # why the groups are missing, or not known to be sound; kept from the abort until they are formed
@@ -285,7 +284,7 @@ class GroupFormer:
     def _drop_keys(self, epochs: Collection[int]) -> None:
         """Drop the keys of these epochs from the store; ranks that wait there are answered with an error."""
         for epoch in sorted(epochs):
-            self._drop_prefix(f"epoch{epoch}/")
+            self._mesh.store_host.send_urgent(wire.DropKeys(self._mesh.id, f"epoch{epoch}/"))
         self._epochs = self._epochs.difference(epochs)
 
 

@@ -100,14 +100,12 @@ class _Ended(NamedTuple):
 class GroupRecovery:
     """The failed, ended and long calls of one mesh, the ranks' reports on them, and the calls that queue meanwhile."""
 
-    def __init__(
-        self, mesh: MeshState, calls: CallTable, next_id: Callable[[], int], drop_prefix: Callable[[str], None]
-    ) -> None:
+    def __init__(self, mesh: MeshState, calls: CallTable, next_id: Callable[[], int]) -> None:
         self._mesh, self._calls, self._next_id = mesh, calls, next_id
         self.agreements = Agreements()
         self._queue = CallQueue(self._must_wait, (SETTLE_S, SETTLE_S + BACK_S))
         self._poll = ProgressPoll(mesh, calls, next_id, self._on_look)
-        self._former = GroupFormer(mesh, calls, self._queue, self._poll, next_id, drop_prefix, self._on_formed)
+        self._former = GroupFormer(mesh, calls, self._queue, self._poll, next_id, self._on_formed)
         self._failing: dict[int, OpenCall] = {}
         # operations of groups that ranks disagree in or were freed of. Until the groups are formed again ranks remember
         # them, while they, and those who never came, go on to other calls
@@ -402,8 +400,15 @@ class GroupRecovery:
             if text := describe_uneven(call, look, self._mesh.lost, self._mesh.axes):
                 self._long.silence(call)
                 self._calls.tell(call.output, Notice(text))
-        if former.phase is GroupPhase.DRAINING:
-            self._end_draining(look)
+        if former.phase is GroupPhase.DRAINING:  # until none of the actors that were freed is at work
+            is_busy = look.missing(self._mesh.lost) or any(
+                told.call or not self._freed.isdisjoint(told.handling.values()) for told in look.answers.values()
+            )
+            if is_busy and time.monotonic() < self._drain_by:
+                self._poll.look_in(DRAIN_LOOK_S)
+            else:
+                self._uneven = bool(former.only)  # else all groups are new
+                former.end_draining()
         former.form_if_free(look)
         self._plan_next_look()
         self._queue.release()
@@ -597,17 +602,6 @@ class GroupRecovery:
         self._freed |= mailboxes
         self._drain_by = time.monotonic() + DRAIN_S
         self._poll.look_in(DRAIN_LOOK_S)
-
-    def _end_draining(self, look: ProgressSnapshot) -> None:
-        """Have the groups formed, once none of the actors that were freed is at work."""
-        busy = look.missing(self._mesh.lost) or any(
-            told.call or not self._freed.isdisjoint(told.handling.values()) for told in look.answers.values()
-        )
-        if busy and time.monotonic() < self._drain_by:
-            self._poll.look_in(DRAIN_LOOK_S)
-            return
-        self._uneven = bool(self._former.only)  # else all groups are new
-        self._former.end_draining()
 
 
 def _has_entered(answers: Mapping[int, Collectives], rank: int, name: str, number: int) -> bool:

@@ -186,7 +186,16 @@ class IoThread:
 
     def _serve(self, timeout_s: float | None) -> None:
         """Run the actions, then wait for messages, at most ``timeout_s``. Only the holder of the turn calls it."""
-        self._serve_inbox()
+        while self._inbox.asked:
+            action, fail = self._inbox.asked.popleft()
+            try:  # `attempt` in its own words: this is on the path of every call
+                action()
+            except Exception as error:
+                pass_on(error, "something that was asked of the thread of the hosts", fail)
+        self._dispatcher.flush()
+        payloads = self._dispatcher.payloads
+        if payloads.freed or payloads.gone:
+            payloads.tell_freed()
         if self._inbox.is_closed:
             return
         self._sleep(timeout_s)
@@ -224,15 +233,3 @@ class IoThread:
         if self._socket.poll(inbox.wake_fd, wait_s):
             self._tick_at = 0.0  # a host's process has ended: the heartbeat finds out which
         inbox.is_asleep = False
-
-    def _serve_inbox(self) -> None:
-        while self._inbox.asked:
-            action, fail = self._inbox.asked.popleft()
-            try:  # `attempt` in its own words: this is on the path of every call
-                action()
-            except Exception as error:
-                pass_on(error, "something that was asked of the thread of the hosts", fail)
-        self._dispatcher.flush()
-        payloads = self._dispatcher.payloads
-        if payloads.freed or payloads.gone:
-            payloads.tell_freed()

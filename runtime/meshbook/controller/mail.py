@@ -25,7 +25,7 @@ from meshbook.calls.mailboxes import CallArguments, IncomingCall, IncomingCalls,
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
 from meshbook.controller.payloads import Payloads
-from meshbook.errors import Failure, MailboxClosed
+from meshbook.errors import MailboxClosed
 from meshbook.shape.members import group
 from meshbook.values.pickling import loads
 from meshbook.wire import messages as wire
@@ -68,7 +68,9 @@ class ControllerMail:
 
     def _reply(self, host: HostState, call: wire.Call, answer: Outcome, duration_s: float) -> None:
         """Send an answer. Any thread may call it."""
-        status, frames, inline, segment = pack(answer, self._payloads.write, _describe)
+        status, frames, inline, segment = pack(
+            answer, self._payloads.write, lambda error: describe(error, 0, socket.gethostname())
+        )
         reply = wire.RankReply(0, status, len(frames), duration_s, None, None, inline)
 
         def send() -> None:
@@ -76,10 +78,6 @@ class ControllerMail:
             self._payloads.send_reply(host, call.id, call.origin, reply, frames, segment)
 
         self._submit(send)
-
-
-def _describe(error: BaseException) -> Failure:
-    return describe(error, 0, socket.gethostname())
 
 
 class PeerDirectory:

@@ -64,7 +64,8 @@ class MeshState:
         self.phase = MeshPhase.STARTING
         self.arrival: MeshArrival | None = None  # set for a mesh whose handle exists before its processes
         self.is_asked_for = False  # whether hosts know of it
-        self._given: dict[HostState, set[int]] = {}
+        # the ranks of which each host may speak, now or by a message that is older than the present placement
+        self.given: dict[HostState, set[int]] = {}
         self.store_hosts: set[HostState] = set()  # hosts that keep the store of the process groups, or did
         self.hosts: list[HostState] = []  # hosts of the placement, by host rank
         self.place(placement)
@@ -116,11 +117,7 @@ class MeshState:
         self.hosts = list(dict.fromkeys(placement))
         self.store_hosts.add(self.store_host)
         for rank, host in enumerate(placement):
-            self._given.setdefault(host, set()).add(rank)
-
-    def ever_gave(self, host: HostState, rank: int) -> bool:
-        """Whether ``host`` may speak of ``rank``, now or by a message that is older than the present placement."""
-        return rank in self._given.get(host, ())
+            self.given.setdefault(host, set()).add(rank)
 
     def host_of(self, rank: int) -> HostState:
         return self.placement[rank]
@@ -253,7 +250,7 @@ class MeshState:
         """Ask hosts for workers. arrangements: for workers that join at a renumbering; else as the ranks are now."""
         self.pending_workers, self.is_asked_for = pending_workers, True
         for host, seats in pending_workers.seats.items():
-            self._given.setdefault(host, set()).update(seat.known_as for seat in seats)
+            self.given.setdefault(host, set()).update(seat.known_as for seat in seats)
             arrangement = arrangements[host] if arrangements else self.arrangement_on(host)
             for command, alike in self._by_command(seats):
                 host.send(self._spawn(pending_workers.id, host, alike, arrangement, command))
@@ -418,7 +415,7 @@ def arrangement_of(extent: Extent, placement: Sequence[HostState], host: HostSta
 def check_ranks(host: HostState, mesh: MeshState, ranks: Sequence[int]) -> None:
     """Raise PeerProtocolError unless all ``ranks`` of ``mesh`` live on ``host``."""
     for rank in ranks:
-        if not mesh.ever_gave(host, rank):
+        if rank not in mesh.given.get(host, ()):
             raise PeerProtocolError(f'it spoke for rank {rank} of mesh "{mesh.name}", which is not its own')
 
 

@@ -240,7 +240,10 @@ class LogFollower:
         mesh.check_usable()
         if mesh.generation != self._generation:
             raise stale_view(mesh)
-        limit_bytes = max(LEAST_BYTES, int(self._room_now()) // len(self._offsets))
+        now = time.monotonic()
+        self._room = min(BURST_BYTES, self._room + (now - self._refilled) * RATE_BYTES_S)
+        self._refilled = now
+        limit_bytes = max(LEAST_BYTES, int(self._room) // len(self._offsets))
         answers = self._questions.gather(
             mesh,
             self._offsets,
@@ -255,12 +258,6 @@ class LogFollower:
             LogText(piece.rank, self._decoders[piece.rank].decode(piece.data), piece.skipped_bytes) for piece in pieces
         ]
         return [text for text in texts if text.text or text.skipped_bytes]
-
-    def _room_now(self) -> float:
-        now = time.monotonic()
-        self._room = min(BURST_BYTES, self._room + (now - self._refilled) * RATE_BYTES_S)
-        self._refilled = now
-        return self._room
 
 
 ANSWER_S = 0.5  # ranks that run Python answer by then

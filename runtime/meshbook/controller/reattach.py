@@ -10,7 +10,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from meshbook.calls.call_future import BufferedListener, CallControl, ResumedCall
+from meshbook.calls.call_future import BufferedListener, ResumedCall
+from meshbook.calls.interrupt import CallControl
 from meshbook.calls.table import CallTable
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
@@ -118,18 +119,15 @@ class Reattach:
     def _take_call(self, mesh: MeshState, state: wire.CallState) -> None:
         found = self._found.get(state.id)
         if found is None:
-            found = self._found[state.id] = self._make_call(mesh, state)
+            events = self._open_calls.listener_of(state.output) if state.output else None
+            if not isinstance(events, BufferedListener):
+                events = BufferedListener()
+            resumed = ResumedCall(self._control, state, mesh.id, _members(mesh, state.target), events)
+            self._open_calls.adopt(resumed.future.call, events if state.output else None)
+            found = self._found[state.id] = _Call(resumed)
         found.told.update(state.waiting, state.answered)
         found.resumed.had_ended = found.resumed.had_ended and not state.waiting
         found.is_due = found.is_due or state.is_due
-
-    def _make_call(self, mesh: MeshState, state: wire.CallState) -> _Call:
-        events = self._open_calls.listener_of(state.output) if state.output else None
-        if not isinstance(events, BufferedListener):
-            events = BufferedListener()
-        resumed = ResumedCall(self._control, state, mesh.id, _members(mesh, state.target), events)
-        self._open_calls.adopt(resumed.future.call, events if state.output else None)
-        return _Call(resumed)
 
     # ---- when all have reported -----------------------------------------------------------------------------------
 

@@ -106,15 +106,16 @@ class Shortcuts:
         """Whether ranks have read all messages without an answer; else ``call``, sent behind them, will show it."""
         sent = self._casts[call.mesh]
         have_read = True
+
+        def note(lane: _RankLane) -> None:
+            if lane.rank in call.results.raw:
+                self._read[lane] = sent
+
         for lane in lanes:
             if self._read.get(lane) != sent:
-                call.when_ended(partial(self._note_read, lane, sent, call))
+                call.when_ended(partial(note, lane))
                 have_read = False
         return have_read
-
-    def _note_read(self, lane: _RankLane, sent: int, call: OpenCall) -> None:
-        if lane.rank in call.results.raw:
-            self._read[lane] = sent
 
     # ---- what the agent must know -----------------------------------------------------------------------------------
 

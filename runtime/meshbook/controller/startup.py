@@ -39,23 +39,19 @@ class MeshArrival:
         self.thread: threading.Thread | None = None
         self.is_over = False
         self.is_asked = False  # whether some call or wait will report the outcome
-        self._held: list[OutgoingCall] = []
+        self.held: list[OutgoingCall] = []  # calls that wait until the mesh is there
 
     @property
     def is_own(self) -> bool:
         """Whether the calling thread brings the mesh up, and so must not wait for it."""
         return self.thread is threading.current_thread()
 
-    def hold(self, call: OutgoingCall) -> None:
-        """Keep a call until the mesh is there."""
-        self._held.append(call)
-
     def cancel(self, id: int) -> bool:
         """Cancel a call if it is held here; return whether it was, and has ended now."""
-        found = next((held.call for held in self._held if held.call.id == id), None)
+        found = next((held.call for held in self.held if held.call.id == id), None)
         if found is None:
             return False
-        self._held = [held for held in self._held if held.call is not found]
+        self.held = [held for held in self.held if held.call is not found]
         found.cancel()
         found.drop()
         found.settle()
@@ -67,7 +63,7 @@ class MeshArrival:
         if self.is_over:
             return
         self.is_over = True
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for each in held:
             if error is None:
                 each.send()

@@ -72,7 +72,7 @@ class Uplink:
         self._lanes = dialer.dial(ticket, on_newer)
         for lane in self._lanes.values():
             lane.watch(loop)
-        self._calls, bulk = self._lanes["calls"], self._lanes["bulk"]
+        self.urgent, self._calls, bulk = self._lanes["urgent"], self._lanes["calls"], self._lanes["bulk"]
         self._on_heard: Callable[[], None] | None = None
         self._dialled = time.monotonic()
         self._outbox = Batch(self._calls.send)
@@ -84,7 +84,7 @@ class Uplink:
 
     def send_urgent(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane that never waits behind payloads."""
-        self._lanes["urgent"].send(wire.encode(message), payload)
+        self.urgent.send(wire.encode(message), payload)
 
     def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
         """Send a payload, as fast as it is taken; see `meshbook.wire.bulk.BulkSender.send`."""
@@ -136,7 +136,7 @@ class Uplink:
     def look(self) -> None:
         """Look whether the peer, or its machine, is there; once a second."""
         self.silence.look()
-        self._lanes["urgent"].look()
+        self.urgent.look()
         now = time.monotonic()
         if self.unanswered_s > DIAL_AGAIN_S and now - self._dialled > DIAL_AGAIN_S:
             self._dialled = now
@@ -144,19 +144,9 @@ class Uplink:
                 lane.dial_again()
 
     @property
-    def is_answered(self) -> bool:
-        """Return `Lane.is_answered` of the urgent lane."""
-        return self._lanes["urgent"].is_answered
-
-    @property
-    def has_arrived(self) -> bool:
-        """Return `Lane.has_arrived` of the urgent lane."""
-        return self._lanes["urgent"].has_arrived
-
-    @property
     def unanswered_s(self) -> float:
         """Return how long neither the peer nor its machine has given a sign of life."""
-        return time.monotonic() - max(self.silence.heard, self._lanes["urgent"].answered)
+        return time.monotonic() - max(self.silence.heard, self.urgent.answered)
 
     def beat(self) -> None:
         """Send a heartbeat, and the state of each lane."""

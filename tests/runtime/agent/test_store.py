@@ -15,10 +15,10 @@ class Side:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.delivered: list[tuple[int, wire.RankStored]] = []
+        self.delivered: list[tuple[int, wire.StoreAnswer]] = []
         self.sent: list[wire.FromHost] = []
 
-    def deliver(self, rank: int, answer: wire.RankStored) -> bool:
+    def deliver(self, rank: int, answer: wire.StoreAnswer) -> bool:
         if rank < self.ranks:
             self.delivered.append((rank, answer))
         return rank < self.ranks
@@ -35,7 +35,7 @@ def test_a_question_that_comes_twice_counts_once() -> None:
         home.ask_from_afar(3, 1, StoreOp("add", ("n",), amount=5))
     home.ask(0, 1, StoreOp("get", ("n",)))
     assert [answer.result.number for answer in side.sent if isinstance(answer, wire.StoreAnswer)] == [5, 5]
-    assert side.delivered == [(0, wire.RankStored(1, StoreResult(values=(b"5",))))]
+    assert side.delivered == [(0, wire.StoreAnswer(7, 0, 1, StoreResult(values=(b"5",))))]
 
 
 def test_a_waiting_question_that_comes_twice_is_answered_once() -> None:
@@ -60,12 +60,12 @@ def test_a_road_asks_again_what_has_no_answer() -> None:
     router = StoreRelay(7, side.deliver, side.sent.append)
     router.ask(2, 1, StoreOp("check", ("a",)))
     router.ask(2, 2, StoreOp("get", ("b",)))
-    router.answer(2, 1, StoreResult(number=1))
-    router.answer(2, 1, StoreResult(number=1))
+    router.answer(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
+    router.answer(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
     side.sent.clear()
     router.resend()
     assert side.sent == [wire.StoreRequest(7, 2, 2, StoreOp("get", ("b",)))]
-    assert side.delivered == [(2, wire.RankStored(1, StoreResult(number=1)))]
+    assert side.delivered == [(2, wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))]
 
 
 def test_a_lost_home_answers_whoever_waits_and_whoever_asks_later() -> None:
@@ -89,6 +89,7 @@ def test_ranks_of_all_hosts_share_one_store_whose_keys_can_be_dropped(mesh2x2: P
     keys = mesh2x2.run("[key for key in store._underlying_non_prefix_store.list_keys() if 'shared' in key]").get(60)
     (key,) = keys.values()[3]
     controller = mesh2x2._controller
-    controller.ask(lambda: controller._dispatcher.drop_keys(mesh2x2._mesh, key))
+    mesh = mesh2x2._mesh
+    controller.ask(lambda: mesh.store_host.send_urgent(wire.DropKeys(mesh.id, key)))
     wait_until(lambda: not any(mesh2x2.run("store.check(['shared'])").get(60).values()))
     mesh2x2.run("dist.barrier()").get(60)

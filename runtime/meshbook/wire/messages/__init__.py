@@ -35,11 +35,11 @@ FromHost: TypeAlias = (
     | StoreRequest | StoreAnswer | AskPeers | PeerAddress | Unread
 )  # fmt: skip
 ToWorker: TypeAlias = (
-    Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | RankStored | OpenMail | Replies | MailHold
+    Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | StoreAnswer | OpenMail | Replies | MailHold
     | Moved | LaneOffer | LaneOpened | LaneLost | ControllerGone
 )  # fmt: skip
 FromWorker: TypeAlias = (
-    Begun | Reply | DisplayData | StreamText | Prompted | Logged | RankStore | SegmentFree | Call | Cancel | AskLane
+    Begun | Reply | DisplayData | StreamText | Prompted | Logged | StoreRequest | SegmentFree | Call | Cancel | AskLane
     | TakeLane | CutLane | CameEarly | ToldAll
 )  # fmt: skip
 BetweenWorkers: TypeAlias = Call | Cancel | Reply

@@ -133,7 +133,8 @@ class AbortGroups(Header, frozen=True, tag="abort"):
 
 
 class StoreRequest(Header, frozen=True, tag="store"):
-    """A rank asks the store of its mesh, which the agent of host 0 keeps; the controller passes it on there."""
+    """A rank asks the store of its mesh, which the agent of host 0 keeps; the controller passes it on there. The rank's
+    agent fills in the mesh and the rank."""
 
     mesh: int
     rank: int
@@ -142,7 +143,7 @@ class StoreRequest(Header, frozen=True, tag="store"):
 
 
 class StoreAnswer(Header, frozen=True, tag="stored"):
-    """The answer of the store, on its way back to the agent of that rank."""
+    """The answer of the store, on its way back to that rank."""
 
     mesh: int
     rank: int
@@ -175,13 +176,3 @@ class AskAgain(Header, frozen=True, tag="askagain"):
     """A new controller passes questions on from now on, so ask the open ones again. Sent to hosts without the store."""
 
     mesh: int
-
-
-class RankStore(Header, frozen=True, tag="rstore"):
-    request: int
-    op: StoreOp
-
-
-class RankStored(Header, frozen=True, tag="rstored"):
-    request: int
-    result: StoreResult
