@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 from typing_extensions import assert_never
@@ -26,7 +27,7 @@ from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState, LateHosts
 from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mail import ControllerMail, PeerDirectory
-from meshbook.controller.mesh_state import MeshState, Renumbering, check, check_ranks, check_replies, stale_view
+from meshbook.controller.mesh_state import MeshState, Renumbering, check_ranks, check_replies, stale_view
 from meshbook.controller.payloads import Payloads
 from meshbook.controller.queries import HeldDeadlines, put
 from meshbook.controller.reattach import Reattach
@@ -55,6 +56,12 @@ MAX_BACKLOG = 50_000  # messages that may wait for slow hosts before new calls w
 MAX_EARLY = 10_000  # messages kept of a host of a former controller that has not said hello to us
 FAULT_REST_S = 0.1
 
+MeshMessage: TypeAlias = (
+    wire.Prompted | wire.Logged | wire.StoreRequest | wire.StoreAnswer | wire.MeshReady | wire.SpawnProgress
+    | wire.SpawnFailed | wire.WorkerExited | wire.MeshStopped
+)  # fmt: skip
+"""The messages of hosts about one of our meshes."""
+
 
 class Dispatcher:
     """The hosts, meshes and calls of a controller; the socket feeds `on_frames`, the clock `tick`."""
@@ -69,8 +76,7 @@ class Dispatcher:
         lease_s: float = 0.0,
         on_late_settled: Callable[[str], object] = lambda id: None,
     ) -> None:
-        """key_of, peer_ip: see `PeerDirectory`. send_past: see `ControllerSocket`. lease_s, on_late_settled: see
-        `LateHosts`."""
+        """See `PeerDirectory` for key_of and peer_ip, `ControllerSocket` for send_past, `LateHosts` for the rest."""
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self._started = start_time(os.getpid()) or 0
@@ -228,9 +234,12 @@ class Dispatcher:
 
     def _dispatch(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
         assert not isinstance(message, wire.Replies)
-        check(host, message, self.meshes)
         match message:
-            case wire.Call() | wire.Cancel():
+            case wire.Call(origin=origin, mesh=to) | wire.Cancel(origin=origin, mesh=to):
+                if origin is None or to != 0:
+                    raise PeerProtocolError("it sent a call that is not for this process, or nobody's")
+                if (mesh := self.meshes.get(origin.mesh)) is not None:
+                    check_ranks(host, mesh, [origin.rank])
                 if not host.bulk_in.park(message, payload):
                     self.on_whole(host, message, payload)
             case wire.AskPeers():
@@ -245,18 +254,6 @@ class Dispatcher:
                 self.calls.tell(message.output, message)
             case wire.DisplayData():
                 self._on_display(message, only_frame(payload))
-            case wire.Prompted(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
-                    self.held_deadlines.on_prompted(mesh, message)
-            case wire.Logged(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
-                    self._on_logged(mesh, message, only_frame(payload))
-            case wire.StoreRequest(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
-                    mesh.store_host.send_urgent(message)
-            case wire.StoreAnswer(mesh_id, rank):
-                if (mesh := self.meshes.get(mesh_id)) is not None and mesh.is_whole:
-                    mesh.host_of(rank).send_urgent(message)
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
                     self.payloads.release(segment, host)
@@ -269,26 +266,46 @@ class Dispatcher:
                         self.groups_of(mesh)  # looks after its calls
             case wire.Hello():
                 self._on_hello(host, message)
-            case wire.MeshReady():
-                if (mesh := self.meshes.get(message.mesh)) is not None:
-                    mesh.on_ready(host, message)
-                    self.held_deadlines.on_ready(mesh)
-            case wire.SpawnProgress():
-                pending = mesh.pending_workers if (mesh := self.meshes.get(message.mesh)) is not None else None
-                if pending is not None and pending.id == message.request:
-                    pending.move(host, message)
-            case wire.SpawnFailed():
-                if (mesh := self.meshes.get(message.mesh)) is not None:
-                    mesh.on_spawn_failed(host.name, message)
-            case wire.WorkerExited():
-                self._on_exited(host, message)
-            case wire.MeshStopped(mesh_id):
-                if (mesh := self.meshes.get(mesh_id)) is not None:
-                    mesh.on_stopped(host, lambda: self.forget(mesh))
             case wire.Heartbeat():
                 pass
             case wire.Unread():
                 self._on_unread(host, message)
+            case _:
+                if (mesh := self.meshes.get(message.mesh)) is not None:  # else it has ended
+                    self._on_mesh_message(host, mesh, message, payload)
+
+    def _on_mesh_message(self, host: HostState, mesh: MeshState, message: MeshMessage, payload: list[bytes]) -> None:
+        """Act on a message about a mesh. Raises: PeerProtocolError if the host speaks for ranks of others."""
+        match message:
+            case wire.Prompted():
+                check_ranks(host, mesh, [message.rank])
+                self.held_deadlines.on_prompted(mesh, message)
+            case wire.Logged():
+                check_ranks(host, mesh, [message.rank])
+                self._on_logged(mesh, message, only_frame(payload))
+            case wire.StoreRequest():
+                check_ranks(host, mesh, [message.rank])
+                if mesh.is_whole:
+                    mesh.store_host.send_urgent(message)
+            case wire.StoreAnswer():
+                if host not in mesh.store_hosts:
+                    raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
+                if mesh.is_whole:
+                    mesh.host_of(message.rank).send_urgent(message)
+            case wire.MeshReady():
+                check_ranks(host, mesh, [worker.rank for worker in message.workers])
+                mesh.on_ready(host, message)
+                self.held_deadlines.on_ready(mesh)
+            case wire.SpawnProgress():
+                if mesh.pending_workers is not None and mesh.pending_workers.id == message.request:
+                    mesh.pending_workers.move(host, message)
+            case wire.SpawnFailed():
+                mesh.on_spawn_failed(host.name, message)
+            case wire.WorkerExited():
+                check_ranks(host, mesh, [message.rank])
+                self._on_exited(host, mesh, message)
+            case wire.MeshStopped():
+                mesh.on_stopped(host, lambda: self.forget(mesh))
             case _:
                 assert_never(message)
 
@@ -327,17 +344,16 @@ class Dispatcher:
         self.calls.tell(message.output, NewScalars(tuple(batch.name for batch in batches)))
 
     def _on_hello(self, host: HostState, hello: wire.Hello) -> None:
+        reason = ""
         if hello.version != wire.PROTOCOL_VERSION:
             reason = f"it speaks protocol {hello.version}, this side {wire.PROTOCOL_VERSION}; install one version"
-            if not host.is_found:  # a controller of its own version may come for what it holds
-                host.send_urgent(wire.Refused(reason))
-            self.lose(host, reason)
-            return
-        if hello.python not in ("", python_version()) and not host.is_found:  # what runs there already goes on
+        elif hello.python not in ("", python_version()) and not host.is_found:  # what runs there already goes on
             reason = (
                 f"its Python is {hello.python}, ours {python_version()}; code that is sent needs the same on both sides"
             )
-            host.send_urgent(wire.Refused(reason))
+        if reason:
+            if not host.is_found:  # a controller of its own version may come for what it holds
+                host.send_urgent(wire.Refused(reason))
             self.lose(host, reason)
             return
         host.hello, host.name = hello, hello.name
@@ -422,8 +438,7 @@ class Dispatcher:
     # ---- loss and end -------------------------------------------------------------------------------
 
     def retire(self, mesh: MeshState, leaving: Mapping[HostState, Sequence[int]], grace_s: float) -> Future[None]:
-        """End processes by their numbers in messages. Return a future that is done when none is left; no other report
-        follows."""
+        """End processes by their numbers in messages. The future is done when none is left; no report follows."""
         self.held_deadlines.on_ended(mesh, itertools.chain.from_iterable(leaving.values()))
         gone: Future[None] = Future()
         question = OpenQuestion(self._next_id(), mesh.id, object, math.inf, lambda _: gone.set_result(None))
@@ -445,9 +460,7 @@ class Dispatcher:
                 mesh.pending_workers = None
             self.retire(mesh, pending_workers.by_host(), 0.0)
 
-    def _on_exited(self, host: HostState, exited: wire.WorkerExited) -> None:
-        if (mesh := self.meshes.get(exited.mesh)) is None:
-            return
+    def _on_exited(self, host: HostState, mesh: MeshState, exited: wire.WorkerExited) -> None:
         rank = mesh.rank_of(host, exited.pid)
         if rank is not None and rank not in mesh.lost:
             mesh.crash_loops.record(rank, time.monotonic())

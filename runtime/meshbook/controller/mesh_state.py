@@ -1,8 +1,8 @@
 """A mesh as the controller knows it: where its ranks live, which are dead, and the reports of its hosts.
 
 A host has proved who it is, and it runs the user's code; it must still not speak for ranks of other hosts, break our
-bookkeeping, or make us map memory that it does not share. `check` sees to that before a message is acted upon, so a
-host that lies costs itself and no other.
+bookkeeping, or make us map memory that it does not share. `check_ranks` and `check_replies` look before a message is
+acted upon, so a host that lies costs itself and no other.
 """
 
 from __future__ import annotations
@@ -393,8 +393,7 @@ def stale_view(mesh: MeshState) -> LayoutError:
 
 
 def seats_on(placement: Sequence[HostState], host: HostState, known_as: Mapping[int, int]) -> tuple[wire.Seat, ...]:
-    """Return the seats of the ranks on ``host``. known_as: old numbers of ranks, which messages use until they are
-    told."""
+    """Return the seats of the ranks on ``host``. known_as: old numbers of ranks, which messages use so far."""
     ranks = [rank for rank, here in enumerate(placement) if here is host]
     return tuple(wire.Seat(known_as.get(rank, rank), rank, index) for index, rank in enumerate(ranks))
 
@@ -428,30 +427,6 @@ def check_replies(host: HostState, message: wire.Replies, frames: Sequence[bytes
         total += reply.frames
     if total != len(frames):
         raise PeerProtocolError(f"replies with {total} payload frames came with {len(frames)}")
-
-
-def check(host: HostState, message: wire.FromHost, meshes: Mapping[int, MeshState]) -> None:
-    """Raise PeerProtocolError if ``host`` speaks for ranks that are not its own."""
-    match message:
-        case wire.MeshReady(mesh_id, workers):
-            if (mesh := meshes.get(mesh_id)) is not None:
-                check_ranks(host, mesh, [worker.rank for worker in workers])
-        case (
-            wire.WorkerExited(mesh_id, rank) | wire.StoreRequest(mesh_id, rank) | wire.Prompted(mesh_id, rank)
-            | wire.Logged(mesh_id, rank)
-        ):  # fmt: skip
-            if (mesh := meshes.get(mesh_id)) is not None:
-                check_ranks(host, mesh, [rank])
-        case wire.StoreAnswer(mesh_id, rank):
-            if (mesh := meshes.get(mesh_id)) is not None and host not in mesh.store_hosts:
-                raise PeerProtocolError(f'it answered for the store of mesh "{mesh.name}", which it does not keep')
-        case wire.Call(origin=origin, mesh=to) | wire.Cancel(origin=origin, mesh=to):
-            if origin is None or to != 0:
-                raise PeerProtocolError("it sent a call that is not for this process, or nobody's")
-            if (mesh := meshes.get(origin.mesh)) is not None:
-                check_ranks(host, mesh, [origin.rank])
-        case _:
-            pass
 
 
 FORMED_AGAIN = "its process groups were broken and are formed again"
