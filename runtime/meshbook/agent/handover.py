@@ -147,8 +147,7 @@ def _describe(mesh: AgentMesh, found: UnackedMessages) -> wire.HostedState:
 
 
 class PreviousControllers:
-    """The former controllers that still run and look at shared memory of our workers: it is freed when they
-    have ended."""
+    """The former controllers that still look at shared memory of our workers: it is freed when they end."""
 
     def __init__(self) -> None:
         self._holding: list[tuple[int, int, set[Segment]]] = []

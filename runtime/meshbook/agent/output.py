@@ -247,8 +247,7 @@ class OutputOrder(Generic[OrderedDisplay]):
         on_shown: Callable[[OrderedDisplay], None],
         streams: tuple[str, ...],
     ) -> None:
-        """on_text: takes stream, output and text. on_shown: takes rich output. Both are called in the order of the
-        rank."""
+        """on_text: takes stream, output and text. on_shown: takes rich output. Both get the order of the rank."""
         self.passed = 0  # how many places lie behind us
         self._on_text, self._on_shown = on_text, on_shown
         self._pipes = {stream: _Pipe(stream) for stream in streams}

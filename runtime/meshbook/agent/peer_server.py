@@ -58,8 +58,7 @@ class PeerServer:
             self._sock.revoke(host_id)
 
     def serve(self, *, choked: bool) -> bool:
-        """Send and receive the messages that are there; return whether there were any. choked: too much waits for slow
-        workers."""
+        """Send and receive messages; return whether there were any. choked: too much waits for slow workers."""
         for host in self._callers.values():
             host.flush()
         self._sock.look()

@@ -59,8 +59,7 @@ class PeerClient:
         make_calls: Callable[[Uplink], ForwardedCalls],
         pid: int = 0,
     ) -> None:
-        """ticket: a ticket to the port of the other agent. pid: its process, where that is on this machine. Raises:
-        OSError."""
+        """ticket: to the port of the other agent. pid: its process, if it is on this machine. Raises: OSError."""
         self._pid, self._started = pid, start_time(pid) if pid else None
         self._from, self._endpoint = host.name, ticket.endpoint
         self.lost = ""  # why it is lost: its host is lost, or out of our reach
@@ -117,8 +116,7 @@ class PeerClient:
 
 
 class AgentPeers:
-    """The peers of one agent, and its calls that wait for them. is_there: whether there is a controller, silent or
-    not."""
+    """The peers of one agent, and its calls that wait for them. is_there: whether there is a controller."""
 
     def __init__(self, mail: AgentMail, host: HostResources, is_there: Callable[[], bool]) -> None:
         self._mail, self._host, self._is_there = mail, host, is_there

@@ -71,8 +71,7 @@ class SegmentRefCounts:
     def export(
         self, segment: wire.SegmentRef, link: Uplink | HostLink
     ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
-        """Make a worker's payload reachable at the other end: as it is, or in pieces, which are not copied before.
-        Raises: MeshError."""
+        """Make a worker's payload reachable at the other end: as it is, or in pieces. Raises: MeshError."""
         if link.shares_memory:
             return segment, None
         key = (segment.pid, segment.segment)

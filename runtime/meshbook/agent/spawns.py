@@ -66,8 +66,7 @@ class Spawns:
         return {template.pid for template in self._templates.values()}
 
     def start(self, spawn: wire.Spawn, again: bool = False) -> None:
-        """Start workers, once their template is ready. again: the template that was asked first has ended; another one
-        is made, once."""
+        """Start workers, once their template is ready. again: it is the second one, since the first has ended."""
         self._was_asked = True
         if spawn.must_enter and spawn.cwd is not None:
             there = os.path.expanduser(spawn.cwd)  # ``~`` is another folder on each host

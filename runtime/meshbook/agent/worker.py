@@ -177,8 +177,7 @@ class AgentWorker:
         self.phase = WORKER_NEXT[self.phase, event]
 
     def started(self, pid: int) -> None:
-        """Watch the end of the process, which the template has forked. Raises: OSError if no descriptor is left for
-        that."""
+        """Watch the end of the process, which the template has forked. Raises: OSError if no descriptor is left."""
         self.close_their_ends()
         self.pid = pid
         self.advance(WorkerEvent.FORKED)

@@ -194,8 +194,7 @@ class OpenCall:
         self._places.update({rank: place for rank, place in places.items() if rank in self.waiting})
 
     def tear(self, rank: int, torn: Iterable[str], restored: Iterable[str]) -> None:
-        """Note the tensors that operations left half done on ``rank``, and those of them that were restored, as in
-        `CallError`."""
+        """Note tensors that operations left half done on ``rank``, and those restored, as in `CallError`."""
         for text in torn:
             self._torn.setdefault(text, set()).add(rank)
         for text in restored:

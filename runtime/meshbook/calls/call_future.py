@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.interrupt import Interrupter, describe_wait, interrupt
+from meshbook.calls.interrupt import CallControl, describe_wait, interrupt
 from meshbook.calls.output import OutputEvent, OutputListener, RankDone
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import is_from_outside, peeking, refuse_in_peek
@@ -102,19 +102,6 @@ class RequestFuture(Future[T], Generic[T]):
 SENT: RequestFuture[Any] = RequestFuture(None, partial(OpenCall, 0, 0, "", Region.of({}), fail_fast=False))
 """The complete future of every message that a worker sends without wanting an answer."""
 SENT.set_result(None)
-
-
-class CallControl(Interrupter, Protocol):
-    """The part of a controller that the future of its call needs."""
-
-    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
-
-    def wants_person(self, call: OpenCall) -> bool:
-        """Whether a rank of the call is stopped at a prompt that this thread could open."""
-
-    def attend(self, call: OpenCall) -> None:
-        """Open that prompt. Raises: KeyboardInterrupt, LeftStopped."""
 
 
 class CallFuture(RequestFuture[T], Generic[T]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,8 +37,8 @@ UNANSWERED = "it was told to stop and has not ended the call yet"
 """The place of a stuck call to a mailbox, of which no more is known."""
 
 
-class Interrupter(Protocol):
-    """The part of a controller that an interrupt needs; all of it may be called on any thread."""
+class CallControl(Protocol):
+    """The part of a controller that the future of its call, and an interrupt, need."""
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
         """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them."""
@@ -52,8 +52,17 @@ class Interrupter(Protocol):
     def open_calls(self, mesh_id: int) -> list[OpenCall]:
         """The calls that some rank has not answered, oldest first."""
 
+    def drive(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Serve the sockets until ``done()`` or the timeout, if that is for this thread to do."""
 
-def interrupt(control: Interrupter, calls: Sequence[OpenCall], ranks: Collection[int] | None = None) -> CallInterrupted:
+    def wants_person(self, call: OpenCall) -> bool:
+        """Whether a rank of the call is stopped at a prompt that this thread could open."""
+
+    def attend(self, call: OpenCall) -> None:
+        """Open that prompt. Raises: KeyboardInterrupt, LeftStopped."""
+
+
+def interrupt(control: CallControl, calls: Sequence[OpenCall], ranks: Collection[int] | None = None) -> CallInterrupted:
     """Interrupt ``calls``; returns who obeyed within the grace time, and where the others are and why.
 
     A call that waits behind one that was interrupted before and is still stuck takes that along: the person insists.
@@ -74,7 +83,7 @@ def interrupt(control: Interrupter, calls: Sequence[OpenCall], ranks: Collection
 
 
 def _one_stage(
-    control: Interrupter,
+    control: CallControl,
     calls: Sequence[OpenCall],
     ranks: Collection[int] | None,
     stage: int,
@@ -97,7 +106,7 @@ def _one_stage(
 
 
 def _report(
-    control: Interrupter,
+    control: CallControl,
     calls: Sequence[OpenCall],
     every: Sequence[OpenCall],
     ranks: Collection[int] | None,
@@ -149,13 +158,13 @@ def _is_open(call: OpenCall, ranks: Collection[int] | None) -> bool:
     return bool(_waiting(call, ranks)) or (not call.waiting and call.phase is not CallPhase.CLOSED)
 
 
-def _queue(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
+def _queue(control: CallControl, calls: Sequence[OpenCall]) -> list[OpenCall]:
     """The open calls that wait for each other with ``calls``, oldest first: each mailbox has a queue of its own."""
     mailboxes = {call.mailbox for call in calls}
     return [other for other in control.open_calls(calls[0].mesh) if other.mailbox in mailboxes]
 
 
-def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[OpenCall]:
+def _with_stuck_ahead(control: CallControl, calls: Sequence[OpenCall]) -> list[OpenCall]:
     """The calls, and those ahead of them that were interrupted before."""
     waiting = set().union(*(call.waiting for call in calls))
     last = max(call.id for call in calls)
@@ -163,14 +172,14 @@ def _with_stuck_ahead(control: Interrupter, calls: Sequence[OpenCall]) -> list[O
     return [*(other for other in queue if other.interrupts and waiting & other.waiting), *calls]
 
 
-def _ahead_of(control: Interrupter, calls: Sequence[OpenCall], ranks: Iterable[int]) -> dict[int, OpenCall]:
+def _ahead_of(control: CallControl, calls: Sequence[OpenCall], ranks: Iterable[int]) -> dict[int, OpenCall]:
     """Return the call that runs on each rank, where that is none of ``calls``: the oldest that it has not answered."""
     queue = _queue(control, calls)
     running = {rank: next((other for other in queue if rank in other.waiting), None) for rank in ranks}
     return {rank: call for rank, call in running.items() if call is not None and call not in calls}
 
 
-def describe_wait(control: Interrupter, call: OpenCall, *, only_stuck: bool = False) -> str:
+def describe_wait(control: CallControl, call: OpenCall, *, only_stuck: bool = False) -> str:
     """Return the calls that a call waits behind, a line per place; empty when it runs everywhere.
 
     only_stuck: report calls that were interrupted and did not stop, not slow ones.

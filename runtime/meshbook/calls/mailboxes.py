@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from meshbook.concurrency.future import in_background
 from meshbook.errors import Failure, MailboxClosed, MeshError, failure_of
@@ -129,10 +129,8 @@ ReplyTo: TypeAlias = Callable[[Outcome], None]
 expects no answer (``call.reply``): it lets go of arguments that nobody has loaded."""
 
 
-class Handler(Protocol):
-    """Runs on the thread that reads the mail and must not block; an error that it raises becomes the reply."""
-
-    def __call__(self, call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None: ...
+Handler: TypeAlias = Callable[[wire.Call, LoadArgs, ReplyTo], None]
+"""Runs on the thread that reads the mail and must not block; an error that it raises becomes the reply."""
 
 
 class Mailbox(NamedTuple):

@@ -43,8 +43,7 @@ class Unsent(NamedTuple):
 
 
 class CallQueue:
-    """The queue. must_wait: whether a call may not be sent yet; asked at each `release`, and ``patience_s`` after it
-    came."""
+    """The queue. must_wait: whether a call may not be sent yet; asked at each `release`, and after ``patience_s``."""
 
     def __init__(self, must_wait: Callable[[Unsent], bool], patience_s: tuple[float, ...]) -> None:
         self._must_wait, self._patience_s = must_wait, patience_s
@@ -104,8 +103,7 @@ class CallQueue:
 
 
 class OutgoingCall(msgspec.Struct, eq=False):
-    """A call that is being sent: `send` does so under the turn, and `fail` gives its caller the reason why it
-    cannot."""
+    """A call that is being sent: `send` does so under the turn, `fail` tells its caller why it cannot."""
 
     dispatcher: Dispatcher
     mesh: MeshState

@@ -132,8 +132,7 @@ class Controller:
         return endpoints[address]
 
     def readmit(self, hosts: Mapping[str, SavedHost]) -> None:
-        """Let the hosts of the former controller in as soon as there is a port: ZeroMQ dials no more once it was turned
-        away."""
+        """Let the former controller's hosts in, before there is a port: ZeroMQ dials no more once turned away."""
 
         def readmit() -> None:
             for id, saved in hosts.items():
@@ -387,8 +386,7 @@ class Controller:
         return self._dispatcher.calls.busy_on(mesh.id)
 
     def kill(self, mesh: MeshState, ranks: Sequence[int], why: str) -> Future[None]:
-        """End ranks that live; their open calls fail with ``why``. Return a future that is done when the processes are
-        gone."""
+        """End ranks that live; their open calls fail with ``why``. The future is done when the processes are gone."""
         return self.ask(lambda: self._dispatcher.kill(mesh, ranks, why))
 
     def give_up_suspects(self, hosts: Iterable[HostState]) -> None:

@@ -197,8 +197,7 @@ class GroupFormer:
         self.form(forming_call(self._next_id(), self._mesh, Future()), time.monotonic() + FORM_S, self.only)
 
     def form(self, call: OpenCall, give_up_at: float = math.inf, groups: Collection[str] = ()) -> None:
-        """Form the groups under a new epoch, in place where there are some; the caller waits for ``call``. groups: only
-        these, if any are given."""
+        """Form the groups, or only ``groups``, under a new epoch, in place where there are some, by ``call``."""
         mesh = self._mesh
         if mesh.phase in (MeshPhase.STOPPING, MeshPhase.STOPPED):
             call.give_up(MeshStoppedError(mesh.name))

@@ -199,8 +199,7 @@ class GroupRecovery:
             each.tear(rank, (*told.torn, *copied), told.restored)
 
     def watch(self, call: OpenCall) -> bool:
-        """Take in that a rank has answered or was lost; return True if a call that has ended everywhere completes
-        later."""
+        """Take in that a rank has answered or was lost; whether a call that has ended everywhere completes later."""
         is_own = call.id in self._former.own
         if not self._queue.queued:  # the path of nearly all answers
             if call.waiting and not (is_own or call.failures or call.lost or call.cancelled):
@@ -280,8 +279,7 @@ class GroupRecovery:
         self._poll.look_soon(pause_s)
 
     def on_lost(self) -> None:
-        """Abort the groups of a rank that ended: nothing that includes it can be served. `MeshState.lost` has it
-        already."""
+        """Abort the groups of a rank that ended, which `MeshState.lost` has: nothing that includes it can be served."""
         lost = self._mesh.lost
         self._give_up_waiting()
         current = self._former.current().items()
@@ -291,8 +289,7 @@ class GroupRecovery:
         self._queue.release()
 
     def _give_up_waiting(self) -> None:
-        """Complete the calls that wait for groups, which do not come back when a rank has ended; actors are freed at
-        once."""
+        """Complete the calls that wait for groups, which do not come back; actors are freed at once."""
         self._failing = {id: call for id, call in self._failing.items() if not call.mailbox}
         for id in list(self._ended):
             self._calls.complete(self._ended.pop(id).call)
@@ -446,8 +443,7 @@ class GroupRecovery:
             self._free(look, former.why, stuck)  # ranks that were spared may wait for those that were not
 
     def _up_to_failures(self, look: ProgressSnapshot) -> Mapping[int, Collectives]:
-        """Return the reports without operations that ranks have begun behind a cell that failed on them and is not
-        settled."""
+        """Return the reports without operations that ranks have begun behind a failed cell that is not settled."""
         unsettled = {call.id for call in self._failed_cells()}
         return {
             rank: told.up_to_failure() if told.failed_call in unsettled else told for rank, told in look.answers.items()

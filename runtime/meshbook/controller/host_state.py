@@ -89,8 +89,7 @@ class HostState(HostLink):
 
     @property
     def suspicion(self) -> str:
-        """Return why the host is suspect, as in ``silent for 7 s: ...``; empty while it is heard of, and once it is
-        lost."""
+        """Return why the host is suspect, as in ``silent for 7 s: ...``; empty while it is heard of, or lost."""
         now = time.monotonic()
         if not self.is_up or now - self.heard <= SUSPECT_S:
             return ""

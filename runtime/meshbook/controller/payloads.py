@@ -123,8 +123,7 @@ class Payloads:
         host.send(wire.Replies(call, (reply,), origin), frames)
 
     def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
-        """Return the large buffers of a reply or a call; if they cannot be had, loading them raises the reason. Raises:
-        PeerProtocolError."""
+        """Return the large buffers of a message; those that cannot be had raise why. Raises: PeerProtocolError."""
         try:
             return self._receive(host, reply)
         except PeerProtocolError:
@@ -133,8 +132,7 @@ class Payloads:
             return Unavailable(error)
 
     def _receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
-        """Return the large buffers of a reply or a call; its worker is told when the last view of them has died
-        here."""
+        """Return the large buffers of a message; its worker is told when the last view of them has died here."""
         if reply.bulk is not None:
             if not host.bulk_in.has(reply.bulk[0]):
                 raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")

@@ -99,8 +99,7 @@ class ProgressPoll:
     # ---- the question -----------------------------------------------------------------------------------------------
 
     def ask(self, calls: list[OpenCall], recent: int = RECENT) -> None:
-        """Ask all living ranks. calls: the calls that are open, or have just ended. recent: operations of each
-        group."""
+        """Ask all living ranks. calls: those that are open, or have just ended. recent: operations of each group."""
         self.rest()
         mesh = self._mesh
         alive = frozenset(range(mesh.extent.nelements)) - mesh.lost.keys()

@@ -209,8 +209,7 @@ LEAST_BYTES = 1 << 10  # of each log at each look, however many there are
 def read_logs(
     questions: Questions, mesh: MeshState, members: Members, lines: int, containing: str = ""
 ) -> dict[int, str]:
-    """Return the last ``lines`` lines of each member's log, as far as the agents answer. containing: a text in those
-    lines."""
+    """Return the last ``lines`` lines of each member's log that contain a text, as far as the agents answer."""
     return questions.gather(mesh, members.ranks(), wire.ReadLogs(lines, containing), str, ANSWER_TIMEOUT_S)
 
 
@@ -274,8 +273,7 @@ class StackQuestion(NamedTuple):
 
 
 def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:
-    """Return the stacks of ``members``. All ranks of the mesh are asked how far they are, for the sake of the
-    verdict."""
+    """Return the stacks of ``members``. All ranks are asked how far they are, for the sake of the verdict."""
     everyone = Region.of(mesh.extent)
     wanted = [rank for rank in members.ranks() if rank not in mesh.lost]
     answers = questions.gather(mesh, everyone.ranks(), ask_rank("stacks", ask.all_threads), RankTold, ANSWER_S)
@@ -296,8 +294,7 @@ def collect_stacks(questions: Questions, mesh: MeshState, members: Members, ask:
 
 
 def _told(rank: int, told: RankTold, read: Sequence[ThreadStack] | None, dump: wire.RankDump | None) -> RankStack:
-    """Return the stack of a rank that answers. read: its stack as its agent read it with native frames, if asked
-    for."""
+    """Return the stack of a rank that answers. read: its stack with native frames, if its agent read it."""
     waiting = told.collectives.waiting
     state: State = "idle"
     doing, since_s = "idle", 0.0

@@ -108,8 +108,7 @@ class WorkerSpec(NamedTuple):
 
 
 def _search_path() -> tuple[bytes, ...]:
-    """Return ``sys.path`` as the system has it, which need not be UTF-8; drop entries that are no path, as imports
-    do."""
+    """Return ``sys.path`` as the system has it, which need not be UTF-8, without entries that are no path."""
     entries: tuple[object, ...] = tuple(sys.path)
     return tuple(_path_bytes(os.fsdecode(entry)) for entry in entries if isinstance(entry, str | bytes | os.PathLike))
 
@@ -143,8 +142,7 @@ class PendingWorkers:
     """The workers of one request: they come together or not at all."""
 
     def __init__(self, id: int, seats: Mapping[HostState, Sequence[wire.Seat]], *, apart: bool = False) -> None:
-        """id: the number of the request. apart: the workers have no rank yet, and join the mesh when it is
-        renumbered."""
+        """id: the number of the request. apart: the workers join the mesh, and get ranks, when it is renumbered."""
         self.id = id
         self.seats = {host: tuple(here) for host, here in seats.items() if here}
         self.apart = apart

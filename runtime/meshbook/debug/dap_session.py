@@ -134,11 +134,6 @@ class DebugSession:
         forget_step(threading.current_thread())
         tracer.enable_tracing()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the main thread stands at a breakpoint or after a step."""
-        return not self.ended and is_suspended(threading.main_thread())
-
     # ---- its own thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:

@@ -68,8 +68,7 @@ def last_answer(connection: socket.socket, before: float) -> float:
 
 
 def borrow(fd: int) -> socket.socket | None:
-    """Return a copy of a descriptor of libzmq's, if it is a TCP connection: it may be closed, and its number used
-    again."""
+    """Return a copy of a descriptor of libzmq's, which may close it, if it is a TCP connection."""
     try:
         copy = os.dup(fd)
     except OSError:

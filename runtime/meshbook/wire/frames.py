@@ -37,8 +37,7 @@ _CARRIED_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
-    """Return ``frames`` as one byte string; for small messages (large payloads go through shared memory). Raises:
-    MessageTooLarge."""
+    """Return ``frames`` as one byte string; large payloads go through shared memory. Raises: MessageTooLarge."""
     sizes = list(map(len, frames))
     data = b"".join((struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes), *frames))
     if len(data) > MAX_FRAME_BYTES:  # together they may
@@ -278,8 +277,7 @@ class Batch:
 
 
 def unbatch(header: bytes) -> Sequence[bytes]:
-    """Return the headers of the messages that came as one. Raises: PeerProtocolError if a batch claims an impossible
-    size."""
+    """Return the headers of messages that came as one. Raises: PeerProtocolError for impossible sizes."""
     if not header.startswith(BATCH_MARK):
         return (header,)
     batches = list(FrameReader().feed(header[1:]))

@@ -43,8 +43,7 @@ class HostLink:
         self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
-        """Send on the lane of calls, when `flush` is called; the message waits in our backlog while the
-        host is slow."""
+        """Send on the lane of calls, at the next `flush`; the message waits here while the host is slow."""
         if self.deferred:
             self.send_deferred()
         self._outbox.add(wire.encode(message), payload)
@@ -69,8 +68,7 @@ class HostLink:
         return named
 
     def lose(self, reason: str) -> None:
-        """Count the host as lost: no message is sent to it any more, and only urgent ones are kept, without
-        payloads."""
+        """Count the host as lost: nothing is sent to it any more, and only urgent messages are kept."""
         self.lost = reason
         self.backlog.clear()
         self.deferred.clear()
@@ -116,7 +114,7 @@ class HostLink:
     def acknowledge_rest(self) -> None:
         """Send the acknowledgements that could wait: if we end now, the next controller shall not get it all again."""
         for lane, link in self._links.items():
-            if link.owes:
+            if link.owed:
                 self._sock.send(self.id, lane, link.acknowledgement())
 
     def beat(self) -> None:

@@ -215,8 +215,7 @@ class KeyValueStore(Generic[Client]):
         return StoreResult(number=total), True
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> tuple[StoreResult, bool]:
-        """Compare and set as TCPStore does: a missing key counts as equal to an empty ``expected``, and is else
-        reported as it."""
+        """Compare and set as TCPStore does: a missing key equals an empty ``expected``, else is reported as it."""
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._values[key] = desired

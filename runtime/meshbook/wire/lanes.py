@@ -87,8 +87,11 @@ class Lane(ABC):
         while self.may_read and (frames := self.take()) is not None:
             found = True
             message = self.link.receive(frames)
-            if message is None and (epoch := epoch_of(frames)) != self.link.epoch:
-                message = self._receive_other(epoch, frames)
+            if message is None and (epoch := epoch_of(frames)) < self.link.epoch:
+                self.beat()  # so that the former controller learns that it is the former
+            elif message is None and epoch > self.link.epoch:
+                self._on_newer(epoch)
+                message = self.link.receive(frames)
             if message is not None:
                 deliver(*message)
         if self.link.due:
@@ -97,17 +100,8 @@ class Lane(ABC):
                     break
         return found
 
-    def _receive_other(self, epoch: int, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Begin again with a controller that is newer than ours, and take its message."""
-        if epoch < self.link.epoch:
-            self.beat()  # so that the former controller learns that it is the former
-            return None
-        self._on_newer(epoch)
-        return self.link.receive(frames)
-
     def restart(self, epoch: int) -> list[tuple[bytes, list[Buffer]]]:
-        """Speak with the controller of ``epoch`` from now on; return the messages that the former one has not
-        acknowledged."""
+        """Speak with the controller of ``epoch``; return messages that the former one has not acknowledged."""
         kept, self.link = self.link.unacknowledged(), Link(epoch)
         self.paused = False
         return kept

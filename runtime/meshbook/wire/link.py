@@ -59,8 +59,8 @@ class Link:
     """The memory of one side of one lane. Not thread-safe: it belongs to the thread that owns the socket."""
 
     __slots__ = (
-        "_acked", "_ask_due", "_asked", "_owed", "_owed_bytes", "_patience", "_received", "_replay_due",
-        "_sent", "_unacked", "due", "epoch", "ignored", "max_unacked_bytes", "unacked_bytes",
+        "_acked", "_ask_due", "_asked", "_owed_bytes", "_patience", "_received", "_replay_due",
+        "_sent", "_unacked", "due", "epoch", "ignored", "max_unacked_bytes", "owed", "unacked_bytes",
     )  # fmt: skip
 
     def __init__(self, epoch: int, max_unacked_bytes: int = MAX_UNACKED_BYTES) -> None:
@@ -73,7 +73,7 @@ class Link:
         self._sent = 0
         self._acked = 0
         self._received = 0  # all up to here were delivered
-        self._owed = 0  # messages received since we last said how far we are
+        self.owed = 0  # messages received since we last said how far we are
         self._owed_bytes = 0
         self._asked = -1  # the value of _received when we last asked for a replay
         self._patience = 0  # heartbeats to let pass before that question is taken for lost
@@ -95,7 +95,7 @@ class Link:
             check_message(header, payload)
         self._sent = seq = self._sent + 1
         first = _pack(MESSAGE, self.epoch, seq, self._received) + header
-        self._owed = self._owed_bytes = 0
+        self.owed = self._owed_bytes = 0
         cost = MESSAGE_COST_BYTES + len(first)
         for buffer in payload:
             cost += buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
@@ -126,11 +126,11 @@ class Link:
             self._skip(seq)
             return None
         self._received = seq
-        self._owed += 1
+        self.owed += 1
         payload = frames[1:]
         for frame in payload:
             self._owed_bytes += len(frame)
-        if self._owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES:
+        if self.owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES:
             self.due = True
         return frames[0][_SIZE:], payload
 
@@ -138,13 +138,13 @@ class Link:
         """Return the messages to send now: a replay, a question for one, an acknowledgement; each once."""
         self.due = False
         if not (
-            self._ask_due or self._replay_due or self._owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES
+            self._ask_due or self._replay_due or self.owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES
         ):
             return []
         messages = [frames for frames, _ in self._unacked] if self._replay_due else []
         if self._ask_due:
             messages.append(self._status(REPLAY))
-        elif self._owed:
+        elif self.owed:
             messages.append(self._status(ACK))
         self._ask_due = self._replay_due = False
         return messages
@@ -152,11 +152,6 @@ class Link:
     def unacknowledged(self) -> list[tuple[bytes, list[Buffer]]]:
         """Return (header, payload) of each message that the peer may not have, in order."""
         return [(bytes(frames[0])[_SIZE:], frames[1:]) for frames, _ in self._unacked]
-
-    @property
-    def owes(self) -> bool:
-        """Whether the peer does not know yet of all messages that we have received."""
-        return self._owed > 0
 
     def acknowledgement(self) -> list[Buffer]:
         """Return frames that acknowledge our messages; to be sent when there is nothing else to do."""
@@ -167,7 +162,7 @@ class Link:
         return self._status(BEAT)
 
     def _status(self, kind: int) -> list[Buffer]:
-        self._owed = self._owed_bytes = 0
+        self.owed = self._owed_bytes = 0
         return [_pack(kind, self.epoch, self._sent, self._received)]
 
     def _note(self, kind: int, seq: int, frames: list[bytes]) -> None:
@@ -192,7 +187,7 @@ class Link:
         if seq <= self._received:
             if seq == 0:
                 raise PeerProtocolError("a message with number 0; they count from 1")
-            self._owed += 1  # the peer may not know that we have it
+            self.owed += 1  # the peer may not know that we have it
             self.due = True
         elif self._asked != self._received:
             self._ask(patience=1)

@@ -23,8 +23,7 @@ class ForkTemplate(msgspec.Struct, tag="template", frozen=True):
 
 
 class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
-    """The template is ready. ``problem``: why workers may not be forked from here. ``failure``: a failed import's
-    traceback."""
+    """The template is ready. ``problem``: why it must not be forked. ``failure``: a failed import's traceback."""
 
     pid: int
     seconds: float

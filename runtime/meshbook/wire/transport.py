@@ -119,8 +119,7 @@ class ControllerSocket:
         self.watch_door()
 
     def _identify(self, frames: list[bytes]) -> HostLane | None:
-        """Return the lane of a connection by its first message (`meshbook.wire.unix_transport`); None for a
-        stranger's."""
+        """Return the lane of a Unix connection by its first message; None for a stranger's."""
         try:
             routing, secret = frames
             key, _, lane = routing.decode().rpartition("/")
@@ -165,8 +164,7 @@ class ControllerSocket:
 
     @property
     def fd(self) -> int:
-        """Return a descriptor for another event loop than `poll`; it tells edges only: `look` and `receive` before a
-        sleep."""
+        """Return a descriptor for another event loop; it tells edges: `look` and `receive` before a sleep."""
         return self._epoll.fileno()
 
     def look(self) -> None:
@@ -174,8 +172,7 @@ class ControllerSocket:
         self.poll(self._wake_fd, 0)
 
     def answered(self, host_id: str, before: float) -> float:
-        """Return when the machine of a host was last known to be there (`meshbook.wire.connections`), at least
-        ``before``."""
+        """Return when the machine of a host was last known to be there, at least ``before``."""
         server = self._server_of.get(host_id)
         return before if server is None else self._servers[server].answered(host_id, before)
 
@@ -245,8 +242,7 @@ class Dialer:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def dial(self, ticket: Ticket, on_newer: Callable[[int], None]) -> dict[LaneName, Lane]:
-        """Open the lanes of ``ticket``; on_newer: see `Lane`. Raises: OSError where an address cannot be used, or no
-        descriptor is left."""
+        """Open the lanes of ``ticket``; on_newer: see `Lane`. Raises: OSError, for the address or descriptors."""
         lanes: dict[LaneName, Lane] = {}
         try:
             for lane in LANES:

@@ -159,8 +159,7 @@ class Uplink:
             lane.beat()
 
     def pause(self, on_heard: Callable[[], None]) -> None:
-        """Keep messages and send none: no controller listens. on_heard: called when the peer speaks again,
-        to `resume`."""
+        """Keep messages and send none, until the peer speaks again: then ``on_heard`` is called, to `resume`."""
         self._on_heard = on_heard
         self._outbox.flush()
         for lane in self._lanes.values():

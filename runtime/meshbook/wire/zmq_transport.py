@@ -158,8 +158,7 @@ class ZmqServer:
                 raise
 
     def answered(self, host_id: str, before: float) -> float:
-        """Return when the machine of a host was last known to be there (`meshbook.wire.connections`), at least
-        ``before``."""
+        """Return when the machine of a host was last known to be there, at least ``before``."""
         return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
 
     def close(self, linger_ms: int) -> None:
@@ -273,8 +272,7 @@ class ZmqLane(Lane):
         self._sock.connect(ticket.endpoint)
 
     def watch(self, loop: EventLoop) -> None:
-        """Watch for messages, see `Lane.watch`; ZeroMQ, which takes as long as all our work, is asked only after an
-        event."""
+        """Watch for messages, see `Lane.watch`; ZeroMQ, which is slow to ask, is asked only after an event."""
         self._loop, self._watch = loop, loop.watch(int(self._sock.fd), self._on_edge)
 
     def _on_edge(self) -> None:
@@ -341,8 +339,7 @@ class Gate:
     """A port of its own, on a thread of its own, that answers questions until it is closed."""
 
     def __init__(self, address: str, answer: Callable[[bytes], bytes]) -> None:
-        """address: the address to listen at, as ``tcp://10.0.0.5:*``. answer: called on that thread.
-        Raises: OSError."""
+        """address: where to listen, as ``tcp://10.0.0.5:*``. answer: called on that thread. Raises: OSError."""
         public, secret = zmq.curve_keypair()
         self.key = public.decode()  # public; its owners know that we answer
         self._answer, self._owner = answer, os.getpid()

@@ -97,8 +97,7 @@ class Inbox:
     # ---- the actor's thread -------------------------------------------------------------------------------------
 
     async def get(self) -> _Item:
-        """Wait for the next message, which `begin` takes; None: the actor is to end. Without a loop it blocks the
-        thread."""
+        """Wait for the next message; None: the actor is to end. Without a loop it blocks the thread."""
         while True:
             if self._loop_queue is not None:
                 message = await self._loop_queue.get()

@@ -71,10 +71,10 @@ class ActorRunner:
         self._actor: object = None
         self._instance: ActorInstance | None = None
         self._broken: Failure | None = None
-        self._made: Future[Outcome] = Future()
+        self.made: Future[Outcome] = Future()  # says that the actor was made, or why it could not be
         self._beside: set[asyncio.Task[bool]] = set()  # tasks that run beside other messages
         self._declared: dict[str, object] = {}  # the class's declarations, by the names of endpoints
-        self._port: Port[MeshFailure]
+        self._port: Port[MeshFailure]  # for reports of failures
         self._port_of: wire.Identity | None = None
         # messages whose answer is to come on their response port, by serial
         self._promised: dict[int, tuple[InboxMessage, ResponsePort[object]]] = {}
@@ -95,10 +95,6 @@ class ActorRunner:
         self._inbox.put(call, load, reply)
         for name in call.chain:
             self._refuse_circular(name)
-
-    def answer_when_made(self, reply: ReplyTo) -> None:
-        """Say that the actor was made, or why it could not be, as soon as that is known."""
-        self._made.add_done_callback(lambda made: reply(made.get(0)))
 
     def end(self) -> None:
         """Have the actor clean up and end after the messages that have come."""
@@ -179,7 +175,11 @@ class ActorRunner:
             if first is not None:
                 if not _run_through(self._answer(first, self._make(first))):
                     return
-                self._made.set_result(self._how_made())
+                if self._broken is None:
+                    self.made.set_result(_DONE)
+                else:
+                    unmade = Outcome(wire.RAISED, failure=self._broken)
+                    self.made.set_result(self._closed() if self._why_ended else unmade)
                 if has_async_endpoints(type(self._actor)):
                     self._serve_in_loop()
                 else:
@@ -191,16 +191,15 @@ class ActorRunner:
             self._actor = None  # files that it holds are closed now
             self.belongings.stop()
             self.gate.end()
-            if not self._made.done():
-                self._made.set_result(self._closed())
+            if not self.made.done():
+                self.made.set_result(self._closed())
             for message, port in list(self._promised.values()):
                 if not port.passed_on:
                     self._keep_promise(message, self._closed())
             self._registry.actor_ended(self, fault)
 
     async def _make(self, message: InboxMessage) -> Outcome:
-        """Make the actor. The payload has the view's labels, the owner, the creator, the sources, the class and its
-        arguments."""
+        """Make the actor, from the view, the owner, the creator, the sources, the class and its arguments."""
         try:
             (view, self.mesh, self.owner, creator, sources, cls, *args), kwargs = message.load()
             self._learn(cls, sources)
@@ -220,11 +219,6 @@ class ActorRunner:
         except BaseException as error:
             self._broken = self._registry.describe(error)._replace(unmade=True)
             raise
-
-    def _how_made(self) -> Outcome:
-        if self._broken is None:
-            return _DONE
-        return self._closed() if self._why_ended else Outcome(wire.RAISED, failure=self._broken)
 
     def _learn(self, cls: type, sources: Iterable[CellSource]) -> None:
         """Note the class's name, and its cells for tracebacks."""
@@ -274,8 +268,7 @@ class ActorRunner:
         task.add_done_callback(self._beside.discard)
 
     def _take_aside(self, message: InboxMessage) -> bool:
-        """Handle failures of actors that it has spawned at once: the endpoint that runs may be waiting for
-        just that."""
+        """Handle failures of actors that it has spawned at once: the endpoint that runs may wait for them."""
         if message.call.endpoint != SUPERVISE:
             return False
         self._answer_beside(message)
@@ -362,8 +355,7 @@ class ActorRunner:
             self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told], self._named))
 
     async def _call(self, message: InboxMessage) -> Outcome | None:
-        """Run the endpoint; return its answer, or None where another answer will come. Raises: the
-        endpoint's errors."""
+        """Run the endpoint; return its answer, or None if another one will come. Raises: the endpoint's errors."""
         call = message.call
         if call.endpoint == SUPERVISE:
             return await self._supervise(message)
@@ -424,15 +416,12 @@ class ActorRunner:
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._process.identity.rank, call, view)
         on_wait = None if self._loop is not None and self._is_concurrent(message) else self._refuse_circular
-        now = Context(instance, point, self._own_port(), self.belongings, call.endpoint, call.chain, on_wait)
+        if self._port_of is not (here := self._process.identity):  # its rank may have got another number
+            self._port_of = here
+            self._port = Port(self._registry.session, Place(here.mesh, here.rank, here.generation), self.mailbox)
+        now = Context(instance, point, self._port, self.belongings, call.endpoint, call.chain, on_wait)
         self.current[message.serial].context = now
         return current_context.set(now)
-
-    def _own_port(self) -> Port[MeshFailure]:
-        """Return the port for reports of failures; a new one when its rank has another number."""
-        if self._port_of is not (identity := self._process.identity):
-            self._port, self._port_of = self._registry.port_to(self.mailbox), identity
-        return self._port
 
     async def _supervise(self, message: InboxMessage) -> Outcome:
         """Ask the actor to deal with a failure of an actor that it has spawned; else report it to the owner."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshbook.actor.errors import ActorStuckError, why_stopped
 from meshbook.actor.identity import ActorState
-from meshbook.actor.ports import Port
-from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH, Place
+from meshbook.actor.router import ACTORS, FIRST_OF_RANKS, READY, STOP, WATCH
 from meshbook.actor.supervision import SUPERVISE, MeshFailure
 from meshbook.calls.mailboxes import LoadArgs, Mailboxes, Outcome, ReplyTo
 from meshbook.concurrency.background import run_in_background, tell
@@ -133,8 +132,7 @@ class ActorRegistry:
         return {runner.thread.ident or 0: runner.mailbox for runner in list(self._runners.values()) if runner.is_busy}
 
     def handled(self) -> dict[int, tuple[int, Collection[int]]]:
-        """Return the mailbox of each actor and the serials of the messages that it handles, by its thread.
-        Any thread."""
+        """Return each actor's mailbox and the serials of messages that it handles, by its thread. Any thread."""
         return {
             runner.thread.ident or 0: (runner.mailbox, tuple(runner.current)) for runner in list(self._runners.values())
         }
@@ -176,7 +174,7 @@ class ActorRegistry:
             self._at_end.setdefault(runner.mailbox, []).append(reply)
             return
         if call.endpoint == READY:
-            runner.answer_when_made(reply)
+            runner.made.add_done_callback(lambda made: reply(made.get(0)))
             return
         if call.endpoint != STOP:
             runner.deliver(call, load_args, reply)
@@ -240,11 +238,6 @@ class ActorRegistry:
             if alone:
                 self._describing.release()
 
-    def port_to(self, mailbox: int) -> Port[MeshFailure]:
-        """Return a port that reaches a mailbox of this process from anywhere."""
-        identity = self.process.identity
-        return Port(self.session, Place(identity.mesh, identity.rank, identity.generation), mailbox)
-
     def tell_owner(self, runner: ActorRunner, failure: MeshFailure) -> None:
         """Report a failure that no caller waits for to the owner; print it where the owner cannot be reached."""
         if runner.owner is not None:
@@ -254,20 +247,15 @@ class ActorRegistry:
         print(failure.explained(), flush=True)
 
     def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
-        """Forget an actor whose thread ends."""
+        """Forget an actor whose thread ends; answer its messages if the thread has failed."""
         self._runners.pop(runner.mailbox, None)
         if fault is not None:
-            self._give_up_calls(runner, fault)
+            tell(fault, f'the thread of the actor "{runner.name}"')
+            why = f'the thread of the actor "{runner.name}" has ended by a fault of meshbook: {fault!r}'
+            self._mailboxes.close(runner.mailbox, why)  # first, so that no more come behind
+            own, spawn = runner.mailbox, f"{runner.mailbox}:"
+            self.process.give_up(
+                lambda call: call.mailbox == own or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
+                Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
+            )
         self._answer_end(runner, _ENDED)
-
-    def _give_up_calls(self, runner: ActorRunner, fault: BaseException) -> None:
-        """Answer the messages of an actor whose thread has failed. Its mailbox is closed first, so that no more come
-        behind."""
-        tell(fault, f'the thread of the actor "{runner.name}"')
-        why = f'the thread of the actor "{runner.name}" has ended by a fault of meshbook: {fault!r}'
-        self._mailboxes.close(runner.mailbox, why)
-        spawn = f"{runner.mailbox}:"
-        self.process.give_up(
-            lambda call: call.mailbox == runner.mailbox or (call.mailbox == ACTORS and call.endpoint.startswith(spawn)),
-            Outcome(wire.RAISED, failure=self.describe(fault)._replace(evalue=why, exception=None)),
-        )

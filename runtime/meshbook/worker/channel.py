@@ -47,14 +47,9 @@ class AgentChannel:
         self._generation = forks.generation
 
     def receive(self, *, is_there: bool = False) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message; return None when the agent has closed the socket. is_there: see
-        `FrameSocket.receive`."""
+        """Wait for the next message; None: the agent has closed the socket. is_there: see `FrameSocket.receive`."""
         frames = self.frames.receive(is_there=is_there)
         return None if frames is None else (wire.decode_to_worker(frames[0]), frames[1:])
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `receive` would find something within ``timeout_s``."""
-        return self.frames.wait(timeout_s)
 
     def send(self, message: wire.FromWorker, payload: Sequence[Buffer] = ()) -> None:
         """Send a message. Raises: BrokenPipeError when the agent is gone; UsageError in a forked child."""

@@ -60,8 +60,7 @@ class Claims:
         return False
 
     def cancel(self, call: int) -> tuple[RunningCall | None, bool]:
-        """Return the call, if it runs; else whether it is dropped now, since it has not come. Neither when it has
-        ended."""
+        """Return the call, if it runs; else whether it is dropped now: not when it has ended."""
         with self._lock:
             running = self.running
             if running is not None and running.id == call:
@@ -90,7 +89,7 @@ class ControlThread:
         request = next(self._request_ids)
         self._waiting[request] = answer
         try:
-            self._urgent.send(wire.RankStore(request, op))
+            self._urgent.send(wire.StoreRequest(0, wire.OWN_RANK, request, op))
             return answer.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"the store did not answer {op.op} within {timeout_s:g} s") from None
@@ -100,7 +99,7 @@ class ControlThread:
     def catch_up(self) -> None:
         """Let the control thread read messages that came while native code kept it from running."""
         deadline = time.monotonic() + 1
-        while self._urgent.wait(0) and time.monotonic() < deadline:
+        while self._urgent.frames.wait(0) and time.monotonic() < deadline:
             time.sleep(0.0005)
         with self._hearing:
             pass
@@ -114,7 +113,7 @@ class ControlThread:
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            while not self._urgent.wait(timeout_s=self._worker.gate.tend() or IDLE_S):
+            while not self._urgent.frames.wait(self._worker.gate.tend() or IDLE_S):
                 self._worker.payloads.tell_freed()
                 if self._worker.gate.unheard:
                     self._worker.groups.interrupt_backward()
@@ -129,7 +128,7 @@ class ControlThread:
 
     def _hear(self, message: wire.ToWorker) -> None:
         match message:
-            case wire.RankStored(request, result):
+            case wire.StoreAnswer(request=request, result=result):
                 if (waiting := self._waiting.get(request)) is not None:
                     waiting.put(result)
             case wire.Cancel():

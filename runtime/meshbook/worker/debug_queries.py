@@ -16,6 +16,7 @@ from meshbook.debug.dap_session import (
     DebuggerStart,
     DebugSession,
     hidden_folders,
+    is_suspended,
     load_pydevd,
 )
 from meshbook.errors import GroupAborted
@@ -83,11 +84,8 @@ _changing = threading.Lock()  # held while a session begins or ends: pydevd is o
 
 
 def debugged_place(worker: Worker) -> str:
-    """Return the place of the main thread if it stands at a breakpoint of the debugger; else an empty text."""
-    session = worker.debug_session
-    if session is None or not session.is_stopped:
-        return ""
-    return users_place(frame_of(worker.main_thread))
+    """Return the place of the main thread if a visual debugger has stopped it; else an empty text."""
+    return users_place(frame_of(worker.main_thread)) if is_suspended(threading.main_thread()) else ""
 
 
 def debug_open(worker: Worker, id: str) -> DebuggerStart:

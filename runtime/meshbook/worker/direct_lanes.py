@@ -56,8 +56,7 @@ class RankLane:
         turn.watch(fd, self.serve)
 
     def send(self, data: bytes) -> bool:
-        """Send a message now, or when there is room; return False if the lane is closed. Any thread; within
-        a shield."""
+        """Send a message, as soon as there is room; False: the lane is closed. Any thread; within a shield."""
         with self._lock:
             if not self.is_open:
                 return False
@@ -152,7 +151,10 @@ class RankLanes:
             forks.refuse_inherited(self._generation)
         rank = -1 if call.segment is not None else self._single.get(call.target, -2)
         if rank == -2:
-            rank = self._note_target(call.target)
+            if len(self._single) >= KEPT_TARGETS:
+                self._single.clear()
+            ranks = [rank for part in call.target for rank in part.ranks()]
+            rank = self._single[call.target] = ranks[0] if len(ranks) == 1 else -1
         way = (call.mesh, rank, call.generation)
         if (lane := self._used.get(way)) is not None and self._send_by(lane, call, payload):
             return
@@ -162,13 +164,6 @@ class RankLanes:
                 self._send_by_agent(way, call, payload)
         if lane is not None:  # it has just been opened
             self.send(call, payload)
-
-    def _note_target(self, target: wire.Target) -> int:
-        if len(self._single) >= KEPT_TARGETS:
-            self._single.clear()
-        ranks = [rank for part in target for rank in part.ranks()]
-        self._single[target] = ranks[0] if len(ranks) == 1 else -1
-        return self._single[target]
 
     def _send_by(self, lane: RankLane, call: wire.Call, payload: Sequence[Buffer]) -> bool:
         """Send a call by a lane, and wait for room, so that no other call overtakes it. Returns: False if the lane was

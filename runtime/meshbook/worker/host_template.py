@@ -51,7 +51,8 @@ def main(agent: str, fd: int) -> NoReturn:
         try:
             if (pid := os.fork()) == 0:
                 _be_host(agent, shell, serving, stdin, log, asked)
-            serving.say_forked(launcher, pid)
+            serving.hosts[launcher].add(pid)
+            serving.say(launcher, wire.encode(protocol.HostForked(pid)))
         except OSError as error:
             serving.say_failed(launcher, error)
         os.close(stdin)
@@ -67,7 +68,7 @@ class _Launchers:
         self._starter, self._ready = starter, ready
         self._listener = sock if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else None
         self._launchers: dict[int, socket.socket] = {}
-        self._hosts: dict[int, set[int]] = {}  # the hosts that each launcher may ask for, by its descriptor
+        self.hosts: dict[int, set[int]] = {}  # the hosts that each launcher may ask for, by its descriptor
         self._left: dict[int, int] = {}  # the hosts that we reap since their launcher has gone, by their pidfds
         if self._listener is None:
             self._add(sock)
@@ -95,8 +96,8 @@ class _Launchers:
                 return None
 
     def _add(self, sock: socket.socket) -> None:
-        self._launchers[sock.fileno()], self._hosts[sock.fileno()] = sock, set()
-        self._say(sock.fileno(), self._ready)
+        self._launchers[sock.fileno()], self.hosts[sock.fileno()] = sock, set()
+        self.say(sock.fileno(), self._ready)
 
     def _hear(self, fd: int) -> tuple[int, int, int, protocol.ForkHost] | None:
         sock = self._launchers[fd]
@@ -107,32 +108,28 @@ class _Launchers:
                 return None
             request = protocol.decode_host_request(data)
             if isinstance(request, protocol.ReapHost):
-                self._hosts[fd].discard(request.pid)
+                self.hosts[fd].discard(request.pid)
                 status = os.waitstatus_to_exitcode(os.waitpid(request.pid, 0)[1])
-                self._say(fd, wire.encode(protocol.HostReaped(status)))
+                self.say(fd, wire.encode(protocol.HostReaped(status)))
                 return None
             return fd, *template.receive_descriptors(sock), request
         except OSError as error:
             self.say_failed(fd, error)
             return None
 
-    def say_forked(self, launcher: int, pid: int) -> None:
-        """Tell a launcher of its new host."""
-        self._hosts[launcher].add(pid)
-        self._say(launcher, wire.encode(protocol.HostForked(pid)))
-
     def say_failed(self, launcher: int, error: OSError) -> None:
         """Tell a launcher that there is no host."""
-        self._say(launcher, wire.encode(protocol.ForkFailed(f"a process could not be forked: {explain(error)}")))
+        self.say(launcher, wire.encode(protocol.ForkFailed(f"a process could not be forked: {explain(error)}")))
 
-    def _say(self, fd: int, answer: bytes) -> None:
+    def say(self, fd: int, answer: bytes) -> None:
+        """Send a launcher a message."""
         with contextlib.suppress(OSError):  # it has gone, as the next poll says
             self._launchers[fd].send(answer)
 
     def _part_with(self, fd: int) -> None:
         """Forget a launcher that has gone, or leaves its hosts to themselves."""
         self._launchers.pop(fd).close()
-        for pid in self._hosts.pop(fd) if self._listener is not None else ():
+        for pid in self.hosts.pop(fd) if self._listener is not None else ():
             self._left[os.pidfd_open(pid)] = pid
 
     def close_in_child(self) -> None:

@@ -90,7 +90,7 @@ class InterruptGate:
             self._meant = 0
             return None
         if self._target == call:
-            self._send()
+            self.wake()
             if now > self._meant_at + 1 and _peek_signal(signal.SIGINT) is _ignore:
                 signal.pthread_kill(self._main, signal.SIGINT)  # native code may look out for that
             return REPEAT_S if now < max(self._meant_at + 1, self._insist_until) else REPEAT_LATER_S
@@ -103,10 +103,7 @@ class InterruptGate:
     def _raise_again(self, now: float) -> None:
         self._again_at = now + INSIST_EVERY_S
         self._target = self._meant
-        self._send()
-
-    def _send(self) -> None:
-        signal.pthread_kill(self._main, INTERRUPT)
+        self.wake()
 
     def visit(self, action: Callable[[FrameType | None], object], *, wakes: bool = True) -> None:
         """Have the main thread call ``action(frame)`` when it looks at its signals next; it must not raise.
@@ -123,7 +120,7 @@ class InterruptGate:
 
     def wake(self) -> None:
         """Have the main thread look at its signals; it ends its system call for that."""
-        self._send()
+        signal.pthread_kill(self._main, INTERRUPT)
 
     @property
     def meant(self) -> bool:

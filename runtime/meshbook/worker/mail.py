@@ -105,8 +105,7 @@ class WorkerMail:
         self._generation = forks.generation
 
     def call(self, request: CallRequest, *, output: int = 0, chain: tuple[int, ...] = ()) -> RequestFuture[Any]:
-        """Call a mailbox (not 0) of any mesh of the session. output: the output for the members' prints. chain: see
-        `wire.Call`."""
+        """Call a mailbox (not 0) of any mesh of the session. output, chain: see `wire.Call`."""
         assert request.mailbox, "the endpoints of a process are for its controller"
         if request.reply:
             self.start()

@@ -93,7 +93,7 @@ class Peek:
         if self._worker.claims.running is None or self._worker.shell.debugger.place:
             return True
         frame = frame_of(self._worker.main_thread)
-        return frame is not None and (_is_waiting_code(frame.f_code.co_filename) or _sleeps(frame))
+        return frame is not None and (frame.f_code.co_filename in _WAITING or _sleeps(frame))
 
     # ---- main thread ------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,8 @@ class Peek:
             kept.enter_context(collectives_refused())
             try:
                 self._may_raise = True
-                _keep_state_of_numpy(kept)  # which may wait for a lock
+                if (numpy_random := _loaded("numpy.random")) is not None:  # which may wait for a lock
+                    kept.callback(numpy_random.set_state, numpy_random.get_state())
                 pickled = contextvars.copy_context().run(self._evaluate)
                 self._may_raise = False
             except BaseException as error:
@@ -175,11 +176,7 @@ def _place(worker: Worker, frame: FrameType | None) -> str:
 _STDLIB = f"{Path(threading.__file__).parent}/"
 _MODULES = "threading queue selectors socket subprocess multiprocessing/connection multiprocessing/popen_fork"
 _WAITING = frozenset(f"{_STDLIB}{name}.py" for name in _MODULES.split())
-
-
-def _is_waiting_code(file: str) -> bool:
-    """Whether a file of Python's own waits in functions that take up a wait again after a signal."""
-    return file in _WAITING
+"""The files of Python's own that wait in functions which take up a wait again after a signal."""
 
 
 def _sleeps(frame: FrameType) -> bool:
@@ -213,8 +210,3 @@ def _keep_random_state(kept: contextlib.ExitStack) -> None:
         kept.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         if torch.cuda.is_initialized():
             kept.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-
-
-def _keep_state_of_numpy(kept: contextlib.ExitStack) -> None:
-    if (numpy_random := _loaded("numpy.random")) is not None:
-        kept.callback(numpy_random.set_state, numpy_random.get_state())

@@ -72,8 +72,7 @@ _FILE = io.IOBase.__base__ or io.IOBase
 
 
 def write_buffers() -> None:
-    """Write the buffers of open files; raise nothing. May wait for a reader of a pipe: the end has a deadline
-    elsewhere."""
+    """Write the buffers of open files; raise nothing. It may wait for the reader of a pipe."""
     files: list[io.IOBase] = [each for each in gc.get_objects() if issubclass(type(each), _FILE)]
     for file in sorted(files, key=_turn):
         with contextlib.suppress(Exception):

@@ -143,14 +143,13 @@ def versions(worker: Worker) -> dict[str, str]:
 
 
 def way(worker: Worker) -> str:
-    """Return the address, with its interface, by which other hosts know this rank's host; empty where it is the only
-    one."""
+    """Return the address, with its interface, by which other hosts know this host; empty if it is the only one."""
     return chosen_interface()
 
 
 def progress(worker: Worker) -> RankTold:
     """Return the rank's activity and the progress of its groups, without its stacks."""
-    current, paused = worker.claims.running, worker.shell.debugger.place or place_in_debugger(worker)
+    current, paused = worker.claims.running, worker.shell.debugger.place or debugged_place(worker)
     busy_s = time.monotonic() - current.since if current else 0.0
     told = worker.groups.collectives(current.id if current else 0, recent=RECENT, look_deeper=True)
     return RankTold(busy_s, paused or where(worker), paused, told, ())
@@ -223,7 +222,10 @@ def _answer(key: tuple[object, ...], work: Callable[[], T]) -> T | None:
             return None
         _open.add(key)
     try:
-        return _twice(work)
+        try:
+            return work()
+        except RuntimeError:  # the main thread has changed an object that was being read
+            return work()
     except Exception:
         return None
     finally:
@@ -235,14 +237,6 @@ def _answer(key: tuple[object, ...], work: Callable[[], T]) -> T | None:
 def _looked_at(code: str, cursor: int) -> str:
     """Return the line before the name that is being typed."""
     return re.sub(r"\w*$", "", code[:cursor].rpartition("\n")[2])
-
-
-def _twice(work: Callable[[], T]) -> T:
-    """Do the work once more if the main thread has changed an object that was being read."""
-    try:
-        return work()
-    except RuntimeError:
-        return work()
 
 
 def _sendable(text: str) -> bool:
@@ -276,16 +270,6 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
         tasks = task_frames(worker.shell.loop)[: MAX_THREADS - len(threads)]
         threads += [ThreadStack(name, False, _read(frames)) for name, frames in tasks if frames]
     return tuple(threads)
-
-
-def place_in_debugger(worker: Worker) -> str:
-    """Return the place where an editor's debugger has stopped the main thread; empty when it has not."""
-    for frame in _callers(frame_of(worker.main_thread)):
-        if "pydevd" in frame.f_code.co_filename and "wait_suspend" in frame.f_code.co_name:
-            return users_place(frame)
-        if is_users_code(frame.f_code):
-            break
-    return ""
 
 
 def watch_nan(worker: Worker, is_on: bool) -> bool:

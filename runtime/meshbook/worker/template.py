@@ -109,17 +109,13 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
         sock = socket.socket(fileno=child.descriptors[0])
         started = time.perf_counter()
         sock.send(wire.encode(protocol.TemplateForked(os.getpid())))
-        _preload_or_explain(sock, child.kind)
+        try:
+            _import(filter(None, child.kind.split(",")))  # the user's modules
+        except BaseException:
+            failure = traceback.format_exc(limit=-2)[-2000:]
+            sock.send(wire.encode(protocol.TemplateReady(os.getpid(), 0.0, failure=failure)))
+            os._exit(1)
         outlive_parent()  # what our workers have left is ended when the agent closes the socket
-
-
-def _preload_or_explain(sock: socket.socket, modules: str) -> None:
-    """Import the user's modules in a fresh template; report a failing import to the agent, and exit."""
-    try:
-        _import(filter(None, modules.split(",")))
-    except BaseException:
-        sock.send(wire.encode(protocol.TemplateReady(os.getpid(), 0.0, failure=traceback.format_exc(limit=-2)[-2000:])))
-        os._exit(1)
 
 
 def why_not_to_fork() -> str:
@@ -171,12 +167,9 @@ class SpareWork:
         if select.select([sock], [], [], IDLE_S)[0]:
             return
         self.import_now()
-        if not self._has_rehearsed and not select.select([sock], [], [], 0.0)[0]:
-            self._has_rehearsed = True
-            self._rehearse()
-
-    def _rehearse(self) -> None:
-        """Form a group and forget it, so that ranks share the memory that it changes. Errors go to the log."""
+        if self._has_rehearsed or select.select([sock], [], [], 0.0)[0]:
+            return
+        self._has_rehearsed = True
         if "meshbook.groups.rank_groups" not in sys.modules:
             return
         try:
@@ -246,8 +239,7 @@ def _serve(sock: socket.socket, flock: SpawnedWorkers, spare: SpareWork) -> _For
 
 
 def _fork_batch(sock: socket.socket, request: protocol.Request, report: int) -> _Fork:
-    """Fork the requested processes in the batch process, and exit; return in each child only. report: gets
-    their pids."""
+    """Fork processes in the batch process, and exit; return in each child only. report: gets their pids."""
     count = request.count if isinstance(request, protocol.ForkWorkers) else 1
     gone_read, gone_write = os.pipe()
     batch_pid = os.getpid()

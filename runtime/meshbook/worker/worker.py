@@ -276,8 +276,7 @@ ASK_S = 20.0  # a module may take so long to come from the notebook
 
 
 def enter_environment(begin: wire.Begin) -> None:
-    """Enter the folder and the environment that the agent gives. Raises: the errors of modules that are imported for
-    it."""
+    """Enter the folder and the environment that the agent gives. Raises: the errors of preloaded modules."""
     if not begin.command.inherits:
         os.environb.clear()
     os.environb.update(begin.environment)
