@@ -84,15 +84,6 @@ def _checked(message: wire.Replies, frames: Sequence[Buffer], whole: set[int]) -
     return wire.Replies(message.id, tuple(replies)), kept
 
 
-class Report(NamedTuple):
-    """The messages for the new controller, in this order."""
-
-    hosted: wire.Hosted
-    # answers that the former one had acknowledged, to calls that are still open; then all it had not
-    again: list[tuple[wire.FromHost, Sequence[Buffer]]]
-    unneeded: set[Segment]  # shared memory that will not be asked for again
-
-
 def hear_out(meshes: Iterable[AgentMesh]) -> None:
     """Take in the workers' messages until each has told which calls came past us: the next controller is to know them.
     A worker that is stopped, or whose native code keeps the interpreter, is waited for `HEAR_S` and no longer."""
@@ -109,8 +100,11 @@ def hear_out(meshes: Iterable[AgentMesh]) -> None:
             worker.mail.read_waiting()
 
 
-def report(meshes: Iterable[AgentMesh], found: UnackedMessages) -> Report:
-    """Put together the report for the new controller."""
+def report(
+    meshes: Iterable[AgentMesh], found: UnackedMessages
+) -> tuple[wire.Hosted, list[tuple[wire.FromHost, Sequence[Buffer]]], set[Segment]]:
+    """Put together the report for the new controller. Returns: the report; answers that the former one had acknowledged
+    to calls that are open, then all it had not; and shared memory that will not be asked for again."""
     known = [mesh for mesh in meshes if mesh.memory.spawn is not None and not mesh.worker_pool.ending]
     lent = {(worker.pid, segment) for mesh in known for worker in mesh.workers.values() for segment in worker.lent}
     answers = [each for mesh in known for each in mesh.memory.acknowledged_replies(found.replies, lent)]
@@ -121,7 +115,7 @@ def report(meshes: Iterable[AgentMesh], found: UnackedMessages) -> Report:
         if reply.segment is not None
     }
     hosted = wire.Hosted(tuple(_describe(mesh, found) for mesh in known))
-    return Report(hosted, [*answers, *found.messages], lent - needed)
+    return hosted, [*answers, *found.messages], lent - needed
 
 
 def _describe(mesh: AgentMesh, found: UnackedMessages) -> wire.HostedState:

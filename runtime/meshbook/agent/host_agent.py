@@ -78,7 +78,7 @@ class HostAgent:
         self._name = ticket.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._loop = EventLoop()
         dialer = Dialer()
-        self._uplink = Uplink(dialer, ticket, self._loop, self, self._succeed)
+        self._uplink = Uplink(dialer, ticket, self._loop, self._on_message, self._on_whole, self._succeed)
         self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence, self._on_gone, ticket.arrive_s)
         self._meshes: dict[int, AgentMesh] = {}
         self._welcome: wire.Welcome | None = None
@@ -159,7 +159,7 @@ class HostAgent:
 
     # ---- controller ---------------------------------------------------------------------------------------------
 
-    def on_message(self, header: bytes, payload: list[bytes]) -> None:
+    def _on_message(self, header: bytes, payload: list[bytes]) -> None:
         """Act on a message. If it cannot be read, the sender is told that there will be no answer."""
         try:
             self._dispatch(wire.decode_to_host(header), payload)
@@ -169,7 +169,7 @@ class HostAgent:
             tell(error, "a message of the controller")
             self._refuse(*wire.name_of(header), error)
 
-    def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
+    def _on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
         """Act on a message whose payload has arrived in full."""
         if isinstance(message, wire.Call):
             self._on_call(message, frames)
@@ -293,8 +293,7 @@ class HostAgent:
         mesh.call(call, payload)
 
     def _drop_held(self, mesh: AgentMesh, cancel: wire.Cancel) -> bool:
-        """Answer for a call that waits for its payload, if ``cancel`` names all of its members here, and drop the
-        payload; return False if there is none."""
+        """Answer for a call that waits for its payload, if ``cancel`` names all of its members here; else False."""
         for call, _ in self._uplink.bulk_in.queue:
             if isinstance(call, wire.Call) and call.id == cancel.call:
                 members = {rank for rank in mesh.workers if wire.target_has(call.target, rank)}

@@ -63,7 +63,7 @@ class PeerClient:
         self._pid, self._started = pid, start_time(pid) if pid else None
         self._from, self._endpoint = host.name, ticket.endpoint
         self.lost = ""  # why it is lost: its host is lost, or out of our reach
-        self._uplink = Uplink(host.dialer, ticket, host.loop, self)
+        self._uplink = Uplink(host.dialer, ticket, host.loop, self._on_message, self._on_whole)
         self.calls = make_calls(self._uplink)  # the calls that went there
         self.beat()
 
@@ -75,7 +75,7 @@ class PeerClient:
             except (*wire.MALFORMED, PeerProtocolError) as error:
                 self.lost = f"its host is lost: it sent something impossible: {error}"
 
-    def on_message(self, header: bytes, payload: list[bytes]) -> None:
+    def _on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
             case wire.Replies() as replies:
                 if not self._uplink.bulk_in.park(replies, payload):
@@ -87,7 +87,7 @@ class PeerClient:
             case other:
                 raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
 
-    def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
+    def _on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
         assert isinstance(message, wire.Replies)
         self.calls.on_replies(message, frames)
 
@@ -293,11 +293,6 @@ class AgentPeers:
 ForwardedKey: TypeAlias = tuple[wire.Origin | None, int]
 
 
-class _Away(NamedTuple):
-    sender: AgentWorker
-    ranks: set[int]
-
-
 class ForwardedCalls:
     """The calls sent by one uplink: to the controller's process, or to the agent of another host. answer: hands answers
     to the worker that has called. discard: lets go of a payload that is not wanted."""
@@ -311,7 +306,7 @@ class ForwardedCalls:
     ) -> None:
         self.uplink = uplink
         self._host, self._answer, self._discard = host, answer, discard
-        self._open: dict[ForwardedKey, _Away] = {}
+        self._open: dict[ForwardedKey, tuple[AgentWorker, set[int]]] = {}  # the senders, and the ranks that are asked
 
     def send(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer], ranks: Collection[int]) -> None:
         """Send a call that is for ``ranks`` over there."""
@@ -326,7 +321,7 @@ class ForwardedCalls:
         if segment is not None:
             sender.lent.add(segment.segment)
         if call.reply:
-            self._open[call.origin, call.id] = _Away(sender, set(ranks))
+            self._open[call.origin, call.id] = sender, set(ranks)
         self.uplink.send(msgspec.structs.replace(call, segment=segment, bulk=bulk), payload)
 
     def cancel(self, cancel: wire.Cancel) -> None:
@@ -337,27 +332,27 @@ class ForwardedCalls:
     def lose(self, death: wire.DeathCause) -> None:
         """Answer for all calls: no answer comes from there any more."""
         opened, self._open = self._open, {}
-        for (origin, id), away in opened.items():
-            self._answer(away.sender, lost_replies(id, [(rank, death) for rank in sorted(away.ranks)], origin), ())
+        for (origin, id), (sender, ranks) in opened.items():
+            self._answer(sender, lost_replies(id, [(rank, death) for rank in sorted(ranks)], origin), ())
 
     def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
         """Hand on answers that have come with all of their payloads."""
-        away = self._open.get((replies.origin, replies.id))
+        sender, ranks = self._open.get((replies.origin, replies.id), (None, set()))
         kept: list[wire.RankReply] = []
         mine: list[bytes] = []
         for reply, part in split_replies(replies, frames):
             if reply.bulk is not None:
                 reply, part = self._bring(reply, part)
-            if away is not None and reply.rank in away.ranks:  # else nobody there was asked
-                away.ranks.discard(reply.rank)
+            if reply.rank in ranks:  # else nobody there was asked
+                ranks.discard(reply.rank)
                 kept.append(reply)
                 mine += part
             elif reply.segment is not None:
                 self._discard(reply.segment)
-        if away is not None and not away.ranks:
+        if sender is not None and not ranks:
             del self._open[replies.origin, replies.id]
-        if away is not None and kept:
-            self._answer(away.sender, wire.Replies(replies.id, tuple(kept), replies.origin), mine)
+        if sender is not None and kept:
+            self._answer(sender, wire.Replies(replies.id, tuple(kept), replies.origin), mine)
 
     def _bring(self, reply: wire.RankReply, frames: Sequence[bytes]) -> tuple[wire.RankReply, Sequence[bytes]]:
         """Put a payload that came in pieces into our shared memory."""

@@ -32,8 +32,7 @@ NEW_S = 60.0  # an end is young for so long: sshd makes it before it listens the
 
 
 def settle_in(ticket: Ticket) -> tuple[Ticket, int]:
-    """Write to a log of this machine from now on; return the ticket as it is to be used here, and the connection.
-    Raises: OSError, SpawnError."""
+    """Write to a log of this machine; return the ticket to use, and the connection. Raises: OSError, SpawnError."""
     if ticket.by_tunnel and not tunnel_of(ticket).is_socket():
         raise SpawnError(f"meshbook: no tunnel at {tunnel_of(ticket)}; remote port forwarding failed")
     base = log_base()

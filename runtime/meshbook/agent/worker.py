@@ -46,8 +46,7 @@ class WorkerLane:
         *,
         read_bytes: int = READ_BYTES,
     ) -> None:
-        """on_sent: called when all data that had to wait was sent, or never will be. read_bytes: how much is taken in
-        at a time, before others have their turn."""
+        """on_sent: called when waiting data was sent, or never will be. read_bytes: the most that is read at a time."""
         self._loop, self._sock, self._read_bytes = loop, sock, read_bytes
         self._on_message, self._on_nonsense, self._on_sent = on_message, on_nonsense, on_sent
         self._messages = MessageSocket(sock)

@@ -89,21 +89,21 @@ class WorkerPool:
         except DeviceError as error:
             self._report(wire.SpawnFailed(spawn.mesh, str(error), error.wanted, error.found, spawn.request))
             return
+        common = msgspec.structs.replace(spawn, seats=(), bindings=())
         batch = _Batch(spawn)
         self._batches.append(batch)
         try:
             self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             for seat, slot in zip(spawn.seats, slots, strict=True):
-                device, log = f"cuda:{slot}" if devices else "cpu", self._log_dir / f"rank-{seat.known_as}.log"
-                self.logs[seat.known_as] = log
-                worker = AgentWorker(
-                    self._loop, self._owner, seat.known_as, device, self._marker, log, time.monotonic()
-                )
-                worker.slot, worker.request = slot, spawn.request
-                self.workers[seat.known_as] = worker
-                self._members.clear()
+                worker = self._make_worker(spawn, seat, slot, f"cuda:{slot}" if devices else "cpu")
                 batch.workers.append(worker)
-                begin = self._begin(spawn, seat, worker, devices, import_in_workers)
+                own = {b"LOCAL_RANK": b"%d" % seat.local_rank}
+                if devices:
+                    own[b"CUDA_VISIBLE_DEVICES"] = ",".join(devices).encode()
+                binding = spawn.bindings[seat.local_rank] if seat.local_rank < len(spawn.bindings) else {}
+                begin = wire.Begin(
+                    worker.identity, self._marker, common, own, import_in_workers, binding, self.shortcut
+                )
                 worker.calls.send([wire.encode(begin)])
         except OSError as error:
             self._on_not_forked(batch, explain(error))
@@ -114,34 +114,17 @@ class WorkerPool:
             lambda reason: self._on_not_forked(batch, reason, on_template_lost if template.failure else None),
         )
 
-    def _begin(
-        self,
-        spawn: wire.Spawn,
-        seat: wire.Seat,
-        worker: AgentWorker,
-        devices: Sequence[str],
-        import_in_workers: bool,
-    ) -> wire.Begin:
-        own = {b"LOCAL_RANK": b"%d" % seat.local_rank}
-        if devices:
-            own[b"CUDA_VISIBLE_DEVICES"] = ",".join(devices).encode()
+    def _make_worker(self, spawn: wire.Spawn, seat: wire.Seat, slot: int, device: str) -> AgentWorker:
+        log = self.logs[seat.known_as] = self._log_dir / f"rank-{seat.known_as}.log"
+        worker = AgentWorker(self._loop, self._owner, seat.known_as, device, self._marker, log, time.monotonic())
+        worker.slot, worker.request = slot, spawn.request
         worker.identity = wire.Identity(
-            mesh=spawn.mesh, name=spawn.name, host=self.host, host_id=self._host_id, device=worker.device,
+            mesh=spawn.mesh, name=spawn.name, host=self.host, host_id=self._host_id, device=device,
             **_place_of(seat, spawn.arrangement, spawn.generation),
         )  # fmt: skip
-        return wire.Begin(
-            worker.identity,
-            marker=self._marker,
-            preload=spawn.preload if import_in_workers else (),
-            cwd=spawn.cwd,
-            sys_path=spawn.sys_path,
-            environment={**spawn.environment, **own},
-            advice=spawn.advice,
-            shares_files=spawn.shares_files,
-            command=spawn.command,
-            binding=spawn.bindings[seat.local_rank] if seat.local_rank < len(spawn.bindings) else {},
-            shortcut=self.shortcut,
-        )
+        self.workers[seat.known_as] = worker
+        self._members.clear()
+        return worker
 
     def _on_forked(self, batch: _Batch, pids: list[int]) -> None:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from meshbook.errors import WorkerLost
@@ -83,11 +83,6 @@ class Reaction(NamedTuple):
 
 
 Reactions: TypeAlias = Mapping[int, Reaction | Unresponsive]
-
-
-def no_reactions(ranks: Iterable[int], why: SilenceCause) -> dict[int, Reaction | Unresponsive]:
-    """Return the same silence for ranks that cannot be asked."""
-    return dict.fromkeys(ranks, Unresponsive(why))
 
 
 def place_of(answer: Reaction | Unresponsive) -> str:

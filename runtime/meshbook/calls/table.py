@@ -74,16 +74,13 @@ class FailingCall:
     @property
     def due(self) -> float:
         """The time at which to call `is_ripe`."""
-        return self._tell_at if self._asking or self._source is None else min(self._look_at, self._tell_at)
-
-    def on_answer(self) -> None:
-        """Note that one more rank has answered, or was lost."""
         if self._call.hurried:
-            self._tell_at = 0.0
+            return 0.0
+        return self._tell_at if self._asking or self._source is None else min(self._look_at, self._tell_at)
 
     def is_ripe(self, now: float) -> bool:
         """Whether to tell of the failures now; else asks again, if it is time to."""
-        if self._tell_at <= now:
+        if self._tell_at <= now or self._call.hurried:
             return True
         if self._source is not None and not self._asking and self._look_at <= now:
             self._asking = True
@@ -259,10 +256,8 @@ class CallTable:
         if not call.waiting:
             if not later:
                 self.complete(call)
-        elif call.fail_fast and (call.failures or call.lost) and not call.is_told:
-            if call.id not in self._failing:
-                self._failing[call.id] = FailingCall(call, watcher)
-            self._failing[call.id].on_answer()
+        elif call.fail_fast and (call.failures or call.lost) and call.id not in self._failing and not call.is_told:
+            self._failing[call.id] = FailingCall(call, watcher)
 
     def complete(self, call: OpenCall, groups: str = "") -> None:
         """Hand out the outcome of a call that all ranks have answered, and forget it. groups: as `OpenCall.settle`."""

@@ -70,8 +70,7 @@ _OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec
 def is_from_outside(error: BaseException) -> bool:
     """Whether an error was raised into the main thread for the user's code that waits: by a time limit, say.
 
-    It came out of the handler of a signal, or another thread has sent it (``PyThreadState_SetAsyncExc``), which is told
-    by its type alone.
+    It came out of the handler of a signal, or another thread has sent it, which is told by its type alone.
     """
     if threading.get_ident() != forks.main_thread:
         return False

@@ -251,18 +251,15 @@ class Future(Generic[T]):
         if self._final.setdefault(0, outcome) is not outcome:
             return False
         if self._listeners:
-            self._wake_waiters()
+            waiters: deque[WaitingLock] = self._listeners.get(_WAITERS, _NONE)
+            while waiters:
+                try:
+                    waiters.popleft().release()
+                except IndexError:  # the last one has just given up
+                    break
             self._run_callbacks()
         self._on_cancel = self._on_timeout = None  # they may hold much
         return True
-
-    def _wake_waiters(self) -> None:
-        waiters: deque[WaitingLock] = self._listeners.get(_WAITERS, _NONE)
-        while waiters:
-            try:
-                waiters.popleft().release()
-            except IndexError:  # the last one has just given up
-                break
 
     def _run_callbacks(self) -> None:
         callbacks: deque[Callable[[Future[T]], object]] = self._listeners.get(_CALLBACKS, _NONE)

@@ -65,8 +65,7 @@ class SigintScope:
     def open(self) -> bool:
         """Take the place; returns whether it could be taken.
 
-        Only the main thread runs handlers. One that is no function of Python's could not be put back, and raises
-        nothing in our midst.
+        Only the main thread runs handlers. One that is no function of Python's could not be put back.
         """
         if threading.get_ident() != forks.main_thread:
             return False

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.output import OutputTarget
-from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, no_reactions
+from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, Unresponsive
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
@@ -208,7 +208,7 @@ class Controller:
             for host in self.hosts:
                 if not host.lost:
                     host.knock()  # what has come has come; what comes now is for the next controller
-            self._io.end_serving()
+            self._inbox.is_closed = True  # the I/O thread serves no more after this turn
 
         if timeout_s > 0:
             self.ask(say)
@@ -303,8 +303,7 @@ class Controller:
         return future
 
     def cancel(self, id: int, *, insist: bool = False, ranks: Collection[int] | None = None) -> None:
-        """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them.
-        insist: see `meshbook.calls.interrupt`."""
+        """Interrupt a call where it runs, drop it where it waits; on all of its members, or on ``ranks`` of them."""
 
         def send() -> None:
             call = self._dispatcher.calls.find(id)
@@ -359,7 +358,7 @@ class Controller:
         """Return the same with how each rank takes the interrupt that was sent to it."""
         mesh = self._dispatcher.meshes.get(mesh_id)
         if mesh is None:
-            return no_reactions(ranks, SilenceCause.MESH_STOPPED)
+            return dict.fromkeys(ranks, Unresponsive(SilenceCause.MESH_STOPPED))
         return look(self.questions, mesh, ranks, "reaction", Reaction, timeout_s)
 
     def stacks(self, mesh: MeshState, members: Members, ask: StackQuestion) -> MeshStacks:

@@ -370,8 +370,7 @@ class Dispatcher:
     def renumber(
         self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float
     ) -> Future[None]:
-        """Renumber ranks, and end the ranks without a new number within ``grace_s``; the future is done when these are
-        gone.
+        """Renumber ranks, and end those without a new number within ``grace_s``: then the future is done.
 
         check: raises if it cannot be done; takes the ranks that have a call to answer. Hosts are told whose workers may
         have references to ranks of the mesh.

@@ -160,7 +160,7 @@ class GroupFormer:
             self._poll.look_in(FIRST_LOOK_S)
 
     def _carry_out(self, places: Mapping[int, str], spare: Collection[int], groups: Collection[str]) -> None:
-        self._poll.forget_suspects()
+        self._poll.odd = []  # the next ones count from the start
         self.note(DoubtEvent.ABORTED)
         for call in self.running():
             call.abort(places)

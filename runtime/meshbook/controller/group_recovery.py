@@ -413,7 +413,7 @@ class GroupRecovery:
     def _plan_next_look(self) -> None:
         """Have the ranks asked again, if anything is still open."""
         former, poll = self._former, self._poll
-        if poll.suspects or self._stuck:
+        if poll.odd or self._stuck:
             poll.look_in(FIRST_LOOK_S)
         elif self._ended and former.is_sound:
             poll.look_in(0.0)

@@ -166,13 +166,9 @@ class IoThread:
         self._thread = hidden_thread(self._run, "meshbook.io")
         self._thread.start()
 
-    def end_serving(self) -> None:
-        """Serve no more after this turn."""
-        self._inbox.is_closed = True
-
     def close(self) -> None:
         """End the thread, once."""
-        self.end_serving()
+        self._inbox.is_closed = True
         os.eventfd_write(self._inbox.wake_fd, 1)
         self._thread.join(timeout=5)
         os.close(self._inbox.wake_fd)

@@ -49,8 +49,7 @@ class ProgressSnapshot(NamedTuple):
 
 
 class ProgressPoll:
-    """The question that is under way, and the time of the next one. ``on_complete(look)`` is called when all living
-    ranks have answered, or had `ANSWER_S` to."""
+    """The question that is under way, and the time of the next. on_complete: takes the answers, or those in time."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class ProgressPoll:
         self._answer_s = ANSWER_S
         self.look_at = math.inf  # when to ask the next question
         self._pause_s = FIRST_LOOK_S
-        self._odd: list[Odd] = []
+        self.odd: list[Odd] = []  # groups that were odd when the ranks were asked last, which may have been chance
 
     # ---- when -----------------------------------------------------------------------------------------------------
 
@@ -134,20 +133,11 @@ class ProgressPoll:
 
     # ---- groups that seem odd --------------------------------------------------------------------------------------
 
-    @property
-    def suspects(self) -> bool:
-        """Whether groups were odd when the ranks were asked last, which may have been chance."""
-        return bool(self._odd)
-
     def confirm(self, found: list[Odd]) -> list[Odd]:
         """Return the groups that are odd for certain, or were so, equally far, when the ranks were asked before."""
-        confirmed = [each for each in found if each.is_certain or each in self._odd]
-        self._odd = [] if confirmed else found
+        confirmed = [each for each in found if each.is_certain or each in self.odd]
+        self.odd = [] if confirmed else found
         return confirmed
-
-    def forget_suspects(self) -> None:
-        """Forget odd groups, since groups were aborted: the next ones count from the start."""
-        self._odd = []
 
 
 TELL_S = 2.0  # a call may take so long before the ranks are asked

@@ -123,8 +123,7 @@ class BulkReceiver:
         self._unwanted: set[int] = set()
 
     def receive(self, piece: wire.Bulk, data: Buffer) -> None:
-        """Add a piece; when its payload is complete, pass on the messages that waited for it. Raises: PeerProtocolError
-        for a size or an offset that cannot be."""
+        """Add a piece; the last one passes on the messages that wait for it. Raises: PeerProtocolError."""
         if piece.payload in self._unwanted:
             if piece.last:
                 self._unwanted.discard(piece.payload)

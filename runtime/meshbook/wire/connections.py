@@ -93,11 +93,6 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
 
 
-class _Stranger(NamedTuple):
-    address: str
-    since: float
-
-
 class _Lane(NamedTuple):
     fd: int
     heard: float
@@ -109,7 +104,7 @@ class ConnectionFilter:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._port = listener.getsockname()[1]
-        self._strangers: dict[int, _Stranger] = {}  # by descriptor, in the order of arrival
+        self._strangers: dict[int, str] = {}  # their addresses by descriptor, in the order of arrival
         self._by_address: Counter[str] = Counter()
         self._lanes: dict[str, _Lane] = {}
         self._buffer = ctypes.create_string_buffer(_DROP_ALL)
@@ -129,7 +124,7 @@ class ConnectionFilter:
         """Note a connection that libzmq has let in, whose handshake begins."""
         address = self._address_of(fd)
         self._forget_stranger(fd)
-        self._strangers[fd] = _Stranger(address, time.monotonic())
+        self._strangers[fd] = address
         self._by_address[address] += 1
         if self._by_address[address] > MAX_PER_ADDRESS + self._missing:
             self._turn_away(fd)
@@ -188,11 +183,11 @@ class ConnectionFilter:
 
     def _forget_stranger(self, fd: int) -> bool:
         """Forget a stranger; return whether it was one."""
-        if (stranger := self._strangers.pop(fd, None)) is None:
+        if (address := self._strangers.pop(fd, None)) is None:
             return False
-        self._by_address[stranger.address] -= 1
-        if not self._by_address[stranger.address]:
-            del self._by_address[stranger.address]
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
         return True
 
     def _turn_away(self, fd: int) -> None:

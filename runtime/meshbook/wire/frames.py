@@ -256,8 +256,7 @@ class Batch:
         self._size_bytes = 0
 
     def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message, soon; send one with a payload, or a large one, at once, after those that wait. Raises: the
-        errors of ``send`` for this very message."""
+        """Send a message, soon; one with a payload, or a large one, at once. Raises: the errors of ``send``."""
         if payload or len(header) > MAX_BATCH_BYTES:
             self.flush()
             self._send(header, payload)

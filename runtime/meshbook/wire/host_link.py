@@ -20,8 +20,7 @@ from meshbook.wire.transport import ControllerSocket
 
 
 class HostLink:
-    """The connection of a host that dialled in. One thread uses it, but for the plain fields. on_whole: see
-    `meshbook.wire.bulk.BulkReceiver`."""
+    """The connection of a host that dialled in. One thread uses it, but for the plain fields."""
 
     def __init__(
         self, id: str, epoch: int, sock: ControllerSocket, on_whole: Callable[[NamesPayload, list[bytes]], None]

@@ -96,7 +96,13 @@ class KeyValueStore(Generic[Client]):
         if error := _mistake(op):
             return [(client, request_id, StoreResult(error=error))]
         if op.op in ("get", "multi_get", "wait"):
-            return self._answer_or_wait(client, request_id, op)
+            waiter = _Waiter(client, request_id, op)
+            if self._is_complete(waiter):
+                return [self._answer(waiter)]
+            self._serial += 1
+            self._waiters[self._serial] = waiter
+            self._await(self._serial, waiter)
+            return []
         result, changed = self._carry_out(client, op)
         answers = [(client, request_id, result)]
         if changed and self._by_key:
@@ -121,15 +127,6 @@ class KeyValueStore(Generic[Client]):
         return answers
 
     # ---- waiting ------------------------------------------------------------------------------------------------
-
-    def _answer_or_wait(self, client: Client, request_id: int, op: StoreOp) -> list[DueAnswer[Client]]:
-        waiter = _Waiter(client, request_id, op)
-        if self._is_complete(waiter):
-            return [self._answer(waiter)]
-        self._serial += 1
-        self._waiters[self._serial] = waiter
-        self._await(self._serial, waiter)
-        return []
 
     def _is_complete(self, waiter: _Waiter[Client]) -> bool:
         waiter.missing = {key for key in waiter.op.keys if key not in self._values}

@@ -64,8 +64,7 @@ class Lane(ABC):
     def disconnect(self) -> None:
         """Close the connection, for good; unsent messages are dropped."""
 
-    @abstractmethod
-    def look(self) -> None:
+    def look(self) -> None:  # noqa: B027 - on one machine it is there
         """Look whether the machine of a silent peer is there; once a second is enough."""
 
     def dial_again(self) -> None:  # noqa: B027 - on one machine there is nothing to dial

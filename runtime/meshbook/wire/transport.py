@@ -206,8 +206,7 @@ class ControllerSocket:
         return received
 
     def receive_past(self) -> Iterable[tuple[bytes, str]]:
-        """Return datagrams that ranks of this machine have sent past their agents, with addresses
-        (`meshbook.wire.shortcuts`)."""
+        """Return datagrams that ranks of this machine have sent past their agents, with addresses."""
         self.has_datagrams = False
         return self._shortcuts.receive() if self._shortcuts is not None else ()
 

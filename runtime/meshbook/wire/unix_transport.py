@@ -232,9 +232,6 @@ class UnixLane(Lane):
             return False
         return True
 
-    def look(self) -> None:
-        pass  # it is this machine
-
     def disconnect(self) -> None:
         self._is_closed = True
         self._drop()

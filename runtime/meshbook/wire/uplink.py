@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
@@ -43,16 +42,6 @@ class PeerSilence:
         return time.monotonic() - self.heard
 
 
-class UplinkOwner(Protocol):
-    """The callbacks of an `Uplink`."""
-
-    def on_message(self, header: bytes, payload: list[bytes]) -> None:
-        """Take a message."""
-
-    def on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
-        """Take a message that was held back (`meshbook.wire.bulk.BulkReceiver`) and has all of its payload."""
-
-
 class Uplink:
     """The uplink, used by the agent's loop only."""
 
@@ -61,14 +50,15 @@ class Uplink:
         dialer: Dialer,
         ticket: Ticket,
         loop: EventLoop,
-        owner: UplinkOwner,
+        on_message: Callable[[bytes, list[bytes]], None],
+        on_whole: Callable[[NamesPayload, list[bytes]], None],
         on_newer: Callable[[int], None] = lambda epoch: None,
     ) -> None:
-        """on_newer: see `meshbook.wire.lanes.Lane`. Raises: OSError, see `Dialer.dial`."""
+        """on_whole: see `BulkReceiver`. on_newer: see `meshbook.wire.lanes.Lane`. Raises: OSError, as `Dialer`."""
         self.silence = PeerSilence()
         self.shares_memory = False  # whether the other end can map the shared memory of this host
-        self.bulk_in = BulkReceiver(owner.on_whole)
-        self._loop, self._owner = loop, owner
+        self.bulk_in = BulkReceiver(on_whole)
+        self._loop, self._on_message = loop, on_message
         self._lanes = dialer.dial(ticket, on_newer)
         for lane in self._lanes.values():
             lane.watch(loop)
@@ -129,7 +119,7 @@ class Uplink:
             resumed, self._on_heard = self._on_heard, None
             resumed()
         for each in unbatch(header) if header.startswith(BATCH_MARK) else (header,):
-            self._owner.on_message(each, payload)
+            self._on_message(each, payload)
 
     # ---- life ---------------------------------------------------------------------------------------------------
 

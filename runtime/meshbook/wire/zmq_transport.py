@@ -138,16 +138,12 @@ class ZmqServer:
             first = self._router.recv(_NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
             frames = [first.bytes, *(_receive(self._router) if first.more else ())]
             host_id = _user_id(first)
-            if (lane := self._lane_of(identity, host_id)) is None:
+            key, _, lane = identity.decode(errors="replace").rpartition("/")
+            if lane not in LANES or self._keys.get(host_id) != key:  # else it is the host's whose key it has shown
                 self.rejected += 1
                 continue
             self.door.heard(f"{host_id}/{lane}", int(first.get(zmq.SRCFD)))
             yield host_id, lane, frames
-
-    def _lane_of(self, identity: bytes, host_id: str) -> LaneName | None:
-        """Return the lane with this routing id, provided that it is the host's whose key the connection has."""
-        key, _, lane = identity.decode(errors="replace").rpartition("/")
-        return lane if lane in LANES and self._keys.get(host_id) == key else None
 
     def send(self, key: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""

@@ -109,8 +109,7 @@ class Inbox:
                 return message
 
     def enter_loop(self, loop: asyncio.AbstractEventLoop, aside: Callable[[InboxMessage], bool]) -> None:
-        """Have `get` awaited in ``loop`` from now on. aside: asked in the loop about each message as it comes; True: it
-        does not wait for those before it."""
+        """Have `get` awaited in ``loop``. aside: asked there about each message; True: it overtakes the others."""
         with self._lock:
             self._loop, self._loop_queue, self._aside = loop, asyncio.Queue(), aside
             self._loop_thread = threading.get_ident()

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 
 class ActorProcess(Protocol):
-    """The process in which actors live: that of a rank, or the one that drives meshes. The threads of actors use it,
-    and the readers of their mail."""
+    """The process in which actors live: that of a rank, or the one that drives meshes. Any thread may use it."""
 
     @property
     def identity(self) -> wire.Identity:

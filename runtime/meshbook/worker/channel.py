@@ -113,8 +113,7 @@ LATE_PIECE_CHARS = 1 << 16
 
 
 class WorkerOutput:
-    """The output of a rank, as the shell uses it (`meshbook.shell.shell.OutputSink`). marker: see
-    `meshbook.wire.messages.meshes.Begin`."""
+    """The output of a rank, as the shell uses it (`meshbook.shell.shell.OutputSink`). marker: see `wire.Begin`."""
 
     def __init__(self, shell: RankShell, gate: InterruptGate, calls: AgentChannel, mail: WorkerMail) -> None:
         self._shell, self._gate, self._calls, self._mail = shell, gate, calls, mail

@@ -166,8 +166,7 @@ class RankLanes:
             self.send(call, payload)
 
     def _send_by(self, lane: RankLane, call: wire.Call, payload: Sequence[Buffer]) -> bool:
-        """Send a call by a lane, and wait for room, so that no other call overtakes it. Returns: False if the lane was
-        closed, and the call is to go another way."""
+        """Send a call by a lane, and wait for room, so that no other overtakes it; False: the lane was closed."""
         data = pack([wire.encode(call), *payload])
         with self._channel.shield:
             if call.reply:

@@ -82,8 +82,7 @@ class InterruptGate:
     def tend(self) -> float | None:
         """Repeat an interrupt that was not noticed, or is insistent; return when to call again, None for never.
 
-        A signal that arrives between the last look of the interpreter and the start of a system call is only noticed at
-        the end of that call: so it is repeated.
+        A signal that comes between a look of the interpreter and a system call is noticed only after that call.
         """
         call, now = self._meant, time.monotonic()
         if not call or self._running not in (0, call) or (not self._running and now > self._meant_at + 1):
@@ -205,8 +204,7 @@ class InterruptGate:
     def after_fork(self) -> None:
         """Make SIGINT in a forked child as in any process of Python; a handler that user code has set stays.
 
-        A child that an actor's thread has forked keeps SIGINT blocked, as that thread does: interrupts of cells are not
-        meant for it.
+        A child that an actor's thread has forked keeps SIGINT blocked, as that thread does.
         """
         if forks.held.get(signal.SIGINT) is _ignore:
             forks.held[signal.SIGINT] = signal.default_int_handler

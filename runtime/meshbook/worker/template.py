@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from meshbook.shell.shell import RankShell
 
 # modules of the first template, from which that with torch is forked
-# (`meshbook.launchers.templates.WITH_TORCH`)
 STANDARD_PRELOAD = ("meshbook.worker.process",)
 # more modules of the first template, for which ranks without torch do not wait
 LATER = ("numpy", "numpy.random", "meshbook.actor.buffers.rdma")
@@ -187,8 +186,7 @@ def rehearse_groups() -> None:
 
     A rank that forms its first group writes all over the memory that it shares with the template: code is specialised,
     names enter the interpreter's caches, dictionaries grow. Forks of a process in which that has happened share it, 1.6
-    MB of the 11 that a rank has of its own. A group of one needs no peer, and gloo's thread ends with it, so that the
-    process may be forked afterwards.
+    MB of a rank's 11. A group of one needs no peer, and gloo's thread ends with it, so the process may be forked.
     """
     from meshbook.concurrency.patches import patches_undone
     from meshbook.groups.rank_groups import RankGroups

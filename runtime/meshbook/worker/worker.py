@@ -96,7 +96,7 @@ class Worker:
         forks.at_fork(in_child=self._leave_to_parent)
         enter_environment(begin)
         set_title(f"{identity.name} rank {identity.rank}")
-        if not begin.shares_files:
+        if not begin.spawn.shares_files:
             ask_for_missing(ask_for_module)
         seed()
         self.shell.start_rank(rank=identity.rank, host=identity.host, sink=self.output, namespace=self._names())
@@ -117,8 +117,7 @@ class Worker:
                 self._run_call(message, frames)
 
     def _receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message of the agent, or call that comes past it; return None at the end. Each call comes
-        once. Messages of the agent go first."""
+        """Wait for the next message of the agent, which goes first, or call past it, once; return None at the end."""
         shortcut, frames = self.shortcut, self.calls.frames
         while True:
             is_open = shortcut.fd >= 0 and not frames.has_message
@@ -277,25 +276,26 @@ ASK_S = 20.0  # a module may take so long to come from the notebook
 
 def enter_environment(begin: wire.Begin) -> None:
     """Enter the folder and the environment that the agent gives. Raises: the errors of preloaded modules."""
-    if not begin.command.inherits:
+    spawn = begin.spawn
+    if not spawn.command.inherits:
         os.environb.clear()
-    os.environb.update(begin.environment)
-    for name in (name for name, value in begin.command.environment.items() if value is None):
+    os.environb.update({**spawn.environment, **begin.environment})
+    for name in (name for name, value in spawn.command.environment.items() if value is None):
         os.environ.pop(name, None)
     if begin.binding:
         bind(begin.binding)
-    set_advice(begin.advice)
-    if begin.cwd:
+    set_advice(spawn.advice)
+    if spawn.cwd:
         try:
-            os.chdir(begin.cwd)
+            os.chdir(spawn.cwd)
         except OSError as error:
             print(f"cannot enter the notebook's folder: {error}", file=sys.stderr)
-    sys.path[:0] = [path for entry in begin.sys_path if (path := os.fsdecode(entry)) not in sys.path]
+    sys.path[:0] = [path for entry in spawn.sys_path if (path := os.fsdecode(entry)) not in sys.path]
     sys.argv = ["meshbook-worker"]
     if (torch := sys.modules.get("torch")) is not None:
         threads = begin.identity.threads
         torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))) if begin.binding else threads)
-    for module in begin.preload:
+    for module in spawn.preload if begin.imports else ():
         __import__(module)
 
 

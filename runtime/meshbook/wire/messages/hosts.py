@@ -91,8 +91,7 @@ class OpenPeerPort(Header, frozen=True, tag="openpeer"):
 
 
 class AskPeers(Header, frozen=True, tag="peers?"):
-    """A worker here calls ``mesh``, which is not, or not all, on this host. Answered by `Peers`, now and whenever ranks
-    have moved."""
+    """A worker here calls ``mesh``, not all of which is here. Answered by `Peers`, and whenever ranks have moved."""
 
     mesh: int
     known: tuple[str, ...]  # hosts to which there is a connection already
@@ -133,8 +132,7 @@ class AbortGroups(Header, frozen=True, tag="abort"):
 
 
 class StoreRequest(Header, frozen=True, tag="store"):
-    """A rank asks the store of its mesh, which the agent of host 0 keeps; the controller passes it on there. The rank's
-    agent fills in the mesh and the rank."""
+    """A rank asks the store of its mesh, on the agent of host 0. Its own agent fills in the mesh and the rank."""
 
     mesh: int
     rank: int

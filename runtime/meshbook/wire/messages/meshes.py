@@ -212,13 +212,9 @@ class Begin(Header, frozen=True, tag="begin"):
 
     identity: Identity
     marker: bytes  # written to stdout and stderr, followed by an output id, where another output begins
-    preload: tuple[str, ...]
-    cwd: bytes | None
-    sys_path: tuple[bytes, ...]
-    environment: dict[bytes, bytes]
-    advice: Advice = Advice()
-    shares_files: bool = True
-    command: StartCommand = StartCommand()
+    spawn: Spawn  # the request that it comes from, without seats
+    environment: dict[bytes, bytes]  # the rank's own variables, beside those of the request
+    imports: bool  # whether it is to import the modules of ``spawn.preload``: its template has not
     binding: dict[str, str] = {}
     # the path of the controller's end of shortcuts (`meshbook.wire.shortcuts`); empty: there is none here
     shortcut: str = ""

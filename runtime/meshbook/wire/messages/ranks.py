@@ -127,8 +127,7 @@ class Prompted(Header, frozen=True, tag="prompted"):
 
 
 class AskRank(Header, frozen=True, tag="rank?"):
-    """A question for the control thread of a rank, which answers while the rank is busy, too. endpoint: one of
-    `meshbook.worker.queries.QUERIES`."""
+    """A question for a rank's control thread, which answers while the rank is busy (`meshbook.worker.queries`)."""
 
     endpoint: str
     args: bytes = b"\x90"  # a list in msgpack: plain data, since no pickle is loaded on a control thread
