@@ -1,6 +1,6 @@
-"""The log file of a rank, written by a thread of the agent: a disk that hangs, as network disks do, holds up no agent.
+"""The log file of a rank, written on a thread aside: a disk that hangs, as network disks do, holds up no agent.
 
-    the agent's loop ── write ──> queue, at most `QUEUE_BYTES` of each log ──> the thread, one for all logs ──> file
+    the agent's loop ── write ──> queue, at most `QUEUE_BYTES` of each log ──> a thread aside, for all logs ──> file
 
 A rank that prints faster than its disk writes waits for the disk: its pipes are not read meanwhile. After `PATIENCE_S`
 the disk counts as hanging and the rank goes on; output that is not written then is counted, and the log tells the gap.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from meshbook.concurrency.background import SerialQueue, attempt
 from meshbook.formatting import format_bytes
 from meshbook.system.exits import TAIL_BYTES, _last_lines
 from meshbook.system.os_errors import explain
@@ -31,61 +32,35 @@ REST_S = 0.01
 SETTLE_S = 0.5  # a reader of a log waits so long for the disk, which takes far less
 SLOW = "its disk does not keep up"
 
-_Jobs = queue.SimpleQueue["Callable[[], None] | None"]
-
 
 class _Writer:
-    """The thread that writes, while there are logs. Between jobs it rests, so that much is written at once. Else it and
-    the loop would hand the interpreter to each other at every line: that costs ten times the work."""
+    """The writes of all logs, one after the other on a thread aside. Before them it rests, so that much is written at
+    once. Else it and the loop would hand the interpreter to each other at every line: that costs ten times the work."""
 
     def __init__(self) -> None:
         self.hurry = threading.Event()  # set when a reader waits for the text
         # whether a reader has waited in vain, and no text was written since: no log is waited for meanwhile
         self.hangs = False
-        self._lock = threading.Lock()
-        self._jobs: _Jobs = queue.SimpleQueue()
-        self._logs = 0
-        # the thread that writes, or the last one: it may have something to write still
-        self._thread: threading.Thread | None = None
+        self._jobs: deque[Callable[[], object]] = deque()
+        self._lane = SerialQueue()
 
-    def add_log(self) -> None:
-        with self._lock:
-            self._logs += 1
-            if self._logs == 1:
-                self._jobs = queue.SimpleQueue()
-                work = (self._jobs, self.hurry)
-                self._thread = threading.Thread(target=_work, args=work, name="meshbook.logs", daemon=True)
-                self._thread.start()
-
-    def remove_log(self) -> None:
-        with self._lock:
-            self._logs -= 1
-            if not self._logs:
-                self._jobs.put(None)
-                self.hurry.set()
-
-    def do(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def do(self, job: Callable[[], object]) -> None:
+        self._jobs.append(job)
+        self._lane.add(self._work)
 
     def settle(self, timeout_s: float) -> None:
         done = threading.Event()
-        with self._lock:
-            has_ended, thread = not self._logs, self._thread
-            self._jobs.put(done.set)
+        self.do(done.set)
         self.hurry.set()
-        if not has_ended:
-            done.wait(timeout_s)
-        elif thread is not None:
-            thread.join(timeout_s)  # nobody takes jobs after the last log's
+        done.wait(timeout_s)
 
-
-def _work(jobs: _Jobs, hurry: threading.Event) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the agent's loop
-    while (job := jobs.get()) is not None:
-        job()
-        if jobs.empty():
-            hurry.wait(REST_S)
-            hurry.clear()
+    def _work(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the agent's loop
+        if self._jobs:  # else those before have done it
+            self.hurry.wait(REST_S)
+            self.hurry.clear()
+        while self._jobs:
+            attempt(self._jobs.popleft(), "the log of a rank")
 
 
 _writer = _Writer()
@@ -118,7 +93,6 @@ class RankLog:
         self._written = self._missing = 0  # from here on the thread's
         self.lacks = ""  # why the last text is missing; empty where it is not
         self._retry_at = 0.0
-        _writer.add_log()
 
     def write(self, data: bytes, now: float) -> None:
         """Append ``data``, soon."""
@@ -165,7 +139,6 @@ class RankLog:
     def close(self) -> None:
         """Close the log after all text is written."""
         _writer.do(self._end)
-        _writer.remove_log()
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
