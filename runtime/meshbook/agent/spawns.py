@@ -162,7 +162,7 @@ class Spawns:
     def _import_of(self, starting: _Starting) -> str:
         """Return the import that its template of workers is at now, in words."""
         spawn, templates = starting.spawn, self._templates.items()
-        if spawn.preload and any(each.is_ready for (_, *key), each in templates if key == [spawn.torch, ()]):
+        if spawn.preload and any(each.ready.done() for (_, *key), each in templates if key == [spawn.torch, ()]):
             return f"importing {', '.join(spawn.preload)}"
         return "importing torch" if spawn.torch else "starting Python"
 

@@ -4,12 +4,12 @@
     stopped, state D py-spy, where it is installed: it reads the memory of the process and does not touch it
     native frames    py-spy, which halts the process for some milliseconds
 
-Nothing here waits: the agent goes on with its other work. Few py-spy run at a time, and each is ended at the deadline.
+The agent goes on with its other work meanwhile. Few py-spy run at a time, and each is ended at the deadline.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import shutil
 import subprocess
 import sys
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from meshbook.concurrency.future import Future, in_background
 from meshbook.lifecycle import WorkerPhase
 from meshbook.stacks.dump import DumpRequest, parse_faulthandler, parse_py_spy
-from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.event_loop import EventLoop
 from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.01
 SIGNAL_S = 0.15  # a process that runs has written its dump by then
+LATE_S = 0.1  # time for a py-spy that was ended at the deadline to be gone
 AT_ONCE = 4  # the most py-spy that run at the same time
 MAX_BYTES = 8 << 20
 ADVICE = "py-spy reads it from outside; on that host: pip install 'meshbook[stacks]'"
@@ -53,8 +55,7 @@ class OutsideStacks:
         self._dumps: dict[int, wire.RankDump] = {}
         self._asked: dict[AgentWorker, DumpRequest] = {}
         self._queue: deque[AgentWorker] = deque()
-        self._spies: set[_Spy] = set()
-        self._ended = False
+        self._spies: set[Future[wire.RankDump]] = set()
 
     def start(self) -> None:
         """Begin; the answer follows at the latest when its time is over."""
@@ -71,8 +72,6 @@ class OutsideStacks:
 
     def _go_on(self) -> None:
         """Read the dumps that have come, begin others, and come back soon."""
-        if self._ended:
-            return
         now = time.monotonic()
         for worker, request in list(self._asked.items()):
             is_gone = False
@@ -86,86 +85,48 @@ class OutsideStacks:
             elif is_gone or now >= self._signal_until:
                 del self._asked[worker]
                 self._queue.append(worker)
+        for spy in [each for each in self._spies if each.done()]:
+            self._spies.discard(spy)
+            dump = spy.get(0)
+            self._dumps[dump.rank] = dump
         while self._queue and len(self._spies) < AT_ONCE:
-            self._spy(self._queue.popleft())
-        if now >= self._until or len(self._dumps) == len(self._workers):
+            self._spy(self._queue.popleft(), max(0.0, self._until - now))
+        late_s = LATE_S if self._spies else 0.0
+        if now >= self._until + late_s or len(self._dumps) == len(self._workers):
             self._end()
         else:
             self._loop.call_later(POLL_S, self._go_on)
 
-    def _spy(self, worker: AgentWorker) -> None:
-        program = find_py_spy()
-        if program is None:
+    def _spy(self, worker: AgentWorker, timeout_s: float) -> None:
+        if (program := find_py_spy()) is None:
             self._dumps[worker.rank] = wire.RankDump(worker.rank, (), "", ADVICE)
             return
         native = self._ask.native and process_state(worker.pid) in ("R", "S")
-
-        def on_end(spy: _Spy) -> None:
-            self._spies.discard(spy)
-            self._dumps[worker.rank] = spy.dump(worker.rank)
-
-        try:
-            self._spies.add(_Spy(self._loop, program, worker.pid, native, on_end))
-        except OSError as error:
-            self._dumps[worker.rank] = wire.RankDump(worker.rank, (), "", f"py-spy could not be started: {error}")
+        self._spies.add(in_background(functools.partial(_read_by_py_spy, program, worker, native, timeout_s)))
 
     def _end(self) -> None:
-        self._ended = True
-        for spy in list(self._spies):
-            spy.end()
         for worker in self._workers:
             late = wire.RankDump(worker.rank, (), "", f"its stack could not be read within {self._ask.wait_s:g} s")
             self._dumps.setdefault(worker.rank, late)
         self._answer(self._dumps)
 
 
-class _Spy:
-    """A process of py-spy that reads one worker."""
-
-    def __init__(self, loop: EventLoop, program: str, pid: int, native: bool, on_end: Callable[[_Spy], None]) -> None:
-        """Raises: OSError if the process cannot be started."""
-        self._loop, self._pid, self._on_end = loop, pid, on_end
-        self._text = bytearray()
-        how = "--native" if native else "--nonblocking"
-        self._process = subprocess.Popen(
-            [program, "dump", "--json", how, "--pid", str(pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+def _read_by_py_spy(program: str, worker: AgentWorker, native: bool, timeout_s: float) -> wire.RankDump:
+    """Return the stacks of a worker as py-spy reads them. It waits for that, so it runs aside."""
+    how = "--native" if native else "--nonblocking"
+    command = [program, "dump", "--json", how, "--pid", str(worker.pid)]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s
         )
-        assert self._process.stdout is not None
-        self._fd = self._process.stdout.fileno()
-        os.set_blocking(self._fd, False)
-        self._watch: Watch | None = loop.watch(self._fd, self._on_readable)
-
-    def _on_readable(self) -> None:
-        try:
-            data = os.read(self._fd, 1 << 16)
-        except BlockingIOError:
-            return
-        self._text += data
-        if not data or len(self._text) > MAX_BYTES:
-            self.end()
-
-    def end(self) -> None:
-        """End the process if it runs."""
-        if self._watch is None:
-            return
-        self._loop.forget(self._watch)
-        self._watch = None
-        self._process.kill()  # it has closed its output, or is late
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._on_end(self)
-
-    def dump(self, rank: int) -> wire.RankDump:
-        """Return the stacks that it has found."""
-        text = self._text.decode(errors="replace")
-        try:
-            return wire.RankDump(rank, parse_py_spy(text, self._pid), "py-spy")
-        except msgspec.DecodeError:
-            return wire.RankDump(rank, (), "", _explain(text))
+        text = ended.stdout[:MAX_BYTES].decode(errors="replace")
+        return wire.RankDump(worker.rank, parse_py_spy(text, worker.pid), "py-spy")
+    except msgspec.DecodeError:
+        return wire.RankDump(worker.rank, (), "", _explain(text))
+    except subprocess.TimeoutExpired:
+        return wire.RankDump(worker.rank, (), "", _explain(""))
+    except OSError as error:
+        return wire.RankDump(worker.rank, (), "", f"py-spy could not be started: {error}")
 
 
 def _explain(text: str) -> str:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshbook.concurrency.future import Future
 from meshbook.launchers.templates import StartedTemplate, exec_template
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import last_words
@@ -90,8 +91,7 @@ class TemplateProcess:
         self._sock = sock
         self.voice = voice  # the output of it and of its forks
         self._watch = loop.watch(sock.fileno(), self._on_readable)
-        self.is_ready = False  # whether it has finished its imports
-        self._waiting: deque[Callable[[], None]] = deque()
+        self.ready: Future[None] = Future()  # done when it has finished its imports, or has failed
         self._forks: deque[_ForkRequest] = deque()
 
     @classmethod
@@ -126,10 +126,7 @@ class TemplateProcess:
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the template is ready or has failed: look at `problem` and `failure`."""
-        if self.is_ready or self.failure:
-            callback()
-        else:
-            self._waiting.append(callback)
+        self.ready.add_done_callback(lambda _: callback())
 
     def fork_workers(
         self,
@@ -183,8 +180,7 @@ class TemplateProcess:
             self.pid = answer.pid
         elif isinstance(answer, protocol.TemplateReady):
             self.problem, self.failure = answer.problem, answer.failure or _misfit(answer.version)
-            self.is_ready = True
-            self._serve_waiting()
+            self.ready.set_result(None)
         elif isinstance(answer, protocol.ForkFailed):
             failed = self._forks.popleft()
             self._ask_for_more()
@@ -209,7 +205,7 @@ class TemplateProcess:
         if not self.failure:
             why = how if error is None else f"it does not take requests: {explain(error)}"
             self.failure = f"the template process ended{f' ({why})' if why else ''}{self.voice.last_words()}"
-        self._serve_waiting()
+        self.ready.set_result(None)
         while self._forks:
             self._fail(self._forks.popleft(), self.failure)
 
@@ -231,7 +227,3 @@ class TemplateProcess:
         for pid in fork.pids:
             kill_session(pid)
         fork.on_failed(reason)
-
-    def _serve_waiting(self) -> None:
-        while self._waiting:
-            self._waiting.popleft()()

@@ -6,26 +6,14 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from meshbook.calls.rank_state import Stop
+from meshbook.calls.rank_state import Stop as Stop
 from meshbook.errors import Failure
 from meshbook.formatting import format_bytes
-from meshbook.wire.messages import JOINS, DisplayData, OutputDropped, StreamText, without_joins
-
-__all__ = [
-    "JOINS",
-    "ConsoleOutput",
-    "DisplayData",
-    "NewScalars",
-    "Notice",
-    "OutputDropped",
-    "OutputEvent",
-    "OutputListener",
-    "OutputTarget",
-    "RankDone",
-    "Stop",
-    "StreamText",
-    "without_joins",
-]
+from meshbook.wire.messages import JOINS as JOINS
+from meshbook.wire.messages import DisplayData as DisplayData
+from meshbook.wire.messages import OutputDropped as OutputDropped
+from meshbook.wire.messages import StreamText as StreamText
+from meshbook.wire.messages import without_joins as without_joins
 
 
 class RankDone(NamedTuple):
