@@ -98,6 +98,7 @@ class RankOutput:
         self._streams = {name: _Stream(name, marker) for name in ("stdout", "stderr")}
         self._crash = CrashReportCut()
         self._order: OutputOrder[ShownDisplay] = OutputOrder(self._on_text, self._on_shown, tuple(self._streams))
+        self.release = self._order.release  # hands on all text that waits, since the rank has ended
         self._pending: deque[StreamText | ShownDisplay] = deque()
         self._shown_waiting = 0
         self._pending_bytes = 0
@@ -128,10 +129,6 @@ class RankOutput:
     def show(self, shown: ShownDisplay) -> None:
         """Take rich output; the pipes were read up to where it was sent."""
         self._order.shown(shown.message.place, shown)
-
-    def release(self) -> None:
-        """Hand on all text that waits, since the rank has ended."""
-        self._order.release()
 
     @property
     def waits_for_pipes(self) -> bool:

@@ -6,7 +6,6 @@ order. `ForwardedCalls` holds the calls that have left this host by one uplink, 
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -19,7 +18,7 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.errors.advice import advice
 from meshbook.shape.members import group
-from meshbook.system.interfaces import WANTED, family_of, in_endpoint, own_address, wanted_interfaces
+from meshbook.system.interfaces import WANTED, address_towards, in_endpoint, own_address, wanted_interfaces
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
@@ -240,12 +239,8 @@ class AgentPeers:
             return in_endpoint(own_address())
         if not endpoint.startswith("tcp://"):
             return proposed
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        host = host.strip("[]")
-        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # sends nothing: it only chooses the interface
-            own = str(probe.getsockname()[0])
-        return in_endpoint(own)
+        host, _, _ = endpoint.removeprefix("tcp://").rpartition(":")
+        return in_endpoint(address_towards(host.strip("[]")))
 
     def on_lost(self, message: wire.PeerLost) -> None:
         """Note that a host is lost."""

@@ -210,7 +210,8 @@ class ThreadGate:
         """The task that was opened; 0 when none is."""
         self._depth = 0
         self._is_due = False
-        self._held_back = False
+        self.has_held_back = False
+        """Whether an interrupt has arrived inside of ``with gate:``."""
         self.meant = 0
         """The last call that was interrupted."""
         GATES[self._thread] = self
@@ -234,7 +235,7 @@ class ThreadGate:
     def _raise(self) -> None:
         """Have it raised now or later; the lock is held."""
         if self._depth:
-            self._held_back = True
+            self.has_held_back = True
         else:
             self._is_due = True
             _set_async_exc(ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt))
@@ -244,7 +245,7 @@ class ThreadGate:
     def open(self, call: int) -> None:
         """Note that user code of ``call`` runs from here."""
         with self._lock:
-            self._held_back = self._is_due = False
+            self.has_held_back = self._is_due = False
             self.running = call
 
     def close(self) -> bool:
@@ -260,8 +261,8 @@ class ThreadGate:
                     if self._is_due:
                         _nothing()  # what was not raised yet is raised here
                         self._forget_raised()
-                    is_late = is_late or self._held_back
-                    self._is_due = self._held_back = False
+                    is_late = is_late or self.has_held_back
+                    self._is_due = self.has_held_back = False
                 return is_late
             except KeyboardInterrupt:  # it came at the last moment
                 is_late = True
@@ -278,11 +279,6 @@ class ThreadGate:
         except _Forgotten:
             pass
 
-    @property
-    def has_held_back(self) -> bool:
-        """Whether an interrupt has arrived inside of ``with gate:``."""
-        return self._held_back
-
     def __enter__(self) -> None:
         with self._lock:
             if self._is_due:
@@ -294,8 +290,8 @@ class ThreadGate:
         raises = False
         with self._lock:
             self._depth -= 1
-            if not self._depth and self._held_back:
-                self._held_back = False
+            if not self._depth and self.has_held_back:
+                self.has_held_back = False
                 raises = self.running != 0
         if raises:
             raise KeyboardInterrupt

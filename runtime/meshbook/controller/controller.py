@@ -36,13 +36,12 @@ from meshbook.controller.startup import MeshArrival, PendingWorkers
 from meshbook.errors import MeshStoppedError, SpawnError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
 from meshbook.lifecycle import MeshPhase
-from meshbook.sessions.folder import SavedHost, SessionFolder
+from meshbook.sessions.folder import SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
 from meshbook.wire.host_link import HostLink
 from meshbook.wire.replies import place_head
-from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import ControllerSocket
 from meshbook.wire.unix_transport import control_endpoint
 
@@ -105,16 +104,16 @@ class Controller:
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def expect_host(
-        self, ticket: Ticket, launched: LaunchedHost, shares_environment: bool, name: str = ""
+        self, id: str, launched: LaunchedHost, shares_environment: bool, name: str = "", *, is_found: bool = False
     ) -> HostState:
-        """Register a host that was launched with ``ticket``; `HostState.ready` completes when it has dialled in. name:
-        the name of the host for people; empty where only its machine knows it."""
+        """Register a host; `HostState.ready` completes when it has dialled in. name: its name for people; empty where
+        only its machine knows it. is_found: it was started by a former controller."""
         host = HostState(
-            ticket.host_id, ticket.epoch, launched, self._socket, self._dispatcher.on_whole,
-            shares_environment=shares_environment,
+            id, self.epoch, launched, self._socket, self._dispatcher.on_whole, shares_environment=shares_environment,
+            is_found=is_found,
         )  # fmt: skip
-        host.name = name or host.id
-        self._dispatcher.hosts[host.id] = host
+        host.name = name or id
+        self._dispatcher.hosts[id] = host
         if launched.pid:
             self.submit(lambda: self._socket.watch_end(launched.pid))
         return host
@@ -131,45 +130,24 @@ class Controller:
             endpoints[address] = self.ask(lambda: self._socket.bind(address))
         return endpoints[address]
 
-    def readmit(self, hosts: Mapping[str, SavedHost]) -> None:
-        """Let the former controller's hosts in, before there is a port: ZeroMQ dials no more once turned away."""
+    def readmit(self) -> None:
+        """Let the former controller's hosts in, and those that it had given up, which end then. Call it before
+        `bind_again`: ZeroMQ dials no more once it was turned away."""
+        state = self.folder.state
 
         def readmit() -> None:
-            for id, saved in hosts.items():
+            for id, saved in state.hosts.items():
                 self._socket.readmit(id, saved.key)
-
-        self.ask(readmit)
-
-    def expect_late(self, keys: Mapping[str, str]) -> None:
-        """Have hosts end that the former controller had given up. Call it before `bind_again`, as `readmit`."""
-
-        def expect() -> None:
-            for id, key in keys.items():
+            for id, key in state.late_hosts.items():
                 self._socket.readmit(id, key)
                 self._dispatcher.late_hosts.expect(HostLink(id, self.epoch, self._socket, lambda message, frames: None))
 
-        self.ask(expect)
+        self.ask(readmit)
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""
         self.ask(lambda: self._socket.bind(endpoint))
         self.folder.state.endpoints[address] = endpoint
-
-    def find_host(self, id: str, saved: SavedHost, found: LaunchedHost) -> HostState:
-        """Expect a host of the former controller; ``found`` tells whether its process is there."""
-        host = HostState(
-            id, self.epoch, found, self._socket, self._dispatcher.on_whole,
-            shares_environment=saved.shares_environment, is_found=True,
-        )  # fmt: skip
-        host.name = saved.name or id
-
-        def know() -> None:
-            self._dispatcher.hosts[id] = host
-            if saved.pid:
-                self._socket.watch_end(saved.pid)
-
-        self.ask(know)
-        return host
 
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:
         """Expect the reports of ``hosts``."""

@@ -98,8 +98,7 @@ def attach_session(
         raise
     try:
         prepare(controller)
-        controller.readmit(folder.state.hosts)
-        controller.expect_late(folder.state.late_hosts)
+        controller.readmit()
         _check_endpoints(controller)
         reattach = _knock(controller, started + timeout_s)
     except BaseException:

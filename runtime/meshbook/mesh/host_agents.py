@@ -61,7 +61,7 @@ def _launch(controller: Controller, launcher: Launcher, count: int, serves_all: 
         raise
     for index, (ticket, launched) in enumerate(zip(tickets, started, strict=True)):
         one = launcher.for_host(index)
-        host = controller.expect_host(ticket, launched, launcher.shares_environment, one.saved.host)
+        host = controller.expect_host(ticket.host_id, launched, launcher.shares_environment, one.saved.host)
         _know_launcher(controller, host, one, serves_all)
         host.endpoint = endpoint if transport.startswith("tcp://") else ""
         hosts.append(host)
@@ -157,6 +157,6 @@ def find_hosts(controller: Controller) -> dict[str, HostState]:
     state, hosts = controller.folder.state, {}
     for id, launched, launcher in registry.find(state.hosts, controller.folder.logs):
         saved = state.hosts[id]
-        hosts[id] = controller.find_host(id, saved, launched)
+        hosts[id] = controller.expect_host(id, launched, saved.shares_environment, saved.name, is_found=True)
         _know_launcher(controller, hosts[id], launcher, saved.serves_all)
     return {id: hosts[id] for id in state.hosts}

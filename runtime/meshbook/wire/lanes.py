@@ -46,6 +46,7 @@ class Lane(ABC):
         self.answered = -math.inf
         # data may have come that was not taken; look before every sleep, since descriptors tell edges only
         self.may_read = False
+        self.has_arrived = True  # whether, at the last look, there had ever been a machine to connect to
         self._on_newer = on_newer
 
     @abstractmethod
@@ -74,11 +75,6 @@ class Lane(ABC):
     def is_answered(self) -> bool:
         """Whether, at the last look, a connection stood, by which the machine of the other end has answered lately."""
         return False
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether, until the last look, there was ever a machine to connect to; on one machine that is not asked."""
-        return True
 
     def receive(self, deliver: Callable[[bytes, list[bytes]], None]) -> bool:
         """Hand over header and payload of each new message, in order, once; return whether anything has come."""

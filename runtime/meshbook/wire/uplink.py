@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
+from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent
 from meshbook.wire.frames import BATCH_MARK, Batch, Buffer, unbatch
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
@@ -67,6 +67,7 @@ class Uplink:
         self._dialled = time.monotonic()
         self._outbox = Batch(self._calls.send)
         self._bulk_out = BulkSender(lambda: bulk.link, bulk.send)
+        self.send_bulk, self.send_again = self._bulk_out.send, self._bulk_out.send_again
 
     def send(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls, in order, at the latest with the next `flush`."""
@@ -75,10 +76,6 @@ class Uplink:
     def send_urgent(self, message: wire.FromHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane that never waits behind payloads."""
         self.urgent.send(wire.encode(message), payload)
-
-    def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
-        """Send a payload, as fast as it is taken; see `meshbook.wire.bulk.BulkSender.send`."""
-        return self._bulk_out.send(buffers)
 
     def flush(self) -> bool:
         """Send waiting messages and pieces, as far as there is room; return whether there were any."""
@@ -170,10 +167,6 @@ class Uplink:
         self._on_heard = None
         self.silence.heard = time.monotonic()
         return [*kept["calls"]], [*kept["bulk"], *self._bulk_out.take_unsent()]
-
-    def send_again(self, pieces: Sequence[Sent]) -> None:
-        """Send pieces of payloads that the peer before this one has not got."""
-        self._bulk_out.send_again(pieces)
 
     def close(self) -> None:
         """Close the lanes; unsent messages are dropped."""

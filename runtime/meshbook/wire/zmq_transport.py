@@ -247,7 +247,7 @@ class ZmqLane(Lane):
         self._watch: Watch | None = None
         self._fd = -1
         self._is_connected, self._by_tunnel, self._endpoint = False, ticket.by_tunnel, ticket.endpoint
-        self._has_arrived = False
+        self.has_arrived = False
         self.may_read = True
         try:
             self._dial(ticket, lane)
@@ -278,7 +278,7 @@ class ZmqLane(Lane):
         while self._monitor is not None and self._monitor.poll(0):
             event, value = _told_by(self._monitor)
             if event == zmq.EVENT_CONNECTED:
-                self._fd, self._has_arrived = value, True
+                self._fd, self.has_arrived = value, True
             else:
                 self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 if self._is_connected and self.paused:  # a controller that is new answers only whom it has heard
@@ -292,10 +292,6 @@ class ZmqLane(Lane):
     @property
     def is_answered(self) -> bool:
         return self._is_connected and time.monotonic() - self.answered < ANSWER_S
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._has_arrived
 
     def dial_again(self) -> None:
         self._is_connected = False

@@ -251,7 +251,7 @@ class Liar:
         self.front = front
         public, secret = front.controller.accept(name)
         self.ticket = Ticket(name, front.endpoint, front.socket.public_key, public, secret, "", 1, 5.0, False)
-        self.host: HostState = front.controller.expect_host(self.ticket, NoProcess(), False)
+        self.host: HostState = front.controller.expect_host(self.ticket.host_id, NoProcess(), False)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets: list[zmq.Socket[bytes]] = []
 
