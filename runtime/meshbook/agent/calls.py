@@ -1,8 +1,7 @@
 """The calls that workers of a mesh on this host have to answer, and how their answers are combined on the way back.
 
-Calls and cancels travel on different lanes, so a cancel may come before its call (`EarlyCancels`). The ranks that it
-names are answered for here, without a worker. Only a worker knows which calls it has begun: once a call was passed on,
-so are its cancels.
+Calls and cancels travel on different lanes, so a cancel may come before its call. The ranks that it names are answered
+for here, without a worker. Only a worker knows which calls it has begun: once a call was passed on, so are its cancels.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
 from meshbook.wire.replies import dropped_replies, explain_failure, lost_reply
 
+KEPT_CANCELS = 1024  # the most cancels without a call that are remembered: most name calls that have ended
 COMBINE_S = 0.002  # answers of one host wait this long for each other; failures do not wait
 
 # the id of the controller's call; else the origin of a call with its id
@@ -68,7 +68,8 @@ class AgentCalls:
         self._host, self._mail, self._memory, self._pool, self._output = host, mail, memory, pool, output
         self._loop, self._uplink = host.loop, host.uplink
         self._open: dict[CallKey, _OpenCall] = {}
-        self.early_cancels = EarlyCancels()
+        # the members of calls that this host does not know (yet) for which they were cancelled, by call
+        self._early_cancels: OrderedDict[int, wire.Target] = OrderedDict()
         self._combining = False
 
     def expect(
@@ -83,7 +84,7 @@ class AgentCalls:
         opened.memory = self._memory.on_call(call, ranks)
         if call.shortcut:  # it may have begun: only the rank can say whether it is dropped
             return members
-        if self.early_cancels.targets and (dropped := self.early_cancels.take(call.id, ranks)):
+        if self._early_cancels and (dropped := self.take_early_cancels(call.id, ranks)):
             members = tuple(worker for worker in members if worker.rank not in dropped)
             opened.waiting -= dropped
             replies = dropped_replies(call.id, dropped)
@@ -99,12 +100,20 @@ class AgentCalls:
         """Expect answers of the control threads of ``ranks`` to a question."""
         self._open[question] = _OpenCall(ranks, False)
 
+    def take_early_cancels(self, call: int, ranks: Iterable[int]) -> set[int]:
+        """Return the ranks among ``ranks`` for which ``call``, which has come now, was cancelled."""
+        target = self._early_cancels.pop(call, ())
+        return {rank for rank in ranks if wire.target_has(target, rank)}
+
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to the members that have not answered; an insistent one also continues stopped processes."""
         call = self._open.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
         if call is None:
             if cancel.origin is None:  # else it came behind its call, which has ended
-                self.early_cancels.add(cancel)
+                before = self._early_cancels.pop(cancel.call, ())
+                self._early_cancels[cancel.call] = (*before, *cancel.target)
+                if len(self._early_cancels) > KEPT_CANCELS:
+                    self._early_cancels.popitem(last=False)
             return
         members = [
             worker
@@ -236,23 +245,3 @@ class AgentCalls:
             self.forget_rank(rank, death_of(rank))
         for call in self._open.values():
             call.rename(now)
-
-
-KEPT = 1024  # the most cancels without a call that are remembered: most name calls that have ended
-
-
-class EarlyCancels:
-    """The cancels of calls that this host does not know (yet)."""
-
-    def __init__(self) -> None:
-        self.targets: OrderedDict[int, wire.Target] = OrderedDict()  # the cancelled members, by call
-
-    def add(self, cancel: wire.Cancel) -> None:
-        self.targets[cancel.call] = (*self.targets.pop(cancel.call, ()), *cancel.target)
-        if len(self.targets) > KEPT:
-            self.targets.popitem(last=False)
-
-    def take(self, call: int, ranks: Iterable[int]) -> set[int]:
-        """Return the ranks among ``ranks`` for which ``call``, which has come now, was cancelled."""
-        target = self.targets.pop(call, ())
-        return {rank for rank in ranks if wire.target_has(target, rank)}

@@ -8,8 +8,7 @@
 A rank that cannot answer is answered for (`wire.LOST`). A sender of more than a member reads is told to wait
 (`wire.MailHold`): its calls, not its answers, and only to that member.
 
-A worker that often calls another of this host gets a socket to it (`AgentLanes`), which the agent makes and then leaves
-to the two:
+A worker that often calls another of this host gets a socket to it (`AgentLanes`), which the agent makes:
 
     caller  --AskLane-->  agent                    some calls have come this way
             <-LaneOffer-  with its end of a socketpair

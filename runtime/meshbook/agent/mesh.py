@@ -100,7 +100,7 @@ class AgentMesh:
                 worker.send_packed_mail(data)
             else:
                 worker.calls.send_packed(data)
-        if call.shortcut and self.calls.early_cancels.take(call.id, [worker.rank for worker in found]):
+        if call.shortcut and self.calls.take_early_cancels(call.id, [worker.rank for worker in found]):
             self.calls.cancel(wire.Cancel(self.id, call.id, call.target, insist=False))
         return found
 

@@ -42,8 +42,13 @@ class StoreHome:
     def on_message(self, message: StoreMessage) -> None:
         """Take a message that the controller sends or passes on."""
         match message:
-            case wire.StoreRequest(_, rank, request, op):
-                self.ask_from_afar(rank, request, op)
+            case wire.StoreRequest(_, rank, request, op):  # of a worker of another host
+                known = self._answered.setdefault(rank, OrderedDict()).get(request)
+                if known is not None:
+                    self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, known))
+                elif (rank, request) not in self._open:
+                    self._open.add((rank, request))
+                    self._send(self._store.request(rank, request, op))
             case wire.DropClient(_, rank):
                 self.drop_client(rank)
             case wire.DropKeys(_, prefix):
@@ -54,15 +59,6 @@ class StoreHome:
     def ask(self, rank: int, request: int, op: StoreOp) -> None:
         """Take a question of a worker of this host."""
         self._send(self._store.request(rank, request, op))
-
-    def ask_from_afar(self, rank: int, request: int, op: StoreOp) -> None:
-        """Take a question of a worker of another host, passed on by the controller."""
-        known = self._answered.setdefault(rank, OrderedDict()).get(request)
-        if known is not None:
-            self._send_urgent(wire.StoreAnswer(self._mesh, rank, request, known))
-        elif (rank, request) not in self._open:
-            self._open.add((rank, request))
-            self._send(self._store.request(rank, request, op))
 
     def drop_client(self, rank: int) -> None:
         """Forget the questions of a rank that has ended."""
@@ -95,11 +91,14 @@ class StoreRelay:
         """Take a message that the controller sends or passes on."""
         match message:
             case wire.StoreAnswer():
-                self.answer(message)
+                self._answer(message)
             case wire.StoreLost(_, reason):
-                self.lose(reason)
-            case wire.AskAgain():
-                self.resend()
+                self._lost = f"the store of the process groups is gone: {reason}"
+                for rank, request in list(self._open):
+                    self._answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
+            case wire.AskAgain():  # a new controller does not know the open questions
+                for (rank, request), op in self._open.items():
+                    self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
             case _:
                 pass  # the rest is for the home
 
@@ -107,11 +106,11 @@ class StoreRelay:
         """Pass on a question of a worker of this host."""
         self._open[rank, request] = op
         if self._lost:
-            self.answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
+            self._answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
         else:
             self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))
 
-    def answer(self, answer: wire.StoreAnswer) -> None:
+    def _answer(self, answer: wire.StoreAnswer) -> None:
         """Pass the home's answer on to a worker of this host."""
         if self._open.pop((answer.rank, answer.request), None) is not None:
             self._deliver(answer.rank, answer)
@@ -119,14 +118,3 @@ class StoreRelay:
     def drop_client(self, rank: int) -> None:
         """Forget the questions of a rank that has ended."""
         self._open = {question: op for question, op in self._open.items() if question[0] != rank}
-
-    def lose(self, reason: str) -> None:
-        """Answer all questions with an error, since the host of the store is lost."""
-        self._lost = f"the store of the process groups is gone: {reason}"
-        for rank, request in list(self._open):
-            self.answer(wire.StoreAnswer(self._mesh, rank, request, StoreResult(error=self._lost)))
-
-    def resend(self) -> None:
-        """Ask all open questions again: a new controller does not know them."""
-        for (rank, request), op in self._open.items():
-            self._send_urgent(wire.StoreRequest(self._mesh, rank, request, op))

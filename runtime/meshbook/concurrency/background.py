@@ -4,8 +4,7 @@ A call into C++ that blocks cannot be interrupted, so a thread aside makes it an
 threads are kept for the next call and end when idle, so their number follows the calls that block at the same time.
 
 Users' errors are answers to calls, and a forbidden message costs its sender the link. Any other error is a fault of
-ours: it is told once in full, as ours, and costs the action or the message that met it, never the thread, since all
-meshes hang on that.
+ours: it is told once in full, as ours, and costs the action or the message that met it, never the thread.
 """
 
 from __future__ import annotations

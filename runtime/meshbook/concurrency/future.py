@@ -1,8 +1,7 @@
 """The answer of a call that is still under way, for scripts, notebooks and coroutines alike.
 
-A future is completed once, by any thread. Waiting for it blocks on a lock that exists only while somebody waits:
-no event loop is needed, and one that runs in this thread (every notebook has one) is no hindrance. ``await``
-works in any running asyncio loop.
+A future is completed once, by any thread. Waiting for it blocks on a lock that exists only while somebody waits: no
+event loop is needed, and one that runs in this thread is no hindrance. ``await`` works in any running asyncio loop.
 
 There is no lock around the state, so that signal handlers and finalisers may complete futures too. Three steps
 that the interpreter never splits stand in for it: the outcome is the value that `dict.setdefault` stored first; waiters

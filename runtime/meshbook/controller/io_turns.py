@@ -5,8 +5,7 @@ for an answer, takes the turn and reads the sockets itself; the I/O thread stays
 coming back for a moment. The turn is a lock: only its holder uses the sockets and the state behind them.
 
 SIGINT would raise in the midst of our bookkeeping. During its turn the main thread therefore only notes it, and raises
-when the turn is over. An exception of another signal's handler, or one that a thread raises in this one, ends the wait
-as it would end any other.
+when the turn is over. An exception of another signal's handler, or one that a thread raises in this one, ends the wait.
 """
 
 from __future__ import annotations

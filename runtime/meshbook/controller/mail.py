@@ -1,8 +1,7 @@
 """Calls that workers make beyond their own host: to mailboxes of the controller's process, and to other hosts' workers.
 
 To workers the controller's process is rank 0 of mesh 0. Their calls come in under the turn
-(`meshbook.controller.io_turns`), so handlers run there; arguments are loaded and answers made on the threads of the
-mailboxes' owners.
+(`meshbook.controller.io_turns`), so handlers run there; the owners of mailboxes load and answer on their threads.
 
 Calls to workers of other hosts go from agent to agent; the controller introduces the agents to each other:
 
@@ -10,8 +9,7 @@ Calls to workers of other hosts go from agent to agent; the controller introduce
     agent a: Peers(mesh)    <──              <── PeerPort(a, endpoint) ──────
     agent a ── calls of its workers ──> agent b                    (CURVE; b lets in only a)
 
-An agent that has asked is told again when ranks have moved; all agents are told of lost hosts. All of it runs under the
-turn.
+An agent that has asked is told again when ranks have moved; all agents are told of lost hosts. All under the turn.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 One question is open at a time, under the turn. A call can wait for ranks that never come though nothing failed: some of
 its ranks ended it long before the others, or it was never sent to all ranks of the mesh. That is said once, and left to
-the person. Ranks that wait for each other in operations in which they disagree are freed
-(`meshbook.groups.agreements`).
+the person. Ranks that disagree about operations are freed (`meshbook.groups.agreements`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The choice of calls that go past the agent (`meshbook.wire.shortcuts`), and the agent's knowledge of them. Under the
-turn.
+"""The choice of calls that go past the agent (`meshbook.wire.shortcuts`), and what the agent knows. Under the turn.
 
 A call that goes there may overtake messages that are on their way by the agent. So only a call goes there that meets
 nothing: none of its ranks has another call to answer, and no message without an answer may be on its way to a mailbox

@@ -10,9 +10,8 @@ something is under way: heartbeats see to that.
     under way, and not acknowledged                    unknown since the last acknowledgement
 
 Nothing else does. TCP_USER_TIMEOUT (ZMQ_TCP_MAXRT) ends the connection of a stopped process too, as soon as that has
-room for no more; ZMTP's heartbeats are answered by the process. Keepalives are sent only while nothing is under way,
-which is where they are needed: on the connections of an agent that keeps its messages while its controller is silent
-(`meshbook.wire.transport`).
+room for no more; ZMTP's heartbeats are answered by the process. Keepalives are sent only while nothing is under way, as
+on the connections of an agent that keeps its messages while its controller is silent.
 
 **Who may connect**: a bounded number of strangers, and none at all while no host is expected. libzmq accepts every
 connection, gives each 5 s for its handshake, and knows no limit: a stranger could use up our file descriptors, and keep

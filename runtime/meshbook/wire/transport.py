@@ -3,8 +3,7 @@
     ControllerSocket   listens; all hosts dial in to it, three lanes each    `HostLink` uses it
     Dialer             dials the lanes of a ticket's endpoint                 `Uplink` uses it
 
-The socket of a controller is made with it, used under its turn, and closed by its I/O thread; others belong to one
-thread.
+The socket of a controller is used under its turn, and closed by its I/O thread; others belong to one thread.
 """
 
 from __future__ import annotations

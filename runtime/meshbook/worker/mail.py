@@ -1,6 +1,5 @@
 """The mail of a worker: calls that it makes itself, the same `OpenCall` as on the controller, and a thread of its own
-that hands the calls of others to mailboxes (`meshbook.calls.mailboxes`). The thread that reads the mail completes
-futures.
+that hands the calls of others to mailboxes (`meshbook.calls.mailboxes`). The reader completes futures.
 
 The thread starts with the first message; before that a process has no such thread. It never runs user code and never
 waits for anything but its socket. An actor that is idle reads in its place (`meshbook.worker.mail_turn`).

@@ -32,7 +32,7 @@ def _home(ranks: int = 2) -> tuple[StoreHome, Side]:
 def test_a_question_that_comes_twice_counts_once() -> None:
     home, side = _home()
     for _ in range(2):
-        home.ask_from_afar(3, 1, StoreOp("add", ("n",), amount=5))
+        home.on_message(wire.StoreRequest(7, 3, 1, StoreOp("add", ("n",), amount=5)))
     home.ask(0, 1, StoreOp("get", ("n",)))
     assert [answer.result.number for answer in side.sent if isinstance(answer, wire.StoreAnswer)] == [5, 5]
     assert side.delivered == [(0, wire.StoreAnswer(7, 0, 1, StoreResult(values=(b"5",))))]
@@ -41,7 +41,7 @@ def test_a_question_that_comes_twice_counts_once() -> None:
 def test_a_waiting_question_that_comes_twice_is_answered_once() -> None:
     home, side = _home()
     for _ in range(2):
-        home.ask_from_afar(3, 1, StoreOp("get", ("key",), token=9))
+        home.on_message(wire.StoreRequest(7, 3, 1, StoreOp("get", ("key",), token=9)))
     assert not side.sent
     home.ask(1, 1, StoreOp("set", ("key",), (b"v",)))
     assert side.sent == [wire.StoreAnswer(7, 3, 1, StoreResult(values=(b"v",)))]
@@ -49,9 +49,9 @@ def test_a_waiting_question_that_comes_twice_is_answered_once() -> None:
 
 def test_a_rank_that_comes_after_a_dead_one_gets_answers_of_its_own() -> None:
     home, side = _home()
-    home.ask_from_afar(3, 1, StoreOp("add", ("n",), amount=5))
+    home.on_message(wire.StoreRequest(7, 3, 1, StoreOp("add", ("n",), amount=5)))
     home.drop_client(3)
-    home.ask_from_afar(3, 1, StoreOp("add", ("n",), amount=5))
+    home.on_message(wire.StoreRequest(7, 3, 1, StoreOp("add", ("n",), amount=5)))
     assert [answer.result.number for answer in side.sent if isinstance(answer, wire.StoreAnswer)] == [5, 10]
 
 
@@ -60,10 +60,10 @@ def test_a_road_asks_again_what_has_no_answer() -> None:
     router = StoreRelay(7, side.deliver, side.sent.append)
     router.ask(2, 1, StoreOp("check", ("a",)))
     router.ask(2, 2, StoreOp("get", ("b",)))
-    router.answer(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
-    router.answer(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
+    router.on_message(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
+    router.on_message(wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))
     side.sent.clear()
-    router.resend()
+    router.on_message(wire.AskAgain(7))
     assert side.sent == [wire.StoreRequest(7, 2, 2, StoreOp("get", ("b",)))]
     assert side.delivered == [(2, wire.StoreAnswer(7, 2, 1, StoreResult(number=1)))]
 
@@ -72,7 +72,7 @@ def test_a_lost_home_answers_whoever_waits_and_whoever_asks_later() -> None:
     side = Side(4)
     router = StoreRelay(7, side.deliver, side.sent.append)
     router.ask(2, 1, StoreOp("get", ("b",)))
-    router.lose("host a is lost")
+    router.on_message(wire.StoreLost(7, "host a is lost"))
     router.ask(3, 1, StoreOp("get", ("b",)))
     assert [(rank, answer.result.error) for rank, answer in side.delivered] == [
         (2, "the store of the process groups is gone: host a is lost"),

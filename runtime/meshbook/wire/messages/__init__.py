@@ -5,8 +5,7 @@
 
 A message is one header (a msgspec struct, msgpack, array-like) and any number of opaque payload frames. Agents decode
 headers and pass payloads on; only the user's thread of the receiving process unpickles them. On ZeroMQ each message
-wears the numbered header of `meshbook.wire.link`; on the socketpairs of one host it is framed by
-`meshbook.wire.frames`.
+wears the numbered header of `meshbook.wire.link`; on socketpairs `meshbook.wire.frames` frames it.
 
 Ranks are always base ranks of their mesh. A target is a tuple of affine slices over them: O(axes) bytes for any size.
 """
