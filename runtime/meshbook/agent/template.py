@@ -176,15 +176,15 @@ class TemplateProcess:
             self._on_end()
             return
         answer = protocol.decode_answer(data)
-        if isinstance(answer, protocol.TemplateForked):
-            self.pid = answer.pid
-        elif isinstance(answer, protocol.TemplateReady):
+        if isinstance(answer, protocol.TemplateReady):
             self.problem, self.failure = answer.problem, answer.failure or _misfit(answer.version)
             self.ready.set_result(None)
         elif isinstance(answer, protocol.ForkFailed):
             failed = self._forks.popleft()
             self._ask_for_more()
             self._fail(failed, answer.reason)
+        elif not self.ready.done():  # it is itself, and imports
+            self.pid = answer.pid
         else:
             fork = self._forks[0]
             fork.pids.append(answer.pid)

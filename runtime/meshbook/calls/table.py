@@ -47,20 +47,10 @@ ASK_S = 0.02
 OnStates = Callable[[Mapping[int, wire.ProcessState]], object]
 
 
-class StateSource(Protocol):
-    """An object that can ask the agents of a mesh."""
-
-    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Call ``on_done`` with the known states of their processes.
-
-        Answers that ranks sent before their states were read have come by then.
-        """
-
-
 class FailingCall:
     """A call that has failed on some ranks, and completes when no more failures can be expected."""
 
-    def __init__(self, call: OpenCall, source: StateSource | None) -> None:
+    def __init__(self, call: OpenCall, source: CallWatcher | None) -> None:
         """source: the agents to ask for the states of ranks; None where there are none to ask."""
         self._call = call
         self._source = None if call.lost else source  # ranks that die together leave no sign of that
@@ -153,8 +143,14 @@ class OpenQuestion(Generic[TAnswer]):
         return bool(self.ranks or self.hosts)
 
 
-class CallWatcher(StateSource, Protocol):
-    """The watcher of the calls of a mesh."""
+class CallWatcher(Protocol):
+    """The watcher of the calls of a mesh, which can ask its agents."""
+
+    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
+        """Call ``on_done`` with the known states of their processes.
+
+        Answers that ranks sent before their states were read have come by then.
+        """
 
     def watch(self, call: OpenCall) -> bool:
         """Note that a rank has answered, or was lost; True if a call that has ended everywhere waits for `complete`."""

@@ -5,7 +5,8 @@
     GroupFormer                        aborts the groups, which frees the ranks, and forms them again
 
 All states are those of `meshbook.lifecycle.GroupPhase` and `meshbook.lifecycle.GroupDoubt`, which the former keeps.
-After each event the queue is looked through: any of them may have been the one that a call waited for.
+After each event the queue is looked through: any of them may have been the one that a call waited for. This is one
+class, since each step looks at the failed, the ended and the long calls together.
 
 While a call has a failed or lost rank, or was interrupted, all ranks are asked how far their groups are. When
 `meshbook.groups.deadlock` proves that some can never be served, the groups are aborted: those ranks come back with
@@ -359,7 +360,7 @@ class GroupRecovery:
         self._queue.release()
 
     def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Ask for states as `StateSource`, behind the calls, so that ranks which have not got theirs yet run then."""
+        """Ask for states as `CallWatcher`, behind the calls, so that ranks which have not got theirs yet run then."""
         question = OpenQuestion(
             self._next_id(), self._mesh.id, wire.ProcessState, timeout_s, lambda done: on_done(done.told)
         )

@@ -246,7 +246,7 @@ class HostTemplate:
                 self._sock.send(wire.encode(protocol.ForkHost({**os.environb, **added}, os.getcwdb())))
                 self._sock.sendmsg([b"fds"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, log]))])
                 forked = self._receive(FORK_S)
-                if not isinstance(forked, protocol.HostForked):
+                if not isinstance(forked, protocol.Forked):
                     raise OSError(f"it did not fork: {forked}")
             except BaseException:
                 self._end()

@@ -33,13 +33,9 @@ class TemplateReady(msgspec.Struct, tag="ready", frozen=True):
     inherited: str = ""  # the inheritance of agents, for a template of hosts that serves every launcher
 
 
-class TemplateForked(msgspec.Struct, tag="born", frozen=True):
-    """The first message of a forked template, before it imports anything."""
+class Forked(msgspec.Struct, tag="forked", frozen=True):
+    """A worker or a host was forked; as the first message of a forked template: itself, which imports next."""
 
-    pid: int
-
-
-class WorkerForked(msgspec.Struct, tag="forked", frozen=True):
     pid: int
 
 
@@ -62,10 +58,6 @@ class ReapHost(msgspec.Struct, tag="reap", frozen=True):
     pid: int
 
 
-class HostForked(msgspec.Struct, tag="hosted", frozen=True):
-    pid: int
-
-
 class HostReaped(msgspec.Struct, tag="reaped", frozen=True):
     """The end of a host agent: its exit code, or its signal as a negative number."""
 
@@ -73,10 +65,10 @@ class HostReaped(msgspec.Struct, tag="reaped", frozen=True):
 
 
 Request = ForkWorkers | ForkTemplate
-TemplateAnswer = TemplateReady | TemplateForked | WorkerForked | ForkFailed
+TemplateAnswer = TemplateReady | Forked | ForkFailed
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(TemplateAnswer).decode
 HostRequest = ForkHost | ReapHost
-HostAnswer = TemplateReady | HostForked | HostReaped | ForkFailed
+HostAnswer = TemplateReady | Forked | HostReaped | ForkFailed
 decode_host_request = msgspec.msgpack.Decoder(HostRequest).decode
 decode_host_answer = msgspec.msgpack.Decoder(HostAnswer).decode

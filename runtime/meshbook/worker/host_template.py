@@ -52,7 +52,7 @@ def main(agent: str, fd: int) -> NoReturn:
             if (pid := os.fork()) == 0:
                 _be_host(agent, shell, serving, stdin, log, asked)
             serving.hosts[launcher].add(pid)
-            serving.say(launcher, wire.encode(protocol.HostForked(pid)))
+            serving.say(launcher, wire.encode(protocol.Forked(pid)))
         except OSError as error:
             serving.say_failed(launcher, error)
         os.close(stdin)

@@ -107,7 +107,7 @@ def serve(sock: socket.socket, shell: RankShell, started: float, later: list[str
         sock.close()
         sock = socket.socket(fileno=child.descriptors[0])
         started = time.perf_counter()
-        sock.send(wire.encode(protocol.TemplateForked(os.getpid())))
+        sock.send(wire.encode(protocol.Forked(os.getpid())))
         try:
             _import(filter(None, child.kind.split(",")))  # the user's modules
         except BaseException:
@@ -260,7 +260,7 @@ def _fork_batch(sock: socket.socket, request: protocol.Request, report: int) -> 
             os.close(descriptor)
         if isinstance(request, protocol.ForkWorkers):
             os.write(report, _PID.pack(pid))
-            sock.send(wire.encode(protocol.WorkerForked(pid)))
+            sock.send(wire.encode(protocol.Forked(pid)))
     os._exit(0)
 
 
