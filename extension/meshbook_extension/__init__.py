@@ -34,7 +34,6 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Remove the magics. Meshes run on until they are stopped in Python, or the process ends."""
     from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode
-    from meshbook_extension.wiring import close_session
 
     if not is_loaded(shell):
         return
@@ -43,7 +42,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
         shell.input_transformers_cleanup.remove(transformer)
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("mesh", None)
-    close_session(getattr(shell, _SESSION))
+    getattr(shell, _SESSION).closing.close()
 
 
 def is_loaded(shell: InteractiveShell) -> bool:

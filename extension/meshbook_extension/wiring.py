@@ -129,70 +129,50 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     notebook come back.
     """
     session = Session(shell, notebook_key(shell))
+    closing = session.closing
+    closing.callback(session.publisher.stop)
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts):
+        for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
-        session.add_part(earlier.part(WatchedNames))
-    calls, state_writer = CallOutput(session), StateWriter(session)
-    curves = OwnCurves(shell, session.part(WatchedNames), session.publisher)
-    session.add_part(curves)
-    curves.begin()
-    for part in (calls, state_writer, Debugged(session), Hooks(shell, Completer(session)), News(session)):
-        session.add_part(part)
-    session.add_part(NameErrors(session))
+    calls = session.add_part(CallOutput(session))
+    state_writer = session.add_part(StateWriter(session))
+    curves = session.add_part(OwnCurves(shell, session.part(WatchedNames), session.publisher))
+    panels = session.add_part(Panels(session))
+    closing.callback(curves.end)
+    closing.callback(panels.end)
+    closing.callback(NameErrors(session).end)
+    closing.callback(session.add_part(Debugged(session)).end)
+    closing.callback(Hooks(shell, Completer(session)).uninstall)
     session.part(Notices).open = hang_notices
-    panels = Panels(session)
-    session.add_part(panels)
-    panels.begin()
-    set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
-    set_output_source(calls.target)
 
     def find_procs(sizes: dict[str, int]) -> ProcMesh:
         from meshbook_extension.commands.spawn import give_procs
 
         return give_procs(session, sizes)
 
+    set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
+    closing.callback(set_advice, None)
+    set_output_source(calls.target)
+    closing.callback(set_output_source, None)
     set_current_mesh(session.mesh, find_procs)
+    closing.callback(set_current_mesh, None)
     set_prompt_handler(CallPromptHandler(session))
+    closing.callback(set_prompt_handler, None)
     set_progress_display(ProgressLine(shell).show)
+    closing.callback(set_progress_display, None)
     observe_unhandled(session.errors.note_unhandled)
-    for listener in (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell):
-        shell.events.register("post_run_cell", listener)
-    for listener in (curves.begin_cell, panels.begin_cell):
-        shell.events.register("pre_run_cell", listener)
-    served_cell.watch(shell)
-    shell.events.register("pre_run_cell", session.part(News).tell)
+    closing.callback(observe_unhandled, None)
+    served_cell.begin(shell)
+    before = (curves.begin_cell, panels.begin_cell, lambda _info: served_cell.begin(shell), News(session).tell)
+    after = (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell, served_cell.end)
+    for event, listeners in (("pre_run_cell", before), ("post_run_cell", after)):
+        for listener in listeners:
+            shell.events.register(event, listener)
+            closing.callback(shell.events.unregister, event, listener)
     session.on_change.append(state_writer.save)
     if earlier is None:
-        auto_attach = AutoAttach(session)
-        session.add_part(auto_attach)
-        auto_attach.start()
+        session.add_part(AutoAttach(session)).start()
     return session
-
-
-def close_session(session: Session) -> None:
-    """Close a session. The meshes run on, until they are stopped or the process ends."""
-    observe_unhandled(None)
-    set_advice(None)
-    set_output_source(None)
-    set_current_mesh(None)
-    set_prompt_handler(None)
-    set_progress_display(None)
-    session.part(Hooks).uninstall()
-    session.part(Debugged).end()
-    session.part(NameErrors).end()
-    curves = session.part(OwnCurves)
-    curves.end()
-    panels = session.part(Panels)
-    for begins in (curves.begin_cell, panels.begin_cell):
-        session.shell.events.unregister("pre_run_cell", begins)
-    panels.end()
-    ending = (session.part(CallOutput).finish, curves.end_cell, session.part(StateWriter).save, session.note_error)
-    for listener in (*ending, panels.tell):
-        session.shell.events.unregister("post_run_cell", listener)
-    session.shell.events.unregister("pre_run_cell", session.part(News).tell)
-    served_cell.unwatch()
-    session.publisher.stop()

@@ -242,9 +242,6 @@ class OwnCurves(Scheduled):
         self._cell = 0
         self._view: CurveView | None = None
         self._sink: CellSink
-
-    def begin(self) -> None:
-        """Show what is logged from now on."""
         recorder.origin = self._cell_here
         on_own.append(self._on_logged)
 

@@ -22,7 +22,7 @@ from meshbook_extension.cells.prompt import CellLeft, CellPrompt
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief, show_lost, verdict
 from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
-from meshbook_extension.notebook.session import Session, check_identifier
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS, RANK, Setup, choose
 from meshbook_extension.output.labels import FAILURE, NEWS, NOTICE, format_seconds, show_tables
 from meshbook_extension.output.publisher import Scheduled, is_attended, parent_of, sink_for
@@ -153,8 +153,6 @@ def _run(
 
 def _check(arguments: Arguments, code: str) -> None:
     """Refuse options that do not go together, and an empty cell. Raises: UsageError."""
-    if (out := arguments.text("--out")) is not None:
-        check_identifier(out, "--out")
     if not code.strip():
         raise UsageError("the cell is empty: write code below the %%mesh line.")
     if arguments.flag("--setup") and (arguments.flag("--async") or arguments.words):

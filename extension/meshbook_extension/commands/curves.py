@@ -18,7 +18,7 @@ from meshbook_extension.commands.values import check_expression
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
-from meshbook_extension.output.labels import parse_duration, show_tables
+from meshbook_extension.output.labels import show_tables
 from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _sources(session: Session) -> list[Metrics]:
         Option("--log", "a logarithmic axis of values"),
         Option("--x", "what the curves are drawn over", str, choices=("step", "time")),
         Option("--eval", "evaluate this on the ranks while they run a cell, and draw its curve", str, "EXPR"),
-        Option("--every", "the time between two evaluations, by default 1s", str, "TIME"),
+        Option("--every", "the time between two evaluations, by default 1s", float, "TIME"),
         Option("--nan", "say which module, gradient or logged name first had a NaN or an infinity, on which rank"),
         Option("--stop", "draw none from now on, and look for no NaN"),
     ),
@@ -77,14 +77,13 @@ def watch(session: Session, arguments: Arguments) -> None:
     smooth = arguments.number("--smooth") or 0.0
     if smooth >= 1:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
-    expression, every = (arguments.text("--eval") or "").strip(), arguments.text("--every")
+    expression, every_s = (arguments.text("--eval") or "").strip(), arguments.number("--every")
     if expression:
         check_expression(session, expression, "%mesh watch --eval")
-    elif every is not None:
+    elif every_s is not None:
         raise arguments.grammar.refuse("--every is the time between two evaluations of --eval EXPR.", "--every")
-    every_s = parse_duration(every or "1s", "--every")
     watched.look = Look(arguments.flag("--ranks"), smooth, arguments.flag("--log"), arguments.text("--x") == "time")
-    watched.expression, watched.every_s = expression, every_s
+    watched.expression, watched.every_s = expression, every_s or 1.0
     watched.turn += 1  # running cells leave the former expression
     watched.names = tuple(dict.fromkeys([*arguments.words, *filter(None, [watched.expression])]))
     sources = _sources(session)

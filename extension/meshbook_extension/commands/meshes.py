@@ -17,10 +17,10 @@ from meshbook.sessions.words import describe, describe_age, names_of, notebook_k
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.spawn import find_profiles
-from meshbook_extension.notebook.grammar import Arguments, Option
-from meshbook_extension.notebook.session import NamedSlice, Session, check_identifier
+from meshbook_extension.notebook.grammar import Arguments, Option, check_identifier
+from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.targets import FORMS, RANK
-from meshbook_extension.output.labels import count, parse_duration, show_tables
+from meshbook_extension.output.labels import count, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import StateWriter
 
@@ -89,7 +89,7 @@ def use(session: Session, arguments: Arguments) -> ProcMesh:
     procs = session.mesh(name if name in session.meshes else None if isinstance(value, ProcMesh) else name)
     session.current = procs.name
     if out is not None:
-        session.bind(check_identifier(out, "--out"), procs)
+        session.bind(out, procs)
     print(f'mesh "{procs.name}" is current: {format_sizes(procs.sizes)}')
     return procs
 
@@ -124,7 +124,7 @@ def stop(session: Session, arguments: Arguments) -> None:
 @Command(
     name="%mesh detach",
     summary="Let all meshes live on without this notebook, for the lease; cells on them run on.",
-    options=(Option("--lease", "how long they wait to be attached (10m)", str, "TIME"),),
+    options=(Option("--lease", "how long they wait to be attached (10m)", float, "TIME"),),
     examples=("%mesh detach", "%mesh detach --lease 2h"),
     notes="""
 A kernel that is restarted or dies leaves its meshes for the lease anyway; this is for shutting it down, or for going
@@ -134,8 +134,8 @@ def detach(session: Session, arguments: Arguments) -> None:
     from meshbook.agent.lease import default_lease_s
     from meshbook.mesh.driven import detach, own_sessions
 
-    text = arguments.text("--lease")
-    lease_s = default_lease_s() if text is None else parse_duration(text, "--lease")
+    asked_s = arguments.number("--lease")
+    lease_s = default_lease_s() if asked_s is None else asked_s
     session.part(StateWriter).save()
     names = [mesh.name for folder in own_sessions() for mesh in folder.state.meshes.values()]
     if not names:

@@ -13,7 +13,7 @@ from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.packages import send_again
-from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_engine, read_within
+from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_engine
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
@@ -41,7 +41,7 @@ A host that is silent but not known to have ended keeps its ranks; --force gives
 def heal(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
-    force, within_s = arguments.flag("--force"), read_within(arguments)
+    force, within_s = arguments.flag("--force"), arguments.number(WITHIN.name)
     with _interrupts_told():
         repaired = procs.base().heal(force=force, note=_note, launcher=launcher, within_s=within_s)
     print(repaired)
@@ -61,7 +61,7 @@ def respawn(session: Session, arguments: Arguments) -> None:
     if not arguments.words and not arguments.pairs:
         raise arguments.grammar.refuse("say which ranks.")
     procs = session.mesh()
-    ranks, within_s = session.target(arguments.words, arguments.pairs).ranks, read_within(arguments)
+    ranks, within_s = session.target(arguments.words, arguments.pairs).ranks, arguments.number(WITHIN.name)
     with _interrupts_told():
         repaired = procs.base().respawn(ranks, force=arguments.flag("--force"), note=_note, within_s=within_s)
     print(repaired)
@@ -95,7 +95,7 @@ def grow(session: Session, arguments: Arguments) -> None:
         raise arguments.grammar.refuse("say along which axis, and by how much.")
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs)
-    within_s = read_within(arguments)
+    within_s = arguments.number(WITHIN.name)
     with _interrupts_told():
         change = resize(procs, grow=more, note=_note, launcher=launcher, within_s=within_s)
     _take_over(session, procs, change)

@@ -31,11 +31,11 @@ from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.notebook.grammar import Arguments, Option, parse
-from meshbook_extension.notebook.session import DEFAULT_NAME, Session, check_identifier
+from meshbook_extension.notebook.grammar import Arguments, Option, check_identifier, parse
+from meshbook_extension.notebook.session import DEFAULT_NAME, Session
 from meshbook_extension.notebook.targets import RANK
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
-from meshbook_extension.output.labels import count, format_seconds, parse_duration
+from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.publisher import sink_for
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ ON = Option(
 )
 PYTHON = Option("--python", "the interpreter on hosts elsewhere", str, "PATH")
 WITHIN = Option(
-    "--within", "how long it may go without progress (2m), or hosts of manual take to come (30m)", str, "TIME"
+    "--within", "how long it may go without progress (2m), or hosts of manual take to come (30m)", float, "TIME"
 )
 
 
@@ -64,7 +64,7 @@ def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[
     asked = Asked(
         python=arguments.text(PYTHON.name),
         options=arguments.rest,
-        within_s=read_within(arguments),
+        within_s=arguments.number(WITHIN.name),
         device=device,
         count_ranks=count_ranks,
         torch=not arguments.flag("--no-torch"),
@@ -74,12 +74,6 @@ def read_engine(arguments: Arguments, device: str | None, count_ranks: Callable[
     except UsageError as error:
         name = text.partition(":")[0]
         raise arguments.grammar.refuse(str(error), name if name in ENGINES else "ssh:") from None
-
-
-def read_within(arguments: Arguments) -> float | None:
-    """Return the seconds of ``--within``, if it is given. Raises: UsageError."""
-    text = arguments.text(WITHIN.name)
-    return None if text is None else parse_duration(text, WITHIN.name)
 
 
 def read_other_engine(arguments: Arguments, procs: ProcMesh) -> Launcher | None:
@@ -193,7 +187,7 @@ SHOWN_HOSTS = 4
         Option("--env", "more of an environment for the ranks", str, "NAME=VALUE,.."),
         Option("--interface", "by which hosts reach each other, or its network: eth1, 10.0.0.0/8", str, "NAME"),
         Option("--cwd", "the folder of the ranks, from / or ~", str, "PATH"),
-        Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", str, "TIME"),
+        Option("--idle-stop", "stop it when nothing has run on it for so long: 30m, 2h", float, "TIME"),
         Option("--max-hours", "stop it after so many hours", float, "N"),
         Option("--out", "bind the mesh, a ProcMesh, to this name in the notebook", str, "VAR"),
     ),
@@ -241,8 +235,6 @@ def spawn(session: Session, arguments: Arguments) -> ProcMesh:
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
     check_identifier(name, "--name")
-    if out is not None:
-        check_identifier(out, "--out")
 
     def count_ranks() -> int:
         return math.prod(size for axis, size in _read_sizes(arguments).items() if axis != HOSTS)
@@ -255,7 +247,7 @@ def spawn(session: Session, arguments: Arguments) -> ProcMesh:
     if interface is not None and launcher.shares_environment and not wanted_interfaces(interface):
         there = ", ".join(map(str, own_interfaces())) or "none"
         raise UsageError(f"--interface: this machine has no {interface}; it has {there}.")
-    limit, within_s = _read_limit(arguments), read_within(arguments)
+    limit = _read_limit(arguments)
     preload = tuple(filter(None, (arguments.text("--preload") or "").split(",")))
     all_sizes = {**({HOSTS: hosts} if hosts is not None else {}), **sizes}
     launchers = tuple(launcher.for_host(index).saved for index in range(hosts or 1))
@@ -278,7 +270,7 @@ def spawn(session: Session, arguments: Arguments) -> ProcMesh:
                 owns_hosts=hosts is not None,
                 env=env,
                 cwd=arguments.text("--cwd"),
-                within_s=within_s,
+                within_s=arguments.number(WITHIN.name),
             )
     except KeyboardInterrupt:
         raise interrupted("the mesh was not spawned; what had started of it is stopped") from None
@@ -378,11 +370,10 @@ def _read_variables(arguments: Arguments) -> dict[str, str]:
 
 def _read_limit(arguments: Arguments) -> Limit:
     """Return the limit of ``--idle-stop`` and ``--max-hours``. Raises: UsageError."""
-    idle, hours = arguments.text("--idle-stop"), arguments.number("--max-hours")
+    hours = arguments.number("--max-hours")
     if hours == 0:
         raise arguments.grammar.refuse("--max-hours 0 is no time at all.")
-    idle_s = 0.0 if idle is None else parse_duration(idle, "--idle-stop")
-    return Limit(idle_s, (hours or 0.0) * 3600, time.time())
+    return Limit(arguments.number("--idle-stop") or 0.0, (hours or 0.0) * 3600, time.time())
 
 
 def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:

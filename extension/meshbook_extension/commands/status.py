@@ -27,7 +27,7 @@ from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import pause
-from meshbook_extension.output.labels import label, parse_duration, show_tables
+from meshbook_extension.output.labels import label, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.widget.display import HealthDisplays, status_table, status_text
 
@@ -237,7 +237,7 @@ NOBODY = frozenset({-1})
     options=(
         Option("-n", f"so many lines of each ({LINES}; {LINES_BEFORE} before what is followed)", int, "N"),
         Option("-f", "follow: show what the ranks write from now on, until you interrupt"),
-        Option("--for", "follow for so long: 10s, 5m", str, "TIME"),
+        Option("--for", "follow for so long: 10s, 5m", float, "TIME"),
         Option("--grep", "only lines with this text", str, "TEXT"),
     ),
     examples=(
@@ -256,9 +256,8 @@ def logs(session: Session, arguments: Arguments) -> None:
     procs = session.target(arguments.words, arguments.pairs)
     lines = arguments.whole("-n")
     text = arguments.text("--grep") or ""
-    bound = arguments.text("--for")
-    if bound is not None or arguments.flag("-f"):
-        duration_s = None if bound is None else parse_duration(bound, "--for")
+    duration_s = arguments.number("--for")
+    if duration_s is not None or arguments.flag("-f"):
         _follow(session, procs, LINES_BEFORE if lines is None else lines, text, duration_s)
         return
     paths = procs.log_paths()

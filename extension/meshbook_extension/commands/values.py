@@ -16,8 +16,8 @@ from meshbook.shape.large_values import describe_large
 from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command
-from meshbook_extension.notebook.grammar import PAIR, Arguments, Option
-from meshbook_extension.notebook.session import Session, check_identifier
+from meshbook_extension.notebook.grammar import PAIR, Arguments, Option, check_identifier
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS, one_rank
 from meshbook_extension.output.labels import label, label_block
 
@@ -68,8 +68,7 @@ def evaluate(session: Session, arguments: Arguments) -> ValueMesh[object]:
     procs = target_of(session, arguments)
     peeks = _peek(arguments, procs, expression)
     values = peeks.values if peeks else answer(session, procs.evaluate(expression), procs, LOOKS)
-    out = arguments.text("--out")
-    session.keep_result(values, check_identifier(out, "--out") if out else None)
+    session.keep_result(values, arguments.text("--out"))
     failed = peeks.failed if peeks else ()
     found = ((rank, values.get(rank)) for rank in values.ranks if rank not in failed)
     equal = group_ranks((rank, describe_large(value) or repr(value)) for rank, value in found)
@@ -158,7 +157,7 @@ def pull(session: Session, arguments: Arguments) -> object:
     peeks = _peek(arguments, procs, names[0] if len(names) == 1 else f"({', '.join(names)})")
     pulled = _columns(peeks, names) if peeks else answer(session, pull_together(procs, names), procs, LOOKS)
     for name, values in pulled.items():
-        bound = check_identifier(out, "--out") if out else name
+        bound = out or name
         former = type(session.shell.user_ns.get(bound, values)).__name__
         instead = f" in place of the notebook's {former}" if former != type(values).__name__ else ""
         session.bind(bound, values)
@@ -267,7 +266,7 @@ def scatter(session: Session, arguments: Arguments) -> None:
 )
 def gather(session: Session, arguments: Arguments) -> object:
     name = check_identifier(arguments.words[0], arguments.grammar.name)
-    bound = check_identifier(arguments.text("--out") or name, "--out")
+    bound = arguments.text("--out") or name
     axis, dim = _axis_and_dim(arguments)
     procs = target_of(session, arguments)
     value = answer(session, procs.gather(name, axis=axis, dim=dim), procs)

@@ -10,6 +10,7 @@ are made, so that they cannot disagree. Nothing is evaluated: ``--timeout 2*3`` 
 
 from __future__ import annotations
 
+import keyword
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -29,12 +30,20 @@ _NUMBER = re.compile(r"-\d+(\.\d*)?")
 OptionValue: TypeAlias = bool | str | int | float
 
 
+def check_identifier(name: str, where: str) -> str:
+    """Return ``name`` if it can name a variable. Raises: UsageError."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(f'{where}: "{name}" cannot be the name of a variable.')
+    return name
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of a command, with the text that its help shows.
 
     value: the type of its value: bool (a switch, takes none), str, int or float.
-    metavar: how the help writes the value; choices: the only values allowed.
+    metavar: how the help writes the value: S is seconds or a time with a unit, TIME has a unit, VAR names a variable.
+    choices: the only values allowed.
     """
 
     name: str
@@ -49,15 +58,14 @@ class Option:
         return " ".join(filter(None, [self.name, "|".join(self.choices) or self.metavar]))
 
     def convert(self, text: str) -> OptionValue:
-        """Return the value that ``text`` stands for.
-
-        Raises: ValueError, which describes a valid value.
-        """
+        """Return the value that ``text`` stands for. Raises: UsageError, or ValueError that describes a valid value."""
         if self.choices and text not in self.choices:
             either = " or ".join(filter(None, [", ".join(self.choices[:-1]), self.choices[-1]]))
             raise ValueError(f'takes {either}, not "{text}".{did_you_mean(text, self.choices)}')
+        if self.metavar == "TIME":
+            return parse_duration(text, self.name)
         if self.value is str:
-            return text
+            return check_identifier(text, self.name) if self.metavar == "VAR" else text
         takes_time = self.metavar == "S"
         try:
             if takes_time and text[-1:].isalpha():
@@ -271,6 +279,8 @@ class _Reader:
             raise self._grammar.refuse(f"{name} needs a value: {option.usage}.", name)
         try:
             return option, option.convert(value)
+        except UsageError:
+            raise
         except ValueError as error:
             raise self._grammar.refuse(f"{name} {error}", name) from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import keyword
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -44,6 +44,8 @@ class Session:
         self.notebook = notebook
         """The notebook's key for its next kernel; empty where there is none."""
         self.publisher = Publisher()
+        self.closing = contextlib.ExitStack()
+        """The steps that close the session, the last one first. Its meshes run on."""
         self.setups = Setups()
         self.meshes: dict[str, ProcMesh] = {}
         """The meshes by name, as they are arranged now: `split`, `rename` and `flatten` put another view here."""
@@ -72,9 +74,10 @@ class Session:
         assert isinstance(part, kind)
         return part
 
-    def add_part(self, part: object) -> None:
-        """Keep a part whose constructor takes arguments."""
+    def add_part(self, part: P) -> P:
+        """Keep a part whose constructor takes arguments, and return it."""
         self._parts[type(part)] = part
+        return part
 
     def note_error(self, result: ExecutionResult) -> None:
         """Keep the failures that calls of the ended cell have raised."""
@@ -223,13 +226,3 @@ class Session:
             raise UsageError(f'the notebook has no "{name}".{near}')
         value: object = self.shell.user_ns[name]
         return value
-
-
-def check_identifier(name: str, where: str) -> str:
-    """Return ``name`` if it can name a variable.
-
-    Raises: UsageError.
-    """
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f'{where}: "{name}" cannot be the name of a variable.')
-    return name

@@ -100,19 +100,19 @@ class ServedCell:
         self.parent: JupyterMessage = {}
         self._held: list[Callable[[JupyterMessage], None]] = []
         self._lock = threading.Lock()
-        self._shell: InteractiveShell
 
-    def watch(self, shell: InteractiveShell) -> None:
-        """Follow the cells of ``shell`` from now on, the running one included."""
-        self._shell = shell
-        shell.events.register("pre_run_cell", self._begin)
-        shell.events.register("post_run_cell", self._end)
-        self._begin()
+    def begin(self, shell: InteractiveShell) -> None:
+        """Note that a cell of ``shell`` runs, and send what has waited for one."""
+        parent = parent_of(shell)
+        with self._lock:
+            self.parent, held, self._held = parent, self._held, []
+        for send in held:
+            send(parent)
 
-    def unwatch(self) -> None:
-        """Forget the shell."""
-        self._shell.events.unregister("pre_run_cell", self._begin)
-        self._shell.events.unregister("post_run_cell", self._end)
+    def end(self, *_: object) -> None:
+        """Note that the cell has ended."""
+        with self._lock:
+            self.parent = {}
 
     def send(self, send: Callable[[JupyterMessage], None]) -> None:
         """Send with the request of the running cell, or of the next; from any thread."""
@@ -121,17 +121,6 @@ class ServedCell:
                 self._held.append(send)
                 return
         send(parent)
-
-    def _begin(self, info: object = None) -> None:
-        parent = parent_of(self._shell)
-        with self._lock:
-            self.parent, held, self._held = parent, self._held, []
-        for send in held:
-            send(parent)
-
-    def _end(self, result: object = None) -> None:
-        with self._lock:
-            self.parent = {}
 
 
 served_cell = ServedCell()

@@ -50,7 +50,7 @@ class _Page:
 
 
 class Panels:
-    """The panels that show the current mesh of a session."""
+    """The panels that show the current mesh of a session; pages can open comms from the start."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -58,9 +58,6 @@ class Panels:
         self._kernel = kernel_of(session.shell)
         self._manager: Any = getattr(self._kernel, "comm_manager", None)
         self._comms: BusyComms | None = None
-
-    def begin(self) -> None:
-        """Let pages open comms from now on."""
         if self._manager is not None:
             self._manager.register_target(TARGET, self._on_open)
 
