@@ -137,11 +137,12 @@ class NanAlarm:
         return f"{kind} is{on} in the {name}{when}"
 
 
-class CurveView:
-    """The picture in one cell. `note` may be called by any thread, `show` by the publisher's."""
+class CurveView(Scheduled):
+    """The picture in one cell. `note` may be called by any thread; the publisher's thread draws."""
 
-    def __init__(self, watch: WatchedNames, metrics: Metrics) -> None:
+    def __init__(self, watch: WatchedNames, metrics: Metrics, sink: CellSink, publisher: Publisher) -> None:
         self._watch, self._metrics = watch, metrics
+        self._sink, self._publisher = sink, publisher
         self._display_id = ""
         self._names: dict[str, None] = {}
         """The names that were logged in this cell, in order."""
@@ -149,35 +150,35 @@ class CurveView:
         self._has_news = False
         self._alarm = NanAlarm(watch, metrics)
 
-    def note(self, names: Sequence[str]) -> bool:
-        """Note news of these names; returns whether there is something to show."""
+    def note(self, names: Sequence[str]) -> None:
+        """Note news of these names, to be shown soon."""
         is_odd = self._alarm.note(names)
-        if not self._watch.wants(names):
-            return is_odd
-        self._names.update(dict.fromkeys(names))
-        self._has_news = True
-        return True
+        if self._watch.wants(names):
+            self._names.update(dict.fromkeys(names))
+            self._has_news = True
+            self._publisher.schedule(self, self._next_at)
+        elif is_odd:
+            self._publisher.schedule(self, self._alarm.due_at or 0.0)
 
-    @property
-    def due_at(self) -> float | None:
-        """The time at which to show news; None where there are none."""
-        times = [self._next_at if self._has_news else None, self._alarm.due_at]
+    def pump(self, now: float, *, at_once: bool = False) -> float | None:
+        """Show the line on the first value that is not finite, and the picture, if it is time. at_once: the cell ends.
+
+        Returns: when more will be due.
+        """
+        if alarm := self._alarm.take(now, at_once=at_once):
+            show_message(self._sink, WARN, alarm)
+        if self._has_news and (at_once or (self._sink.replaces and now >= self._next_at)):
+            self._draw()
+        times = [self._next_at if self._has_news and self._sink.replaces else None, self._alarm.due_at]
         return min((at for at in times if at is not None), default=None)
 
-    def alarm(self, now: float, *, at_once: bool = False) -> str:
-        """Return the line on the first value that is not finite, if it is time."""
-        return self._alarm.take(now, at_once=at_once)
-
-    def show(self, sink: CellSink, now: float, *, at_once: bool = False) -> None:
-        """Draw the news, if it is time. at_once: the cell ends."""
-        if not self._has_news or not (at_once or (now >= self._next_at and sink.replaces)):
-            return
+    def _draw(self) -> None:
         self._has_news = False
         began = time.monotonic()
         curves = curves_of(self._metrics, self._watch.chosen(list(self._names)))
         if curves:
             is_first, self._display_id = not self._display_id, self._display_id or uuid.uuid4().hex
-            sink.display(bundle(curves, self._watch.look), {}, self._display_id, update=not is_first)
+            self._sink.display(bundle(curves, self._watch.look), {}, self._display_id, update=not is_first)
         now = time.monotonic()
         self._next_at = now + max(INTERVAL_S, DRAWING_SHARE * (now - began))
 
@@ -234,14 +235,13 @@ class WatchedExpression(Scheduled):
         self._publisher.schedule_unless(self, due, self._cell.run.future.done)
 
 
-class OwnCurves(Scheduled):
+class OwnCurves:
     """The picture of scalars that the notebook's process logs itself, in the cell that does."""
 
     def __init__(self, shell: InteractiveShell, watch: WatchedNames, publisher: Publisher) -> None:
         self._shell, self._watch, self._publisher = shell, watch, publisher
         self._cell = 0
         self._view: CurveView | None = None
-        self._sink: CellSink
         recorder.origin = self._cell_here
         on_own.append(self._on_logged)
 
@@ -253,13 +253,12 @@ class OwnCurves(Scheduled):
     def _cell_here(self) -> int:
         """Return the number of the running cell; called at each `log`."""
         if self._view is None and threading.current_thread() is threading.main_thread():
-            self._view, self._sink = CurveView(self._watch, own), sink_for(self._shell)
+            self._view = CurveView(self._watch, own, sink_for(self._shell), self._publisher)
         return self._cell
 
     def _on_logged(self, names: tuple[str, ...]) -> None:
-        view = self._view
-        if view is not None and view.note(names):
-            self._publisher.schedule(self, view.due_at or 0.0)
+        if (view := self._view) is not None:
+            view.note(names)
 
     def begin_cell(self, *_: object) -> None:
         """Note that another cell begins, on the thread of cells."""
@@ -271,16 +270,4 @@ class OwnCurves(Scheduled):
             recorder.flush()
         view, self._view = self._view, None
         if view is not None:
-            self._show(view, at_once=True)
-
-    def pump(self, now: float) -> float | None:
-        if (view := self._view) is None:
-            return None
-        self._show(view)
-        return view.due_at if self._sink.replaces else None
-
-    def _show(self, view: CurveView, *, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if alarm := view.alarm(now, at_once=at_once):
-            show_message(self._sink, WARN, alarm)
-        view.show(self._sink, now, at_once=at_once)
+            view.pump(time.monotonic(), at_once=True)

@@ -181,9 +181,8 @@ class CellOutput(Scheduled):
         """Queue an event, on the runtime's I/O thread, where nothing may wait."""
         now = time.monotonic()
         if isinstance(event, NewScalars):
-            if self._curves is not None and self._curves.note(event.names):
-                self.has_unshown = True
-                self._publisher.schedule(self, max(now, self._curves.due_at or 0.0))
+            if self._curves is not None:
+                self._curves.note(event.names)
             return
         if self._only and isinstance(event, _Output) and event.rank not in self._only:
             return
@@ -286,13 +285,11 @@ class CellOutput(Scheduled):
             without_repeats = finishing and self.summary_follows
             self._failures.show(self._sink, brief=self.defers_tracebacks, without_repeats=without_repeats)
         self._note_stops(now)
-        if self._curves is not None and (alarm := self._curves.alarm(now, at_once=finishing)):
-            self._notes.append(CellMessage(WARN, alarm))
         self._show_notes()
         self._rounds.draw_again(now, at_once=finishing)
         self._show_bars(now)
-        if self._curves is not None:
-            self._curves.show(self._sink, now, at_once=finishing)
+        if self._curves is not None and finishing:
+            self._curves.pump(now, at_once=True)
         if self._ended and (finishing or now >= self._next_count_at):
             self._show_count(now)
         if finishing:
@@ -317,8 +314,6 @@ class CellOutput(Scheduled):
             times.append(max(rounds_at, self._next_text_at))
         if self._bars != self._bars_shown:
             times.append(self._next_bars_at)
-        if self._curves is not None and self._sink.replaces:
-            times.append(self._curves.due_at)
         if self._ended and self._budget.has_news:
             times.append(self._next_count_at)
         return min((at for at in times if at is not None), default=None)
@@ -526,7 +521,7 @@ def open_output(
         procs.log_paths,
         partial(states.await_printed, procs),
         procs.name,
-        CurveView(session.part(WatchedNames), states.metrics(procs)),
+        CurveView(session.part(WatchedNames), states.metrics(procs), transcript or sink, session.publisher),
         lambda rank: ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items()),
         only,
     )

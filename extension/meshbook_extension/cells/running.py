@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from meshbook.errors import (
     group_failures,
     next_steps,
 )
-from meshbook.formatting import group_ranks, name_ranks
+from meshbook.formatting import Table, format_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook_extension.notebook.error_log import describe_interrupts
 from meshbook_extension.notebook.waiting import wait_until_done
@@ -352,6 +352,22 @@ class Job:
         error = self.cell.run.future.exception(0)
         why = f": {str(error).splitlines()[0]}" if error is not None and str(error) else ""
         return f"job {self.number} ({self.cell.what}) {self.state} {ago} ago{why}"
+
+
+def job_table(jobs: Iterable[Job]) -> Table:
+    """Return a row for each job."""
+    rows = [
+        [
+            str(job.number),
+            job.state,
+            format_seconds(job.duration_s),
+            job.cell.what,
+            f"{format_ranks(job.cell.ranks)} of {job.mesh}",
+            "\n".join(f"{label(ranks)} {bar}" for ranks, bar in job.cell.output.progress) if job.cell.waiting else "",
+        ]
+        for job in jobs
+    ]
+    return Table(["job", "state", "time", "cell", "ranks", "progress"], rows, "><><<<")
 
 
 class Jobs:

@@ -7,7 +7,7 @@ import shlex
 import time
 
 from meshbook.errors import CallInterrupted, MeshError
-from meshbook.formatting import Table, format_ranks, name_ranks
+from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.shell.scripts import read_script
 from meshbook_extension.cells.profile import TRACE
@@ -21,7 +21,7 @@ from meshbook_extension.cells.run import (
     run_mesh_script,
     run_profiled,
 )
-from meshbook_extension.cells.running import Job, Jobs, interrupted, show_as
+from meshbook_extension.cells.running import Job, Jobs, interrupted, job_table, show_as
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.commands.values import AT, target_of
@@ -29,7 +29,7 @@ from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
 from meshbook_extension.notebook.waiting import wait_until_done
-from meshbook_extension.output.labels import format_seconds, label, show_tables
+from meshbook_extension.output.labels import format_seconds, show_tables
 from meshbook_extension.output.publisher import is_attended, parent_of, sink_for
 from meshbook_extension.output.transcripts import Transcripts
 
@@ -78,19 +78,7 @@ def list_jobs(session: Session, arguments: Arguments) -> None:
     if not jobs:
         print("no job yet. Start one: %%mesh --async above a cell")
         return
-    rows = [
-        [
-            str(job.number),
-            job.state,
-            format_seconds(job.duration_s),
-            job.cell.what,
-            f"{format_ranks(job.cell.ranks)} of {job.mesh}",
-            "\n".join(f"{label(ranks)} {bar}" for ranks, bar in job.cell.output.progress) if job.cell.waiting else "",
-        ]
-        for job in jobs
-    ]
-    table = Table(["job", "state", "time", "cell", "ranks", "progress"], rows, "><><<<")
-    show_tables(sink_for(session.shell), [table], "\n".join(job.describe() for job in jobs))
+    show_tables(sink_for(session.shell), [job_table(jobs)], "\n".join(job.describe() for job in jobs))
 
 
 @Command(

@@ -46,6 +46,17 @@ class LoggedError(NamedTuple):
     """The time in seconds since the epoch."""
     kind: FailureKind = FailureKind.RAISED
 
+    @classmethod
+    def of(cls, mesh: str, what: str, equal: Sequence[Failure], number: int = 0) -> LoggedError:
+        """Return the error of failures with an equal cause, as of now."""
+        first, ranks, traceback = (
+            equal[0],
+            tuple(failure.rank for failure in equal),
+            _cut("\n".join(equal[0].traceback)),
+        )
+        failed = first.ename, first.evalue, first.where, traceback
+        return cls(number, mesh, what, ranks, *failed, time.time(), first.kind)
+
     @property
     def headline(self) -> str:
         """The text ``ValueError: bad shard``, on one line."""
@@ -79,24 +90,10 @@ class ErrorLog:
             if fresh:
                 self._noted.append(fresh)
             for group in group_failures(_merge_interrupts(fresh)):
-                first, ranks = group[0], tuple(failure.rank for failure in group)
-                if first.kind is FailureKind.LOST:
-                    self._dead.update((mesh, rank) for rank in ranks)
-                traceback = _cut("\n".join(first.traceback))
-                self._errors.append(
-                    LoggedError(
-                        self._next,
-                        mesh,
-                        what,
-                        ranks,
-                        first.ename,
-                        first.evalue,
-                        first.where,
-                        traceback,
-                        time.time(),
-                        first.kind,
-                    )
-                )
+                error = LoggedError.of(mesh, what, group, self._next)
+                if error.kind is FailureKind.LOST:
+                    self._dead.update((mesh, rank) for rank in error.ranks)
+                self._errors.append(error)
                 self._next += 1
 
     def note_raised(self, mesh: str, what: str, error: BaseException | None) -> None:

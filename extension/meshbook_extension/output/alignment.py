@@ -19,7 +19,7 @@ Pure: no clock, no thread.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterator, Set
 from typing import NamedTuple, TypeAlias
 
@@ -59,7 +59,7 @@ class _Queue:
     """The queue of one rank's entries, in a lane per stream."""
 
     def __init__(self) -> None:
-        self.lanes: dict[str, deque[Entry]] = {}
+        self.lanes: dict[str, deque[Entry]] = defaultdict(deque)
         self.front: tuple[Entry, ...] = ()
         """Yield the entries that may go: the first, then entries that may as well have come before it."""
         self.through = -1
@@ -70,7 +70,7 @@ class _Queue:
         """Find the entries that stand in `front` again."""
         first = [lane[0] for lane in self.lanes.values() if lane]
         if len(first) > 1:
-            first.sort(key=_number)
+            first.sort(key=lambda entry: entry.number)
             first = [entry for entry in first if entry.era == first[0].era]
         self.front = tuple(first)
 
@@ -79,7 +79,7 @@ class Alignment:
     """The queues of all ranks."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, _Queue] = defaultdict(_Queue)
         self._holders: dict[_Key, dict[int, int]] = {}
         """The ranks that have each key, and how often."""
         self._front: dict[_Key, set[int]] = {}
@@ -94,25 +94,20 @@ class Alignment:
         self, rank: int, stream: str, key: _Key, due: float, text: str, display: object = None, is_result: bool = False
     ) -> None:
         """Put an entry at the end of the rank's queue; at ``due`` it has waited long enough for other ranks."""
-        queue = self._queue(rank)
-        lane = queue.lanes.get(stream)
-        if lane is None:
-            lane = queue.lanes[stream] = deque()
+        queue = self._queues[rank]
+        lane = queue.lanes[stream]
         lane.append(Entry(lane, key, queue.count, queue.era, due, text, display, is_result))
         queue.count += 1
         self._results += is_result
         if len(lane) == 1:
             self._changed.add(rank)
-        holders = self._holders.get(key)
-        if holders is None:
-            self._holders[key] = {rank: 1}
-        else:
-            holders[rank] = holders.get(rank, 0) + 1
-            self._drawn.discard(key)
+        holders = self._holders.setdefault(key, {})
+        holders[rank] = holders.get(rank, 0) + 1
+        self._drawn.discard(key)
 
     def bar(self, rank: int) -> None:
         """Note that the rank prints its next entries after all that are there."""
-        self._queue(rank).era += 1
+        self._queues[rank].era += 1
 
     @property
     def is_empty(self) -> bool:
@@ -155,12 +150,6 @@ class Alignment:
             for key in sorted(ready, key=self._place):
                 rows.append(self._pop(key))
             candidates = self._look_again()
-
-    def _queue(self, rank: int) -> _Queue:
-        queue = self._queues.get(rank)
-        if queue is None:
-            queue = self._queues[rank] = _Queue()
-        return queue
 
     def _look_again(self) -> set[_Key]:
         """Bring `front` up to date; returns the keys that came to stand there."""
@@ -253,7 +242,3 @@ class Alignment:
 def _must_go(queue: _Queue, now: float) -> bool:
     first = queue.front[0]
     return first.due <= now or first.number <= queue.through
-
-
-def _number(entry: Entry) -> int:
-    return entry.number

@@ -89,6 +89,29 @@ def bundle(curves: Sequence[Curve], look: Look) -> dict[str, object]:
     }
 
 
+@dataclass(frozen=True)
+class _Ground:
+    """The ground of a panel: the values at its edges, as they stand on the axes."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    is_log: bool
+
+    def x(self, value: float) -> float:
+        return round(LEFT + (value - self.first) / (self.last - self.first) * (RIGHT - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        return round(BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP), 1)
+
+    def text(self, scaled: float) -> str:
+        """Write the value at a place on the axis."""
+        if not self.is_log:
+            return number(scaled)
+        return number(10**scaled) if abs(scaled) < 307 else f"1e{scaled:.0f}"
+
+
 def _panel(curve: Curve, look: Look) -> str:
     """Draw one name into a panel."""
     scale = _log10 if look.log else _finite
@@ -101,29 +124,19 @@ def _panel(curve: Curve, look: Look) -> str:
     if high - low <= abs(high) * 1e-9:
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
     first, last = (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1)
-
-    def x_of(value: float) -> float:
-        return round(LEFT + (value - first) / (last - first) * (RIGHT - LEFT), 1)
-
-    def y_of(value: float) -> float:
-        return round(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP), 1)
-
-    parts = [_axes(first, last, low, high, x_of, y_of, unit, look.log), _title(curve, look)]
-    lines: list[tuple[str, str, list[float | None]]] = []
+    ground = _Ground(first, last, low, high, look.log)
+    parts = [_axes(ground, unit), _title(curve, look)]
     if look.by_rank:
         for n, rank in enumerate(curve.ranks):
             label = "this process" if rank is None else f"rank {rank}"
             values = [scale(mean(column[rank])) if rank in column else None for column in columns.values()]
-            lines.append((label, COLOURS[n % len(COLOURS)], values))
+            parts.append(_line(xs, values, COLOURS[n % len(COLOURS)], ground, label, look.smooth))
     else:
         means = [[mean(values) for values in column.values()] for column in columns.values()]
-        parts.append(_band(xs, [[y for y in map(scale, each) if y is not None] for each in means], x_of, y_of))
+        parts.append(_band(xs, [[y for y in map(scale, each) if y is not None] for each in means], ground))
         label = curve.summary.name if len(curve.ranks) == 1 else "mean"
-        lines.append((label, COLOURS[0], [scale(mean(each)) for each in means]))
-    for label, colour, values in lines:
-        parts.append(_line(xs, values, colour, x_of, y_of, label, look))
-    parts.append(_gaps(columns, scale, x_of))
-    return "".join(parts)
+        parts.append(_line(xs, [scale(mean(each)) for each in means], COLOURS[0], ground, label, look.smooth))
+    return "".join([*parts, _gaps(columns, scale, ground)])
 
 
 def _positions(ranks: Ranks, look: Look) -> tuple[dict[int | None, Sequence[float]], str]:
@@ -158,54 +171,37 @@ def _log10(value: float) -> float | None:
     return math.log10(value) if 0 < value < math.inf else None
 
 
-def _value(scaled: float, is_log: bool) -> str:
-    """Write the value at a place on the axis."""
-    if not is_log:
-        return number(scaled)
-    return number(10**scaled) if abs(scaled) < 307 else f"1e{scaled:.0f}"
-
-
-ToPixel: TypeAlias = Callable[[float], float]
-
-
 def _line(
-    xs: Sequence[float],
-    values: Sequence[float | None],
-    colour: str,
-    x_of: ToPixel,
-    y_of: ToPixel,
-    label: str,
-    look: Look,
+    xs: Sequence[float], values: Sequence[float | None], colour: str, ground: _Ground, label: str, smooth: float
 ) -> str:
     """Draw a line, with its values behind it where it is smoothed, and with dots where there are few."""
-    drawn = _smooth(values, look.smooth) if look.smooth else values
-    parts = [_path(xs, values, x_of, y_of, f"stroke='{colour}' opacity='.3'")] if look.smooth else []
-    parts.append(_path(xs, drawn, x_of, y_of, f"stroke='{colour}' stroke-width='1.6'", label))
+    drawn = _smooth(values, smooth) if smooth else values
+    parts = [_path(xs, values, ground, f"stroke='{colour}' opacity='.3'")] if smooth else []
+    parts.append(_path(xs, drawn, ground, f"stroke='{colour}' stroke-width='1.6'", label))
     known = [(x, y) for x, y in zip(xs, drawn, strict=True) if y is not None]
     for x, y in known if len(known) <= DOTS else known[-1:]:
-        value = _value(y, look.log)
-        title = f"<title>{_escape(label)}: {value} at {x:.10g}</title>"
-        parts.append(f"<circle cx='{x_of(x)}' cy='{y_of(y)}' r='2' fill='{colour}'>{title}</circle>")
+        title = f"<title>{_escape(label)}: {ground.text(y)} at {x:.10g}</title>"
+        parts.append(f"<circle cx='{ground.x(x)}' cy='{ground.y(y)}' r='2' fill='{colour}'>{title}</circle>")
     return "".join(parts)
 
 
-def _path(
-    xs: Sequence[float], values: Sequence[float | None], x_of: ToPixel, y_of: ToPixel, style: str, label: str = ""
-) -> str:
+def _path(xs: Sequence[float], values: Sequence[float | None], ground: _Ground, style: str, label: str = "") -> str:
     path, pen = [], "M"
     for x, y in zip(xs, values, strict=True):
         if y is None:
             pen = "M"
             continue
-        path.append(f"{pen}{x_of(x)} {y_of(y)}")
+        path.append(f"{pen}{ground.x(x)} {ground.y(y)}")
         pen = "L"
     title = f"<title>{_escape(label)}</title>" if label else ""
     return f"<path d='{''.join(path)}' fill='none' {style}>{title}</path>"
 
 
-def _band(xs: Sequence[float], spreads: Sequence[Sequence[float]], x_of: ToPixel, y_of: ToPixel) -> str:
+def _band(xs: Sequence[float], spreads: Sequence[Sequence[float]], ground: _Ground) -> str:
     """Draw the range of ranks."""
-    known = [(x_of(x), y_of(min(each)), y_of(max(each))) for x, each in zip(xs, spreads, strict=True) if each]
+    known = [
+        (ground.x(x), ground.y(min(each)), ground.y(max(each))) for x, each in zip(xs, spreads, strict=True) if each
+    ]
     if len(known) < 2 or all(low == high for _, low, high in known):
         return ""
     there = "L".join(f"{x} {low}" for x, low, _ in known)
@@ -214,7 +210,7 @@ def _band(xs: Sequence[float], spreads: Sequence[Sequence[float]], x_of: ToPixel
     return f"<path d='M{there}L{back}Z' fill='{COLOURS[0]}' opacity='.22'>{title}</path>"
 
 
-def _gaps(columns: Mapping[float, Column], scale: Callable[[float], float | None], x_of: ToPixel) -> str:
+def _gaps(columns: Mapping[float, Column], scale: Callable[[float], float | None], ground: _Ground) -> str:
     """Mark the columns in which values cannot be drawn."""
     marks = []
     for x, column in columns.items():
@@ -224,7 +220,7 @@ def _gaps(columns: Mapping[float, Column], scale: Callable[[float], float | None
             who = f"{format_ranks(ranks)}: " if ranks else ""
             values = ", ".join(sorted({number(value) for value in odd.values()}))
             marks.append(
-                f"<path d='M{x_of(x)} {BOTTOM - 7}v7' stroke='#d9534f' stroke-width='2'>"
+                f"<path d='M{ground.x(x)} {BOTTOM - 7}v7' stroke='#d9534f' stroke-width='2'>"
                 f"<title>{who}{values} at {x:.10g}</title></path>"
             )
     return "".join(marks)
@@ -259,18 +255,18 @@ def _title(curve: Curve, look: Look) -> str:
     )
 
 
-def _axes(
-    first: float, last: float, low: float, high: float, x_of: ToPixel, y_of: ToPixel, unit: str, is_log: bool
-) -> str:
+def _axes(ground: _Ground, unit: str) -> str:
     """Draw lines and numbers along both axes."""
     parts = []
-    for y in _ticks(low, high, 4):
+    for y in _ticks(ground.low, ground.high, 4):
         parts.append(
-            f"<path d='M{LEFT} {y_of(y)}H{RIGHT}' stroke='currentColor' opacity='.15'/>"
-            f"<text x='{LEFT - 4}' y='{y_of(y) + 3}' text-anchor='end' {TEXT} opacity='.8'>{_value(y, is_log)}</text>"
+            f"<path d='M{LEFT} {ground.y(y)}H{RIGHT}' stroke='currentColor' opacity='.15'/>"
+            f"<text x='{LEFT - 4}' y='{ground.y(y) + 3}' text-anchor='end' {TEXT} opacity='.8'>{ground.text(y)}</text>"
         )
-    for x in _ticks(first, last, 5):
-        parts.append(f"<text x='{x_of(x)}' y='{BOTTOM + 13}' text-anchor='middle' {TEXT} opacity='.8'>{x:.6g}</text>")
+    for x in _ticks(ground.first, ground.last, 5):
+        parts.append(
+            f"<text x='{ground.x(x)}' y='{BOTTOM + 13}' text-anchor='middle' {TEXT} opacity='.8'>{x:.6g}</text>"
+        )
     parts.append(f"<text x='{RIGHT}' y='{BOTTOM + 25}' text-anchor='end' {TEXT} opacity='.8'>{unit}</text>")
     parts.append(f"<path d='M{LEFT} {BOTTOM}H{RIGHT}' stroke='currentColor' opacity='.5'/>")
     return "".join(parts)

@@ -46,6 +46,7 @@ class RankCard:
     """The grid that has it, once it has a place."""
     is_shown: bool = False
     """Whether it is shown outside of grids."""
+    draws_again_at: float = 0.0
 
 
 class DisplayGrid:
@@ -112,10 +113,12 @@ class DisplayRounds:
             if self._grids:
                 self._wrote.update(piece.ranks)
             return
-        self._close(self._ranks if card.is_result and not self._has_results else self._wrote)
+        closed = self._ranks if card.is_result and not self._has_results else self._wrote
+        self._open_from.update(dict.fromkeys(closed, len(self._grids)))
         self._wrote, self._has_results = set(), self._has_results or card.is_result
         number = max(self._open_from.get(rank, 0) for rank in card.ranks)
-        if number == len(self._grids) or not self._may_join(self._grids[number]):
+        joins = self._joins and number < len(self._grids)
+        if not joins or (self._grids[number].is_shown and not self._sink.replaces):
             number = len(self._grids)
             self._grids.append(DisplayGrid(now))
             self._held.append(self._grids[-1])
@@ -132,26 +135,23 @@ class DisplayRounds:
     def due_at(self) -> float | None:
         """Return when `arrange` or `draw_again` has something to do; None: not before more comes."""
         first = [self._goes_at(item) for item in itertools.islice(self._held, 1)]
-        return min([*first, *map(_draws_at, self._changed)], default=None)
+        return min([*first, *(item.draws_again_at for item in self._changed)], default=None)
 
     def show(self, item: RankCard | DisplayGrid, now: float) -> None:
         """Draw a display or a grid for the first time; a rank that is alone in a grid as any cell is drawn."""
         item.is_shown = True
-        if isinstance(item, RankCard):
-            self._draw_alone(item, item.display_id, update=False)
-        else:
-            self._draw(item, now, update=False)
+        self._draw(item, now, update=False)
 
     def draw_again(self, now: float, *, at_once: bool = False) -> None:
         """Draw again all that has changed, unless that was done a moment ago."""
-        for item in [each for each in self._changed if at_once or now >= _draws_at(each)]:
+        for item in [each for each in self._changed if at_once or now >= each.draws_again_at]:
             self._changed.remove(item)
-            if isinstance(item, RankCard):
-                self._draw_alone(item, item.display_id, update=True)
-            else:
-                self._draw(item, now, update=True)
+            self._draw(item, now, update=True)
 
-    def _draw(self, grid: DisplayGrid, now: float, *, update: bool) -> None:
+    def _draw(self, grid: RankCard | DisplayGrid, now: float, *, update: bool) -> None:
+        if isinstance(grid, RankCard):
+            self._draw_alone(grid, grid.display_id, update=update)
+            return
         data = grid.cards[0].data
         if len(grid.cards) == 1:
             grid.began_alone = True
@@ -179,20 +179,9 @@ class DisplayRounds:
         is_whole = self._ranks.issubset(rank for card in item.cards for rank in card.ranks)
         return 0.0 if is_whole else item.began + WAIT_S
 
-    def _may_join(self, grid: DisplayGrid) -> bool:
-        return self._joins and (self._sink.replaces or not grid.is_shown)
-
-    def _close(self, ranks: Collection[int]) -> None:
-        """Close the grids so far for these ranks."""
-        self._open_from.update(dict.fromkeys(ranks, len(self._grids)))
-
     def _note_change(self, item: DisplayGrid | RankCard) -> None:
         if item.is_shown and item not in self._changed:
             self._changed.append(item)
-
-
-def _draws_at(item: DisplayGrid | RankCard) -> float:
-    return item.draws_again_at if isinstance(item, DisplayGrid) else 0.0
 
 
 # ---- how a grid looks -----------------------------------------------------------------------------------------------

@@ -50,31 +50,39 @@ def merge_bars(bars: Iterable[tuple[Sequence[int], str]]) -> BarProgress | None:
     count = sum(len(ranks) for ranks, _ in read)
     if not count:
         return None
-    ranks, (_, least, _) = min(read, key=lambda entry: entry[1][1])
-    titles = {title for _, (title, _, _) in read}
+    ranks, slowest = min(read, key=lambda entry: entry[1].fraction)
+    titles = {bar.title for _, bar in read}
     return BarProgress(
         title=titles.pop() if len(titles) == 1 else "",
         ranks=count,
-        mean=sum(len(ranks) * fraction for ranks, (_, fraction, _) in read) / count,
-        least=least,
+        mean=sum(len(ranks) * bar.fraction for ranks, bar in read) / count,
+        least=slowest.fraction,
         slowest=min(ranks),
-        left=max((left for _, (_, _, left) in read), key=lambda left: (len(left), left)),
+        left=max((bar.left for _, bar in read), key=lambda left: (len(left), left)),
     )
 
 
-def _read(text: str) -> tuple[str, float, str] | None:
-    """Return (title, fraction, time left) of the bar in ``text``."""
+class _Bar(NamedTuple):
+    title: str
+    fraction: float
+    left: str
+    total: str
+
+
+def _read(text: str) -> _Bar | None:
+    """Return the bar in ``text``; with a title and a total where it is one of tqdm's."""
     found = _BAR.search(text, 0, _BAR_WITHIN)
     if found is None:
         plain = _PERCENT.search(text)
-        return ("", min(1.0, int(plain["percent"]) / 100), "") if plain else None
+        return _Bar("", min(1.0, int(plain["percent"]) / 100), "", "") if plain else None
     fraction = int(found["percent"]) / 100
     try:  # finer than whole percents, where the counts are plain numbers
         fraction = float(found["done"]) / float(found["total"])
     except (TypeError, ValueError, ZeroDivisionError):
         pass
     left = _LEFT.search(text, found.end())
-    return (found["title"] or "").strip(), min(1.0, fraction), left["left"] if left else ""
+    title, total = (found["title"] or "").strip(), found["total"] or ""
+    return _Bar(title, min(1.0, fraction), left["left"] if left else "", total)
 
 
 def join_bars(bars: Iterable[tuple[Sequence[int], str]]) -> list[tuple[Sequence[int], str]]:
@@ -82,13 +90,11 @@ def join_bars(bars: Iterable[tuple[Sequence[int], str]]) -> list[tuple[Sequence[
     joined: list[tuple[Sequence[int], str]] = []
     together: dict[tuple[str, str], list[tuple[float, Sequence[int], str]]] = {}
     for ranks, text in bars:
-        found = _BAR.search(text, 0, _BAR_WITHIN)
-        if found is None or found["total"] is None:
+        bar = _read(text)
+        if bar is not None and bar.total:
+            together.setdefault((bar.title, bar.total), []).append((bar.fraction, ranks, text))
+        else:
             joined.append((ranks, text))
-            continue
-        read = _read(text)
-        assert read is not None
-        together.setdefault(((found["title"] or "").strip(), found["total"]), []).append((read[1], ranks, text))
     return joined + [_join(alike) for alike in together.values()]
 
 

@@ -18,7 +18,7 @@ from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.publisher import KernelSink, is_attended, kernel_of, parent_of, sink_for
 from meshbook_extension.widget.busy_comms import BusyComms
 from meshbook_extension.widget.mesh_source import MeshSource
-from meshbook_extension.widget.snapshot import IDLE, NAMES, Snapshot
+from meshbook_extension.widget.snapshot import NAMES, Snapshot
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 ROWS = 64
 """The most rows of ranks; a larger mesh gets a row per host and state."""
-
-
 WORTH_BYTES = 1_000_000
 """The least memory that is worth a word."""
 
@@ -60,73 +58,46 @@ def describe_mesh(session: Session, procs: ProcMesh, hosts: int) -> str:
     return "; ".join(parts)
 
 
-def rank_table(statuses: Sequence[RankStatus]) -> Table:
-    """Return a row per rank, or of many a row per host and state."""
-    if len(statuses) > ROWS:
-        rows = _summaries(statuses, [one.state for one in statuses])
-        return _table(["ranks", "host", "state", "memory"], rows)
-    rows = [
-        [
-            str(one.rank),
-            ", ".join(f"{axis}={index}" for axis, index in one.point.items()),
-            one.host,
-            str(one.pid),
-            one.device,
-            one.state if one.state != "busy" else f"busy {format_seconds(one.busy_s)}",
-            format_bytes(one.rss_bytes) if one.rss_bytes else "",
-            str(one.gpu or ""),
-            format_bytes(one.kept_bytes) if one.kept_bytes >= WORTH_BYTES else "",
-            one.where if one.where != one.state else "",
+def rank_table(statuses: Sequence[RankStatus], names: Sequence[str] = ()) -> Table:
+    """Return a row per rank, or of many a row per host and state. names: other words for the states."""
+    named = list(zip(statuses, names or [one.state for one in statuses], strict=True))
+    if len(named) <= ROWS:
+        heads = ["rank", "point", "host", "pid", "device", "state", "memory", "held by its last error", "at"]
+        rows = [_rank_row(one, name) for one, name in named]
+    else:
+        heads = ["ranks", "host", "state", "memory"]
+        groups: dict[tuple[str, str], list[RankStatus]] = {}
+        for one, name in named:
+            groups.setdefault((one.host, name), []).append(one)
+        rows = [
+            [format_ranks(one.rank for one in group), host, name, format_bytes(sum(one.rss_bytes for one in group))]
+            for (host, name), group in groups.items()
         ]
-        for one in statuses
-    ]
-    heads = ["rank", "point", "host", "pid", "device", "state", "memory", "GPU", "held by its last error", "at"]
-    return _table(heads, rows)
+    sides = "".join(">" if head in ("rank", "pid", "memory") else "<" for head in heads)
+    return Table(heads, rows, sides).without_empty()
 
 
-def _summaries(statuses: Sequence[RankStatus], states: Sequence[str]) -> list[list[str]]:
-    """Return ranks, host, state and memory of each host and state, since the ranks are many."""
-    groups: dict[tuple[str, str], list[RankStatus]] = {}
-    for one, state in zip(statuses, states, strict=True):
-        groups.setdefault((one.host, state), []).append(one)
+def _rank_row(one: RankStatus, name: str) -> list[str]:
+    gpu = f"; GPU {one.gpu}" if one.gpu else ""
     return [
-        [format_ranks(one.rank for one in group), host, state, format_bytes(sum(one.rss_bytes for one in group))]
-        for (host, state), group in groups.items()
+        str(one.rank),
+        ", ".join(f"{axis}={index}" for axis, index in one.point.items()),
+        one.host,
+        str(one.pid),
+        one.device,
+        f"{name} {format_seconds(one.busy_s)}" if one.state == "busy" else name,
+        f"{format_bytes(one.rss_bytes)}{gpu}" if one.rss_bytes else "",
+        format_bytes(one.kept_bytes) if one.kept_bytes >= WORTH_BYTES else "",
+        one.where if one.where != one.state else "",
     ]
-
-
-NUMBERS = frozenset({"rank", "pid", "memory"})
-
-
-def _table(heads: list[str], rows: list[list[str]], title: str = "") -> Table:
-    sides = "".join(">" if head in NUMBERS else "<" for head in heads)
-    return Table(heads, rows, sides, title).without_empty()
 
 
 def as_html(snapshot: Snapshot) -> str:
     """Draw a table of the ranks without style sheet and script: viewers of saved notebooks drop both."""
-    rows = _rows(snapshot)
-    heads = ["rank" if len(rows) == len(snapshot.statuses) else "ranks", "host", "state", "memory", "at"]
-    counts = Counter(snapshot.states)
-    summary = ", ".join(f"{count} {NAMES[letter]}" for letter, count in counts.most_common())
+    names = [NAMES[letter] for letter in snapshot.states]
+    summary = ", ".join(f"{count} {name}" for name, count in Counter(names).most_common())
     title = f"{snapshot.name}: {format_sizes(snapshot.sizes)}, {snapshot.device}; {summary}"
-    return _table(heads, rows, title)._repr_html_()
-
-
-def _rows(snapshot: Snapshot) -> list[list[str]]:
-    states = snapshot.states
-    if len(states) <= ROWS:
-        return [
-            [
-                str(one.rank),
-                one.host,
-                NAMES[letter] + (f" {format_seconds(one.busy_s)}" if one.busy_s and letter != IDLE else ""),
-                (format_bytes(one.rss_bytes) if one.rss_bytes else "") + (f"; GPU {one.gpu}" if one.gpu else ""),
-                one.where if one.where != one.state else "",
-            ]
-            for one, letter in zip(snapshot.statuses, states, strict=True)
-        ]
-    return [[*row, ""] for row in _summaries(snapshot.statuses, [NAMES[letter] for letter in states])]
+    return replace(rank_table(snapshot.statuses, names), title=title)._repr_html_()
 
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"

@@ -7,10 +7,10 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshbook.errors import Failure, FailureKind, UsageError, group_failures
+from meshbook.errors import FailureKind, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
@@ -18,10 +18,9 @@ from meshbook.mesh.peeks import NoValue, peek
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import RankTold
 from meshbook_extension.cells.curves import WatchedNames, picture_of
-from meshbook_extension.cells.running import Jobs
+from meshbook_extension.cells.running import Jobs, job_table
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.notebook.error_log import LoggedError
-from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.feed import ButtonAnswer
 from meshbook_extension.widget.snapshot import HELD_S, CellNow, Rates, Snapshot
@@ -30,7 +29,6 @@ from meshbook_extension.widget.variables import SUMMARIZE, VARIABLE_HEADS, varia
 if TYPE_CHECKING:
     from meshbook.groups.deadlock import Verdict
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.states import RankStatus
     from meshbook_extension.cells.running import RunningCell
     from meshbook_extension.notebook.session import Session
 
@@ -69,16 +67,22 @@ class MeshSource:
         statuses, now = procs.status(), time.monotonic()
         cells = self._cells(procs.name)
         busy = {one.rank: one.busy_s for one in statuses if one.state != "idle"}
-        told = ask(procs.base(), RankTold, "progress", timeout_s=ASK_S) if self._is_asked(procs, busy) else {}
+        told: Mapping[int, RankTold] = {}
+        if busy and 1 < len(procs) <= ASKED_RANKS:
+            told = ask(procs.base(), RankTold, "progress", timeout_s=ASK_S)
         pids = {one.rank: one.pid for one in statuses}
         moved = self._moved.per_second({one.rank: (one.pid, one.moved_bytes) for one in statuses}, now)
         waits = {rank: (pids[rank], one.collectives.waited_s) for rank, one in told.items() if rank in pids}
         waited = self._waited.per_second(waits, now)
-        known = self._session.errors.of(procs.name)
+        deaths = group_ranks((one.rank, one.where) for one in statuses if one.state == "dead")
+        failures = ((cell.what, group) for cell in cells for group in group_failures(cell.failures))
         errors = [
-            *(error for error in shown(known) if error.number not in self._dismissed),
-            *_deaths(procs.name, statuses),
-            *(error for cell in cells for error in _describe(procs.name, cell.what, cell.failures)),
+            *(error for error in shown(self._session.errors.of(procs.name)) if error.number not in self._dismissed),
+            *(
+                LoggedError(0, procs.name, "", tuple(ranks), "", cause, "", "", 0.0, FailureKind.LOST)
+                for cause, ranks in deaths.items()
+            ),
+            *shown(LoggedError.of(procs.name, what, equal) for what, equal in failures),
         ]
         steps = _steps(procs, cells, busy)
         return Snapshot(
@@ -100,9 +104,6 @@ class MeshSource:
             is_auto=self._session.shell is not None and AutoMode.of(self._session.shell).is_on,
         )
 
-    def _is_asked(self, procs: ProcMesh, busy: Mapping[int, float]) -> bool:
-        return bool(busy) and len(procs) <= ASKED_RANKS and len(procs) > 1
-
     def _cells(self, name: str) -> list[RunningCell]:
         running = [*self._session.part(Jobs).foreground, *(job.cell for job in self._session.part(Jobs).running())]
         return [cell for cell in running if cell.procs.name == name]
@@ -118,34 +119,28 @@ class MeshSource:
         procs = self.procs
         known = [rank for rank in ranks if rank in set(procs.ranks)]
         chosen = procs.select(known) if known else procs
-        if action == "interrupt":
-            return self._interrupt()
-        if action == "heal":
-            return self._heal()
-        if action == "stacks":
-            return ButtonAnswer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks()))
-        if action == "pdb":
-            return self._pdb(chosen, bool(known))
-        if action == "variables":
-            return _variables(chosen)
-        if action == "jobs":
-            return self._jobs()
-        return _logs(chosen)
+        answers: dict[str, Callable[[], ButtonAnswer]] = {
+            "interrupt": self._interrupt,
+            "heal": self._heal,
+            "jobs": self._jobs,
+            "pdb": lambda: self._pdb(chosen, bool(known)),
+            "stacks": lambda: ButtonAnswer(f"Stacks of {name_ranks(chosen.ranks)}", str(chosen.stacks())),
+            "variables": lambda: _variables(chosen),
+            "logs": lambda: _logs(chosen),
+        }
+        return answers[action]()
 
     def _jobs(self) -> ButtonAnswer:
-        rows = [
-            [str(job.number), job.state, format_seconds(job.duration_s), job.cell.what, format_ranks(job.cell.ranks)]
-            for job in reversed(self._session.part(Jobs).all())
-            if job.mesh == self.procs.name
-        ]
-        heads = ["job", "state", "for", "cell", "ranks"]
-        return ButtonAnswer("Jobs", "" if rows else "no job yet. Start one: %%mesh --async", table=[heads, *rows])
+        jobs = [job for job in reversed(self._session.part(Jobs).all()) if job.mesh == self.procs.name]
+        table = job_table(jobs)
+        text = "" if jobs else "no job yet. Start one: %%mesh --async"
+        return ButtonAnswer("Jobs", text, table=[table.heads, *table.rows])
 
     def _interrupt(self) -> ButtonAnswer:
         """Interrupt the cell as the notebook's stop button does, and jobs; without a cell, all calls on the ranks."""
         cells = self._cells(self.procs.name)
-        foreground = [cell for cell in cells if cell in self._session.part(Jobs).foreground]
-        if not foreground or getattr(self._session.shell, "kernel", None) is None:
+        foreground = self._session.part(Jobs).foreground
+        if not set(foreground) & set(cells) or getattr(self._session.shell, "kernel", None) is None:
             for cell in cells:
                 cell.output.hide_interrupts = True
             report = self.procs.base().interrupt()
@@ -166,26 +161,24 @@ class MeshSource:
         ranks = stopped or states.busy(procs)
         if not ranks:
             raise UsageError(f"nothing runs on {name_ranks(procs.ranks)}. A breakpoint() in a cell stops ranks there.")
-        waiting = [
-            cell
-            for cell in self._cells(procs.name)
-            if cell in self._session.part(Jobs).foreground and set(cell.waiting) & set(ranks)
-        ]
+        foreground = self._session.part(Jobs).foreground
+        cell = next((each for each in foreground if each.procs.name == procs.name and {*each.waiting} & {*ranks}), None)
+        left = states.stopped_ranks(procs).left
         typed = f"%mesh pdb rank={format_ranks(ranks)}"
-        if not stopped:
-            if len(ranks) > 1 and not is_chosen:
-                raise UsageError("choose the rank that is to stop first. A breakpoint() in a cell stops ranks there.")
-            if not waiting:
-                return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code by\n\n    {typed}", typed)
-            states.stopped_ranks(procs).left.difference_update(ranks)
-            ask(procs.select(ranks), object, "pdb_break_in")
-            where = f"; the prompt opens below {waiting[0].what}"
-            return ButtonAnswer("pdb", f"{_stop(ranks)} at the next line of your code{where}")
-        places = {place: None for one in procs.select(stopped).status() if (place := one.where)}
-        told = f"{name_ranks(stopped)} stopped at {', '.join(places)}"
-        if waiting and states.stopped_ranks(procs).left.isdisjoint(stopped):
-            return ButtonAnswer("pdb", f"{told}; the prompt is open below {waiting[0].what}")
-        return ButtonAnswer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
+        if stopped:
+            places = dict.fromkeys(one.where for one in procs.select(stopped).status() if one.where)
+            told = f"{name_ranks(stopped)} stopped at {', '.join(places)}"
+            if cell is not None and left.isdisjoint(stopped):
+                return ButtonAnswer("pdb", f"{told}; the prompt is open below {cell.what}")
+            return ButtonAnswer("pdb", f"{told}. The prompt opens by\n\n    {typed}", typed)
+        if len(ranks) > 1 and not is_chosen:
+            raise UsageError("choose the rank that is to stop first. A breakpoint() in a cell stops ranks there.")
+        told = f"{name_ranks(ranks)} {'stops' if len(ranks) == 1 else 'stop'} at the next line of your code"
+        if cell is None:
+            return ButtonAnswer("pdb", f"{told} by\n\n    {typed}", typed)
+        left.difference_update(ranks)
+        ask(procs.select(ranks), object, "pdb_break_in")
+        return ButtonAnswer("pdb", f"{told}; the prompt opens below {cell.what}")
 
     def _heal(self) -> ButtonAnswer:
         """Heal the mesh as ``%mesh heal``, but for setup cells, which need the notebook's main thread."""
@@ -233,28 +226,10 @@ def _variables(procs: ProcMesh) -> ButtonAnswer:
     return ButtonAnswer(f"Variables of {name_ranks(procs.ranks)}", "\n".join(notes), table=[VARIABLE_HEADS, *rows])
 
 
-def _stop(ranks: Sequence[int]) -> str:
-    return f"{name_ranks(ranks)} {'stops' if len(ranks) == 1 else 'stop'}"
-
-
-def _now(cell: RunningCell, busy: dict[int, float]) -> CellNow:
-    waiting = cell.waiting
-    return CellNow(
-        what=cell.what,
-        seconds=round(max((busy.get(rank, 0.0) for rank in waiting), default=0.0), 1),
-        ranks=len(cell.ranks),
-        ended=len(cell.ranks) - len(waiting),
-        progress=merge_bars(cell.output.progress),
-    )
-
-
-def _deaths(mesh: str, statuses: Sequence[RankStatus]) -> list[LoggedError]:
-    causes = group_ranks((one.rank, one.where) for one in statuses if one.state == "dead")
-    lost = FailureKind.LOST
-    return [
-        LoggedError(0, mesh, "", tuple(ranks), "WorkerLost", cause, "", "", 0.0, lost)
-        for cause, ranks in causes.items()
-    ]
+def _now(cell: RunningCell, busy: Mapping[int, float]) -> CellNow:
+    waiting, ranks = cell.waiting, len(cell.ranks)
+    seconds = round(max((busy.get(rank, 0.0) for rank in waiting), default=0.0), 1)
+    return CellNow(cell.what, seconds, ranks, ranks - len(waiting), merge_bars(cell.output.progress))
 
 
 def _logs(procs: ProcMesh) -> ButtonAnswer:
@@ -267,15 +242,3 @@ def _logs(procs: ProcMesh) -> ButtonAnswer:
 def shown(errors: Iterable[LoggedError]) -> list[LoggedError]:
     """Return the errors without those of ranks that were interrupted or ended, whose state says so."""
     return [error for error in errors if error.kind not in (FailureKind.INTERRUPTED, FailureKind.LOST)]
-
-
-def _describe(mesh: str, what: str, failures: Iterable[Failure]) -> list[LoggedError]:
-    """Return the errors of a cell that runs on, equal ones once."""
-    now = time.time()
-    return shown(
-        LoggedError(
-            0, mesh, what, tuple(f.rank for f in group), first.ename, first.evalue, first.where, "", now, first.kind
-        )
-        for group in group_failures(failures)
-        for first in group[:1]
-    )
