@@ -196,21 +196,19 @@ class CellOutput(Scheduled):
 
     def note(self, text: str, kind: str = WARN) -> None:
         """Show a message of our own in the cell's output; from any thread. kind: of those that cards have."""
-        self._note(CellMessage(kind, text))
+        self._put(CellMessage(kind, text))
 
     def show(self, shown: OwnDisplay) -> None:
         """Show rich content of our own in the cell's output; from any thread."""
-        self._note(shown)
-
-    def _note(self, note: CellMessage | OwnDisplay) -> None:
-        now = time.monotonic()
-        self._events.append((now, note))
-        self._publisher.schedule(self, now)
+        self._put(shown)
 
     def conclude(self, invalid: Collection[int]) -> None:
         """Show the values of last expressions, but for those of the ranks ``invalid``; from any thread."""
+        self._put(Concluded(frozenset(invalid)))
+
+    def _put(self, event: CellMessage | OwnDisplay | Concluded) -> None:
         now = time.monotonic()
-        self._events.append((now, Concluded(frozenset(invalid))))
+        self._events.append((now, event))
         self._publisher.schedule(self, now)
 
     def finish(self) -> None:
@@ -425,13 +423,9 @@ class CellOutput(Scheduled):
     def _tell_of_limit(self) -> None:
         if not self._told_of_limit:
             self._told_of_limit = True
-            all_of_it = "" if self._budget.lacks else "; all of it goes to the logs"
-            self._notes.append(
-                CellMessage(NOTICE, f"more is printed than can be shown here{all_of_it}: %mesh logs -n 100")
-            )
-
-    def _say(self, text: Text) -> None:
-        self._texts += [*self._labeller.end_line(), text]
+            where = "" if self._budget.lacks else "; all of it goes to the logs"
+            text = f"more is printed than can be shown here{where}: %mesh logs -n 100"
+            self._notes.append(CellMessage(NOTICE, text))
 
     def _end_line(self) -> None:
         """End the open line, so that the next text begins a line."""
@@ -448,13 +442,13 @@ class CellOutput(Scheduled):
     def _show_notes(self) -> None:
         notes, self._notes = self._notes, []
         for note in notes:
+            if isinstance(note, CellMessage) and note.kind == NEWS:
+                self._texts += [*self._labeller.end_line(), Text("stdout", f"{note.text}\n")]
+                continue
+            self._end_line()
             if isinstance(note, OwnDisplay):
-                self._end_line()
                 self._sink.display(note.data, note.metadata, note.display_id)
-            elif note.kind == NEWS:
-                self._say(Text("stdout", f"{note.text}\n"))
             else:
-                self._end_line()
                 show_message(self._sink, note.kind, note.text)
         self._send_texts()
 
@@ -488,8 +482,8 @@ class CellOutput(Scheduled):
         self._take_skipped(now)
         self._show(self._grouping.take(now, at_once=True), now)
         note, last = self._budget.report(self._log_paths())
+        self._end_line()
         if note:
-            self._end_line()
             show_message(self._sink, NOTICE, note.rstrip("\n"))
         for piece in last:
             self._texts += self._labeller.write(piece)

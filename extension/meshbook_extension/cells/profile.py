@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshbook.errors import CallInterrupted, MeshError, UsageError
 from meshbook.formatting import Table, format_bytes, group_ranks, name_ranks
@@ -114,19 +114,11 @@ LEAST_SHARE = 0.001
 """The least part of the cell's time on some rank for which an operation is listed."""
 
 
-class _Row(NamedTuple):
-    name: str
-    calls: int
-    median_s: float
-    slowest: int
-    longest_s: float
-
-
 def summary(what: str, traces: Mapping[int, RankTrace]) -> list[Table]:
     """Return a table of the operations that took longest, with a line on the whole; a second table for GPUs."""
-    tables = [_table("self time", _rows(what, traces, lambda op: op.self_s), _head(what, traces))]
+    tables = [_table("self time", what, traces, lambda op: op.self_s, _head(what, traces))]
     if any(trace.gpu_s for trace in traces.values()):
-        tables += [_table("on the GPU", _rows(what, traces, lambda op: op.gpu_s), " ")]
+        tables += [_table("on the GPU", what, traces, lambda op: op.gpu_s, " ")]
     return tables
 
 
@@ -152,31 +144,27 @@ def _share(name: str, shares: Mapping[int, float]) -> str:
     return f"; {name} {median:.0%}{f', rank {least} least: {shares[least]:.0%}' if differs else ''}"
 
 
-def _rows(what: str, traces: Mapping[int, RankTrace], seconds: Callable[[OpTime], float]) -> list[_Row]:
-    names = {name for trace in traces.values() for name in trace.ops}
-    longest_s = max(trace.cell_s for trace in traces.values())
-    rows = []
-    for name in names:
+def _table(
+    of: str, what: str, traces: Mapping[int, RankTrace], seconds: Callable[[OpTime], float], title: str
+) -> Table:
+    """Return a row for each operation: its calls, the median of ranks, and the slowest rank with its time."""
+    cell_s = max(trace.cell_s for trace in traces.values())
+    found: list[tuple[float, list[str]]] = []
+    for name in {name for trace in traces.values() for name in trace.ops}:
         ops = {rank: trace.ops[name] for rank, trace in traces.items() if name in trace.ops}
         times = {rank: seconds(ops[rank]) if rank in ops else 0.0 for rank in traces}
         slowest = max(times, key=lambda rank: times[rank])
         calls = round(statistics.median_low([op.calls for op in ops.values()]))
+        median = _short(statistics.median(times.values()))
         shown = f"{what}: Python, no operation" if name == what else name
-        if times[slowest] > LEAST_SHARE * longest_s:
-            rows.append(_Row(shown, calls, statistics.median(times.values()), slowest, times[slowest]))
-    rows.sort(key=lambda row: row.longest_s, reverse=True)
-    return rows[:ROWS]
-
-
-def _table(what: str, rows: list[_Row], title: str) -> Table:
-    names = [row.name if len(row.name) <= NAME_CHARACTERS else f"{row.name[: NAME_CHARACTERS - 3]}..." for row in rows]
-    longest_s = max((row.longest_s for row in rows), default=0.0)
-    cells = [
-        (name, f"{row.calls:,}", _short(row.median_s), f"rank {row.slowest}", _short(row.longest_s))
-        for name, row in zip(names, rows, strict=True)
-    ]
-    tints = {(number, 4): row.longest_s / longest_s for number, row in enumerate(rows)}
-    return Table([what, "calls", "median", "slowest", ""] if rows else (), cells, "<>><>", title, tints=tints)
+        shown = shown if len(shown) <= NAME_CHARACTERS else f"{shown[: NAME_CHARACTERS - 3]}..."
+        if times[slowest] > LEAST_SHARE * cell_s:
+            row = [shown, f"{calls:,}", median, f"rank {slowest}", _short(times[slowest])]
+            found.append((times[slowest], row))
+    found.sort(key=lambda each: each[0], reverse=True)
+    rows = [row for _, row in found[:ROWS]]
+    tints = {(number, 4): longest_s / found[0][0] for number, (longest_s, _) in enumerate(found[:ROWS])}
+    return Table([of, "calls", "median", "slowest", ""] if rows else (), rows, "<>><>", title, tints=tints)
 
 
 def _short(seconds: float) -> str:

@@ -7,7 +7,7 @@ import getpass
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
 from meshbook.formatting import name_ranks
@@ -31,13 +31,6 @@ _NEVER_DONE = frozenset({-1})
 """Calls come and go within a cell, so no set of ranks tells that all is said."""
 
 
-class _MeshOutput(NamedTuple):
-    """The output of one mesh in the running cell."""
-
-    target: OutputTarget
-    output: CellOutput
-
-
 class CallOutput:
     """The output of calls that the running cell makes; one target per cell and mesh."""
 
@@ -45,8 +38,8 @@ class CallOutput:
         self._session = session
         self._diverted: OutputTarget | None = None
         self._key: object = None
-        self._of_mesh: dict[int, _MeshOutput] = {}
-        """The outputs of the running cell by the mesh's id."""
+        self._of_mesh: dict[int, tuple[OutputTarget, CellOutput]] = {}
+        """The outputs of the running cell by the mesh's id, each with the target that leads to it."""
 
     def finish(self, *_: object) -> None:
         """Show the text that the ending cell's calls have printed, before the cell is done."""
@@ -59,7 +52,7 @@ class CallOutput:
         """Return the target for the prints of a call that is made now; None outside the thread of cells."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        return self._diverted or self._here(procs).target
+        return self._diverted or self._here(procs)[0]
 
     @contextlib.contextmanager
     def diverted(self, target: OutputTarget) -> Iterator[None]:
@@ -72,9 +65,9 @@ class CallOutput:
 
     def output(self, procs: ProcMesh) -> CellOutput:
         """Return the output of ``procs`` in the running cell, on the thread of cells."""
-        return self._here(procs).output
+        return self._here(procs)[1]
 
-    def _here(self, procs: ProcMesh) -> _MeshOutput:
+    def _here(self, procs: ProcMesh) -> tuple[OutputTarget, CellOutput]:
         shell = self._session.shell
         key = parent_of(shell).get("header", {}).get("msg_id", shell.execution_count)
         if key != self._key:
@@ -84,17 +77,14 @@ class CallOutput:
             if id != procs.id and output.has_unshown:
                 output.drain()  # what was printed there comes before what this call prints here
         if procs.id not in self._of_mesh:
-            self._of_mesh[procs.id] = self._make(procs)
+            made = open_output(self._session, procs.base(), ranks=_NEVER_DONE)
+
+            def receive(event: OutputEvent) -> None:
+                if not (isinstance(event, DisplayData) and event.is_result):  # the call returns it
+                    made.receive(event)
+
+            self._of_mesh[procs.id] = OutputTarget(new_output_id(procs), receive), made
         return self._of_mesh[procs.id]
-
-    def _make(self, procs: ProcMesh) -> _MeshOutput:
-        output = open_output(self._session, procs.base(), ranks=_NEVER_DONE)
-
-        def receive(event: OutputEvent) -> None:
-            if not (isinstance(event, DisplayData) and event.is_result):  # the call returns it
-                output.receive(event)
-
-        return _MeshOutput(OutputTarget(new_output_id(procs), receive), output)
 
 
 POLL_S = 0.05

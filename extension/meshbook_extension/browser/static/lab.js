@@ -42,9 +42,12 @@ class Link {
     this.comm?.send(content);
   }
 
+  emit(event, data) {
+    for (const listener of this.listeners[event] ?? []) listener(data);
+  }
   set(name, value) {
     this.values[name] = value;
-    for (const listener of this.listeners[`change:${name}`] ?? []) listener();
+    this.emit(`change:${name}`);
   }
 
   onKernel() {
@@ -90,7 +93,7 @@ class Link {
     if (data.kind === "session") this.tell(data);
     else if (data.kind === "layout") this.set("layout_of", data.layout);
     else if (data.kind === "live") this.set("live", data.live);
-    else for (const listener of this.listeners["msg:custom"] ?? []) listener(data);
+    else this.emit("msg:custom", data);
   }
 
   tell(session) {

@@ -12,11 +12,20 @@ export const makeButton = (name, text, onclick, title = "") => {
   Object.assign(button, { type: "button", onclick, title });
   return button;
 };
+export const setAll = (element, attributes) => {
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+};
 export const makeSvg = (tag, attributes = {}, ...children) => {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  setAll(element, attributes);
   element.append(...children);
   return element;
+};
+// Give an element as many children as are needed, and return them.
+export const fit = (element, count, build) => {
+  while (element.children.length > count) element.lastChild.remove();
+  while (element.children.length < count) element.append(build());
+  return [...element.children];
 };
 export const setText = (element, text) => {
   if (element.textContent !== text) element.textContent = text;
@@ -52,8 +61,11 @@ export const nameRanks = (ranks, most = 12) => {
   return `${ranks.length === 1 ? "rank" : "ranks"} ${shown.join(",")}${runs.length > most ? ",…" : ""}`;
 };
 
+// A list of terms, each with its text.
+export const makeTerms = (rows) => make("dl", "", ...rows.map(([term, text]) => make("div", "", make("dt", "", term), make("dd", "", text))));
+
 // Fill a table, but for columns that are empty in all rows.
-export const fillTable = (element, [heads, ...rows]) => {
+const fillTable = (element, [heads, ...rows]) => {
   const kept = heads.map((_head, i) => i).filter((i) => rows.some((row) => row[i]));
   const line = (tag, row) => make("tr", "", ...kept.map((i) => Object.assign(make(tag, "", row[i]), { title: row[i] })));
   element.replaceChildren(make("thead", "", line("th", heads)), make("tbody", "", ...rows.map((row) => line("td", row))));

@@ -1,19 +1,7 @@
 // The ranks of a mesh: a row for each of a few, a tile for each of many, a tile for a block of them above that.
-import { make, makeButton, makeSvg, memory, plural, seconds, setText, sum } from "./parts.js";
+import { make, makeButton, makeSvg, makeTerms, memory, plural, seconds, setAll, setText, sum } from "./parts.js";
+import { ORDER, STATES } from "./mesh.js";
 
-// letter on the wire: what it is called, and its icon; in the order of concern
-export const STATES = {
-  D: ["dead", "M4 4l8 8M12 4l-8 8"],
-  U: ["silent", "M5.5 6a2.5 2.5 0 1 1 3.6 2.2Q8 8.8 8 10M8 12.4v.2"],
-  T: ["stopped", "M4.5 4.5h7v7h-7z"],
-  P: ["stopped in pdb", "M5.5 7a2.5 2.5 0 0 1 5 0v3a2.5 2.5 0 0 1-5 0zM5.5 8.5H3M13 8.5h-2.5M5.7 6L4 4.2M10.3 6L12 4.2M5.7 11L4 12.6M10.3 11l1.7 1.6"],
-  X: ["interrupted, still busy", "M8 3v6M8 12v.4"],
-  S: ["starting", "M4 8h.3M8 8h.3M12 8h.3"],
-  C: ["in a collective", "M6.8 9.2a2.4 2.4 0 0 1 0-3.4l1.6-1.6a2.4 2.4 0 0 1 3.4 3.4l-.9.9M9.2 6.8a2.4 2.4 0 0 1 0 3.4l-1.6 1.6a2.4 2.4 0 0 1-3.4-3.4l.9-.9"],
-  B: ["busy", "M5.5 3.8l6.5 4.2-6.5 4.2z"],
-  I: ["idle", "M6 4.5v7M10 4.5v7"],
-};
-export const ORDER = Object.keys(STATES);
 const CALM = ["C", "B", "I"]; // states of a mesh that works; any other one of a single rank is shown for its whole tile
 export const ROWS = 8; // up to here each rank has a row
 const LARGE = 64; // up to here each tile has its number
@@ -23,10 +11,16 @@ const BLOCKS = 512; // at most so many tiles for more ranks than that
 export const makeIcon = (letter) => makeSvg("svg", { class: "mb-icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, makeSvg("path", { d: STATES[letter][1] }));
 const setIcon = (icon, letter) => icon.firstChild.setAttribute("d", STATES[letter][1]);
 
-export function countStates(states, from = 0, to = states.length) {
-  const counts = {};
-  for (let i = from; i < to; i++) counts[states[i]] = (counts[states[i]] || 0) + 1;
-  return counts;
+// Move the focus by an arrow key; returns the button that has it then. steps: how many buttons further, by key.
+function moveFocus(event, buttons, steps) {
+  const index = buttons.indexOf(event.target);
+  const step = steps[event.key];
+  if (index < 0 || !step) return null;
+  event.preventDefault();
+  event.stopPropagation(); // the notebook would move to another cell
+  const next = buttons[Math.max(0, Math.min(buttons.length - 1, index + step))];
+  next.focus();
+  return next;
 }
 
 const makeBar = () => {
@@ -40,46 +34,36 @@ const setBar = (bar, share, text) => {
   setText(bar.text, text);
 };
 
-// A row for each rank. choose(tile): a row was clicked; detail(position): its rows of term and text, unfolded below it.
+// A row for each rank, with its detail unfolded below the chosen one. choose(tile): a row was clicked.
 export class Rows {
-  constructor(choose, detail) {
-    [this.choose, this.detail] = [choose, detail];
+  constructor(choose) {
+    this.choose = choose;
     this.body = make("tbody");
     this.heads = make("tr", "", ...["rank", "state", "where", "step", "memory", "GPU", "waits"].map((text) => make("th", `mb-of-${text.toLowerCase()}`, text)));
     this.element = make("table", "mb-rows-table", make("thead", "", this.heads), this.body);
-    this.body.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      const index = this.rows?.findIndex((row) => row.button === event.target) ?? -1;
-      if (!step || index < 0) return;
-      event.preventDefault();
-      event.stopPropagation(); // the notebook would move to another cell
-      this.rows[Math.max(0, Math.min(this.rows.length - 1, index + step))].button.focus();
-    });
+    this.body.addEventListener("keydown", (event) => moveFocus(event, this.rows.map((row) => row.button), { ArrowDown: 1, ArrowUp: -1 }));
   }
 
-  build(view) {
-    this.rows = view.layout.pids.map((_pid, i) => {
+  build(mesh) {
+    this.rows = mesh.layout.pids.map((_pid, i) => {
       const tile = { from: i, to: i + 1 };
       const icon = makeIcon("I");
       const button = makeButton("mb-rank", "", () => this.choose(tile));
-      button.append(icon, make("b", "", String(view.rank(i))));
+      button.append(icon, make("b", "", String(mesh.rank(i))));
       const cells = Object.fromEntries(["state", "where", "step"].map((name) => [name, make("td", `mb-of-${name}`)]));
       const bars = Object.fromEntries(["memory", "gpu", "waits"].map((name) => [name, makeBar()]));
       const barCells = Object.entries(bars).map(([name, bar]) => make("td", `mb-of-${name}`, bar.element));
       const line = make("tr", "", make("td", "mb-of-rank", button), ...Object.values(cells), ...barCells);
       line.addEventListener("click", (event) => event.target.closest("button") || this.choose(tile));
-      const list = make("dl");
-      const more = make("tr", "mb-more", make("td", "", list));
+      const more = make("tr", "mb-more", make("td"));
       more.firstChild.colSpan = 7;
-      return { ...tile, button, icon, cells, bars, line, list, more };
+      return { ...tile, button, icon, cells, bars, line, more };
     });
     this.body.replaceChildren(...this.rows.flatMap((row) => [row.line, row.more]));
   }
 
-  fit() {}
-
-  update(view, chosen) {
-    const { live, layout } = view;
+  update(mesh, chosen) {
+    const { live, layout } = mesh;
     const largest = Math.max(1, ...live.memory_mb) * 1.15;
     const used = { step: live.steps.length > 0, gpu: live.gpu_percent.length > 0, waits: live.waits.some((wait) => wait >= 0), where: live.texts.some(Boolean) };
     for (const [name, shown] of Object.entries(used)) this.element.classList.toggle(`mb-no-${name}`, !shown);
@@ -88,19 +72,19 @@ export class Rows {
       const letter = live.states[i];
       const busy = live.busy_ds[i] / 10;
       if (row.letter !== letter) setIcon(row.icon, (row.letter = letter));
-      row.line.className = `mb-line mb-is-${letter} ${view.markOf(i)}`;
-      row.button.setAttribute("aria-label", view.describe(row));
+      row.line.className = `mb-line mb-is-${letter} ${mesh.markOf(i)}`;
+      row.button.setAttribute("aria-label", mesh.describe(row));
       row.button.setAttribute("aria-expanded", String(chosen?.from === i));
-      setText(row.cells.state, STATES[letter][0] + (busy > 0 && letter !== "I" ? ` ${seconds(busy)}` : ""));
-      setText(row.cells.where, view.what(i));
-      row.cells.where.title = view.what(i);
+      setText(row.cells.state, mesh.stateOf(i) + (busy > 0 && letter !== "I" ? ` ${seconds(busy)}` : ""));
+      setText(row.cells.where, mesh.whereOf(i));
+      row.cells.where.title = mesh.whereOf(i);
       setText(row.cells.step, live.steps[i] ?? "");
       setBar(row.bars.memory, live.memory_mb[i] / largest, live.memory_mb[i] ? memory(live.memory_mb[i]) : "");
       setBar(row.bars.gpu, live.gpu_percent[i] / 100, live.gpu_percent[i] >= 0 ? `${live.gpu_percent[i]} %` : "");
       row.bars.gpu.element.title = live.gpu_used_mb[i] ? `${memory(live.gpu_used_mb[i])} of ${memory(layout.gpu_total_mb[i])} filled` : "";
       setBar(row.bars.waits, live.waits[i] / 100, live.waits[i] >= 0 ? `${live.waits[i]} %` : "");
       row.more.hidden = chosen?.from !== i;
-      if (!row.more.hidden) row.list.replaceChildren(...this.detail(i).map(([term, text]) => make("div", "", make("dt", "", term), make("dd", "", text))));
+      if (!row.more.hidden) row.more.firstChild.replaceChildren(makeTerms(mesh.detailOf(row)));
     });
   }
 }
@@ -169,48 +153,33 @@ export class Tiles {
   constructor(onShow, onChoose) {
     this.element = make("div", "mb-rows");
     this.tiles = [];
-    const show = (event) => {
-      const tile = this.#of(event);
-      if (tile) onShow(tile);
+    const on = (names, act) => names.forEach((name) => this.element.addEventListener(name, act));
+    const ifTile = (act) => (event) => {
+      const button = event.target.closest(".mb-tile");
+      if (button) act(this.tiles[Number(button.dataset.index)]);
     };
-    for (const name of ["pointerover", "focusin"]) this.element.addEventListener(name, show);
-    for (const name of ["pointerleave", "focusout"]) this.element.addEventListener(name, () => onShow(null));
-    this.element.addEventListener("click", (event) => {
-      const tile = this.#of(event);
-      if (tile) onChoose(tile);
+    on(["pointerover", "focusin"], ifTile(onShow));
+    on(["pointerleave", "focusout"], () => onShow(null));
+    on(["click"], ifTile(onChoose));
+    on(["keydown"], (event) => {
+      const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns };
+      const next = moveFocus(event, this.tiles.map((tile) => tile.button), steps);
+      if (next) [event.target.tabIndex, next.tabIndex] = [-1, 0];
     });
-    this.element.addEventListener("keydown", (event) => this.#move(event));
   }
 
-  #of(event) {
-    const button = event.target.closest?.(".mb-tile");
-    return button ? this.tiles[Number(button.dataset.index)] : null;
-  }
-  #move(event) {
-    const index = this.tiles.findIndex((tile) => tile.button === event.target);
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns }[event.key];
-    if (index < 0 || !step) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next = this.tiles[Math.max(0, Math.min(this.tiles.length - 1, index + step))];
-    this.tiles[index].button.tabIndex = -1;
-    next.button.tabIndex = 0;
-    next.button.focus();
-  }
-
-  build(view, arranged) {
+  build(mesh, arranged) {
     const count = sum(arranged.rows.map((row) => row.tiles.length));
     this.large = arranged.block === 1 && count <= LARGE;
     this.tiles = [];
     this.longest = Math.max(1, ...arranged.rows.map((row) => row.tiles.length));
     const longestLabel = Math.max(...arranged.rows.map((row) => row.label.length));
     this.labelWidth = longestLabel ? 12 + Math.ceil(6.8 * longestLabel) : 0;
-    this.grids = arranged.rows.map((row) => make("div", "mb-tiles", ...row.tiles.map((tile) => this.#makeTile(view, tile))));
+    this.grids = arranged.rows.map((row) => make("div", "mb-tiles", ...row.tiles.map((tile) => this.#makeTile(mesh, tile))));
     this.element.replaceChildren(
       ...arranged.rows.map((row, i) => {
         const element = make("div", "mb-row", ...(row.label ? [make("div", "mb-row-label", row.label)] : []), this.grids[i]);
-        if (row.label) element.setAttribute("role", "group");
-        if (row.label) element.setAttribute("aria-label", row.label);
+        if (row.label) setAll(element, { role: "group", "aria-label": row.label });
         return element;
       }),
     );
@@ -221,14 +190,14 @@ export class Tiles {
     this.fit(this.width || 600);
   }
 
-  #makeTile(view, tile) {
+  #makeTile(mesh, tile) {
     tile.button = makeButton("mb-tile", "", null);
     tile.button.tabIndex = this.tiles.length ? -1 : 0;
     tile.button.dataset.index = this.tiles.length;
     tile.icon = makeIcon("I");
     if (this.large) {
       [tile.memory, tile.busy] = [make("i", "mb-memory"), make("i", "mb-busy")];
-      tile.button.append(make("b", "", String(view.rank(tile.from))), tile.icon, make("span", "mb-meters", tile.memory, tile.busy));
+      tile.button.append(make("b", "", String(mesh.rank(tile.from))), tile.icon, make("span", "mb-meters", tile.memory, tile.busy));
     } else tile.button.append(tile.icon);
     this.tiles.push(tile);
     return tile.button;
@@ -246,15 +215,15 @@ export class Tiles {
     for (const grid of this.grids || []) grid.style.setProperty("--cols", this.columns);
   }
 
-  update(view, chosen) {
-    const { states, memory_mb: sizes, waits } = view.live;
+  update(mesh, chosen) {
+    const { memory_mb: sizes, waits } = mesh.live;
     const largest = Math.max(1, ...sizes) * 1.15;
     for (const tile of this.tiles) {
-      const counts = countStates(states, tile.from, tile.to);
+      const counts = mesh.countStates(tile);
       const letter = ORDER.find((each) => counts[each]) || "I";
       const mixed = CALM.includes(letter) && Object.keys(counts).length > 1;
       const look = mixed ? mixture(counts) : "";
-      const mark = tile.to - tile.from === 1 ? view.markOf(tile.from) : "";
+      const mark = tile.to - tile.from === 1 ? mesh.markOf(tile.from) : "";
       const key = `${letter}${look}${mark}`;
       if (tile.key !== key) {
         tile.key = key;
@@ -267,7 +236,7 @@ export class Tiles {
         tile.memory.style.width = `${(100 * sizes[tile.from]) / largest}%`;
         tile.busy.style.width = `${wait < 0 ? (CALM.slice(0, 2).includes(letter) ? 100 : 0) : 100 - wait}%`;
       }
-      const label = view.describe(tile, counts);
+      const label = mesh.describe(tile, counts);
       if (tile.label !== label) tile.button.setAttribute("aria-label", (tile.label = label));
       const pressed = chosen !== null && chosen.from === tile.from && chosen.to === tile.to;
       if (tile.pressed !== pressed) tile.button.setAttribute("aria-pressed", String((tile.pressed = pressed)));
