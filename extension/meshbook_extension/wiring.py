@@ -6,6 +6,7 @@ import ast
 import dis
 import linecache
 import sys
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.hang_watch import Notices
 from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
-from meshbook_extension.cells.run import MESH_CELL, News, run_mesh_cell
+from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell, tell_news
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import dispatch, help_tables
 from meshbook_extension.commands.packages import SentModules
@@ -166,7 +167,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     observe_unhandled(session.errors.note_unhandled)
     closing.callback(observe_unhandled, None)
     served_cell.begin(shell)
-    before = (curves.begin_cell, panels.begin_cell, lambda _info: served_cell.begin(shell), News(session).tell)
+    before = (curves.begin_cell, panels.begin_cell, lambda _info: served_cell.begin(shell), partial(tell_news, session))
     after = (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell, served_cell.end)
     for event, listeners in (("pre_run_cell", before), ("post_run_cell", after)):
         for listener in listeners:

@@ -24,7 +24,7 @@ from meshbook_extension.cells.transformers import check_syntax
 from meshbook_extension.notebook.grammar import Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS, RANK, Setup, choose
-from meshbook_extension.output.labels import FAILURE, NEWS, NOTICE, format_seconds, show_tables
+from meshbook_extension.output.labels import FAILURE, NEWS, NOTICE, count, format_seconds, show_tables
 from meshbook_extension.output.publisher import Scheduled, is_attended, parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, charts, headline, times_of
 from meshbook_extension.output.transcripts import Transcripts
@@ -124,7 +124,7 @@ def _run(
     """Run a cell or a program, and wait for it or leave it running; returns whether it was left."""
     cell_number = _cell_number(session)
     profile = CellProfile(cell_number, arguments.text(TRACE.name)) if _is_profiled(arguments) else None
-    out, timeout_s = arguments.text("--out"), arguments.number("--timeout")
+    only, out, timeout_s = arguments.text("--only"), arguments.text("--out"), arguments.number("--timeout")
     with contextlib.ExitStack() as holding:
         cell = start(
             session,
@@ -134,7 +134,7 @@ def _run(
             cell_number=cell_number,
             line_offset=line_offset,
             group=arguments.text("--group") or "equal",
-            only=_chosen(procs, arguments.text("--only")),
+            only=() if only is None else choose(procs, {RANK: only}).ranks,
             forbid_collectives=arguments.flag("--no-collective"),
             debug_name=debug_name,
             profile=profile,
@@ -164,11 +164,6 @@ def _check(arguments: Arguments, code: str) -> None:
 def _check_profile(arguments: Arguments) -> None:
     if _is_profiled(arguments) and arguments.flag("--async"):
         raise arguments.grammar.refuse("--profile does not go with --async.", "--profile")
-
-
-def _chosen(procs: ProcMesh, text: str | None) -> tuple[int, ...]:
-    """Return the ranks that ``--only`` names; none without it. Raises: UsageError."""
-    return () if text is None else choose(procs, {RANK: text}).ranks
 
 
 def _is_profiled(arguments: Arguments) -> bool:
@@ -281,13 +276,11 @@ def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | Non
 
 def _leave_running(session: Session, cell: RunningCell, arguments: Arguments) -> None:
     job = session.part(Jobs).add(cell, cell.procs.name)
-    out = arguments.text("--out")
-    timeout_s = arguments.number("--timeout")
     print(f"job {job.number} runs on {name_ranks(cell.ranks)}; wait for it: %mesh wait {job.number}")
-    follow(session, job, out, show_time=arguments.flag("--time"))
+    follow(session, job, arguments.text("--out"), show_time=arguments.flag("--time"))
     for listener in session.on_change:
         listener()
-    if timeout_s is not None:
+    if (timeout_s := arguments.number("--timeout")) is not None:
         session.publisher.schedule(_Deadline(job, timeout_s), time.monotonic() + timeout_s)
 
 
@@ -334,27 +327,20 @@ REPORTING = ("%mesh wait", "%mesh jobs", "%mesh output")
 """The commands that report on jobs and output themselves; no news stands above their cells."""
 
 
-class News:
-    """The news before a cell: jobs that have ended, and cells whose output this page has missed."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def tell(self, info: ExecutionInfo) -> None:
-        """Print the news to a person at a page."""
-        session = self._session
-        if not (page := page_of(session)):
-            return
-        ended, unseen = session.part(Jobs).news(), session.part(Transcripts).unseen_by(page)
-        if any(command in str(info.raw_cell) for command in REPORTING):
-            return
-        for job in ended:
-            print(job.describe_end())
-        for each in unseen:
-            lines = f"{each.lines} line{'s' * (each.lines != 1)}" if each.lines else "output"
-            print(f"{each.what} wrote {lines} for a page that has gone: %mesh output {each.what.removeprefix('cell ')}")
-        if ended or unseen:
-            sys.stdout.flush()  # the output of ranks comes by another road
+def tell_news(session: Session, info: ExecutionInfo) -> None:
+    """Print, before a cell, the jobs that have ended, and the cells whose output this page has missed."""
+    if not (page := page_of(session)):
+        return
+    ended, unseen = session.part(Jobs).news(), session.part(Transcripts).unseen_by(page)
+    if any(command in str(info.raw_cell) for command in REPORTING):
+        return
+    for job in ended:
+        print(job.describe_end())
+    for each in unseen:
+        lines = count(each.lines, "line") if each.lines else "output"
+        print(f"{each.what} wrote {lines} for a page that has gone: %mesh output {each.what.removeprefix('cell ')}")
+    if ended or unseen:
+        sys.stdout.flush()  # the output of ranks comes by another road
 
 
 class _Deadline(Scheduled):

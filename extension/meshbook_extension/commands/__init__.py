@@ -29,7 +29,6 @@ MODULES = {
     "cells": RUN,
     "packages": RUN,
     "values": DATA,
-    "variables": DATA,
     "status": LOOK,
     "curves": LOOK,
     "repair": REPAIR,

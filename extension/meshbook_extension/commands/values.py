@@ -1,30 +1,42 @@
-"""Commands for values between the notebook and the ranks: eval, push, pull, scatter, gather, broadcast."""
+"""Commands for values of the ranks: eval, push, pull, scatter, gather, broadcast; vars and diff look at them there."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshbook.errors import CallFailed, UsageError
-from meshbook.formatting import group_ranks, name_ranks
+from meshbook.formatting import Table, format_bytes, format_some_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.rank_calls import pull_together
 from meshbook.shape.large_values import describe_large
 from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as
-from meshbook_extension.commands import Command
+from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.notebook.grammar import PAIR, Arguments, Option, check_identifier
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS, one_rank
-from meshbook_extension.output.labels import label, label_block
+from meshbook_extension.output.labels import label, label_block, show_tables
+from meshbook_extension.output.publisher import sink_for
+from meshbook_extension.widget.variables import (
+    RANKS_CHARS,
+    SUMMARIES,
+    SUMMARIZE,
+    VARIABLE_HEADS,
+    by_name,
+    equal_groups,
+    variable_rows,
+    write_groups,
+)
 
 if TYPE_CHECKING:
     from meshbook.concurrency.future import Future
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
+    from meshbook.values.summaries import ValueSummary
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"
@@ -35,6 +47,8 @@ _VARIABLE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$([^\W\d]\w*)"""
 
 AT = Option("--at", "the ranks of a named slice, or of another mesh", str, "SLICE")
 OUT = Option("--out", "the notebook's name for it, if another", str, "VAR")
+ROWS = 50
+"""The most parts that differ that are listed."""
 PATIENCE_S = 1.0
 """The time after which a command names the cell that it waits behind."""
 LOOKS = "--now looks anyway"
@@ -186,10 +200,8 @@ def look(
     if (peeks := _peek(arguments, procs, expression)) is None:
         return show(answer(session, procs.evaluate(expression), procs, LOOKS))
     values = peeks.values
-    missed = (
-        (rank, row.why) for rank, row in zip(values.ranks, values.values(), strict=True) if rank not in peeks.places
-    )
-    _tell_missed(missed)
+    rows = zip(values.ranks, values.values(), strict=True)
+    _tell_missed((rank, row.why) for rank, row in rows if rank not in peeks.places)
     shown = show(values.select([rank for rank in values.ranks if rank in peeks.places])) if peeks.places else None
     _end(session, peeks)
     return shown
@@ -198,8 +210,7 @@ def look(
 def _columns(peeks: Peeks, names: Sequence[str]) -> dict[str, ValueMesh[Any]]:
     """Return the values of each name; none where no rank gave any. Say why some did not."""
     rows = ((rank, peeks.values.get(rank)) for rank in peeks.values.ranks if rank not in peeks.failed)
-    missed = ((rank, row.why) for rank, row in rows if isinstance(row, NoValue))
-    _tell_missed(missed)
+    _tell_missed((rank, row.why) for rank, row in rows if isinstance(row, NoValue))
     if not peeks.places:
         return {}
     if len(names) == 1:
@@ -300,21 +311,17 @@ def answer(session: Session, future: Future[T], procs: ProcMesh, hint: str = "an
     Raises: CallFailed, WorkerLost, CallInterrupted.
     """
     try:
-        return _patiently(future, procs, hint)
+        try:
+            return future.get(PATIENCE_S)
+        except TimeoutError:
+            if future.done():
+                raise  # it is the ranks' own
+        behind = [f"{what} on {name_ranks(ranks)}" for what, ranks in states.ahead(procs).items()]
+        if behind:
+            print(f"waits behind {', '.join(behind)}; {hint}", flush=True)
+        return future.get()
     except CallFailed as error:
         raise briefly(session, error) from None
-
-
-def _patiently(future: Future[T], procs: ProcMesh, hint: str) -> T:
-    try:
-        return future.get(PATIENCE_S)
-    except TimeoutError:
-        if future.done():
-            raise  # it is the ranks' own
-    behind = [f"{what} on {name_ranks(ranks)}" for what, ranks in states.ahead(procs).items()]
-    if behind:
-        print(f"waits behind {', '.join(behind)}; {hint}", flush=True)
-    return future.get()
 
 
 def briefly(session: Session, error: CallFailed) -> CallFailed:
@@ -345,3 +352,80 @@ def _axis_and_dim(arguments: Arguments) -> tuple[str | None, int]:
     if not dim.removeprefix("-").isdigit():
         raise arguments.grammar.refuse(f"{DIM}={dim} is no dim of a tensor; give a number.", DIM)
     return arguments.pairs.get(AXIS), int(dim)
+
+
+@on_ranks(
+    name="%mesh vars",
+    summary="The variables of the ranks: type, shape, dtype, size, device, and on which ranks they are equal.",
+    options=(NOW, TIMEOUT),
+    examples=("%mesh vars", "%mesh vars gpus=0:2", "%mesh vars --now"),
+    notes="Values are compared on the ranks, by a hash of their bytes; those above 64 MB by %mesh diff NAME alone.\n\n",
+)
+def variables(session: Session, arguments: Arguments) -> None:
+    def show(values: ValueMesh[Any]) -> None:
+        rows = variable_rows({rank: values[rank] for rank in values.ranks})
+        if rows:
+            show_tables(sink_for(session.shell), [Table(VARIABLE_HEADS, rows, "<<<<><<<").without_empty()])
+        else:
+            print(f"no variables on {name_ranks(values.ranks)} yet. Make some: %%mesh above a cell, or %mesh push NAME")
+
+    look(session, arguments, session.target(arguments.words, arguments.pairs), SUMMARIZE, show)
+
+
+@Command(
+    name="%mesh diff",
+    names="ranks",
+    summary="Whether ranks hold the same: each tensor of a module, an optimizer or containers, and where they differ.",
+    pairs="[AXIS=.. ...]",
+    options=(AT, NOW, TIMEOUT),
+    tail="EXPR",
+    examples=("%mesh diff model", "%mesh diff optimizer", "%mesh diff gpus=0:2 batch", "%mesh diff --now model.module"),
+    notes="""
+Ranks hash the bytes; no tensor is sent. Parts of a DTensor are compared where ranks hold the same part. The value is a
+dict of the paths that differ, each with its groups of equal ranks: bad = %mesh diff model""",
+)
+def diff(session: Session, arguments: Arguments) -> dict[str, list[list[int]]] | None:
+    written = arguments.tail.strip()
+    check_expression(session, written, arguments.grammar.name)
+    expression = f"{SUMMARIES}.summarize_parts({written})"
+    procs = target_of(session, arguments)
+    return look(session, arguments, procs, expression, lambda values: _show_diff(session, written, values))
+
+
+def _show_diff(session: Session, written: str, values: ValueMesh[Any]) -> dict[str, list[list[int]]]:
+    """Show the parts that differ, and return them with their groups of equal ranks."""
+    found = by_name({rank: values[rank] for rank in values.ranks})
+    unknown = [path for path, each in found.items() if not all(summary.digest for summary in each.values())]
+    compared = {path: each for path, each in found.items() if path not in set(unknown)}
+    alone = [path for path, each in compared.items() if len(equal_groups(each)) == len(values.ranks) > 1]
+    differing = {path: groups for path, each in compared.items() if (groups := _differing(each, values.ranks))}
+    same, where = len(compared) - len(differing) - len(alone), name_ranks(values.ranks)
+    size = max(sum(each.size_bytes for each in row.values()) for row in values.values())
+    told = [f"{same} of {len(found)} parts equal on {where}"]
+    if len(found) == 1:
+        told = [f"{'equal' if same else 'differs'} on {where}"] if same or differing else []
+    if alone:
+        told.append(f"{len(alone)} not compared: each rank holds another part of a DTensor")
+    if unknown:
+        told.append(f"{len(unknown)} not compared, without bytes: {', '.join(each or written for each in unknown[:3])}")
+    print(f"{written}{f' ({format_bytes(size)})' if size else ''}: {'; '.join(told) or 'nothing to compare'}")
+    rows = []
+    for path, groups in list(differing.items())[:ROWS]:
+        one, lacking = compared[path][groups[0][0]], len(compared[path]) < len(values.ranks)
+        where = f"only on {format_some_ranks(compared[path], RANKS_CHARS)}" if lacking else write_groups(groups)
+        rows.append([path or written, one.shape or one.kind, one.dtype, where])
+    if rows:
+        heads = ["differs", "shape", "dtype", "equal ranks"]
+        show_tables(sink_for(session.shell), [Table(heads, rows)])
+    if len(differing) > ROWS:
+        print(f"and {len(differing) - ROWS} more differ")
+    return differing
+
+
+def _differing(summaries: Mapping[int, ValueSummary], ranks: tuple[int, ...]) -> list[list[int]]:
+    """Return the groups of ranks with equal values, where they are several for one part, or a rank lacks it."""
+    parts = equal_groups(summaries)
+    missing = [rank for rank in ranks if rank not in summaries]
+    if missing:
+        return [*(group for groups in parts for group in groups), missing]
+    return [group for groups in parts if len(groups) > 1 for group in groups]
