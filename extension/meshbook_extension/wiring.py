@@ -6,6 +6,7 @@ import ast
 import dis
 import linecache
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,11 +29,12 @@ from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.error_log import name_notebook_cells
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
-from meshbook_extension.output.publisher import ProgressLine, served_cell
+from meshbook_extension.output.publisher import ProgressLine, kernel_of, served_cell
 from meshbook_extension.output.transcripts import Transcripts
 from meshbook_extension.reattach.notebook_state import StateWriter, notebook_key
 from meshbook_extension.reattach.restore import AutoAttach
 from meshbook_extension.visual_debugger.target import Debugged
+from meshbook_extension.widget.busy_comms import BusyComms
 from meshbook_extension.widget.display import hang_notices
 from meshbook_extension.widget.panel import Panels
 
@@ -141,9 +143,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     calls = session.add_part(CallOutput(session))
     state_writer = session.add_part(StateWriter(session))
     curves = session.add_part(OwnCurves(shell, session.part(WatchedNames), session.publisher))
-    panels = session.add_part(Panels(session))
     closing.callback(curves.end)
-    closing.callback(panels.end)
     closing.callback(NameErrors(session).end)
     closing.callback(session.add_part(Debugged(session)).end)
     closing.callback(Hooks(shell, Completer(session)).uninstall)
@@ -167,8 +167,23 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     observe_unhandled(session.errors.note_unhandled)
     closing.callback(observe_unhandled, None)
     served_cell.begin(shell)
-    before = (curves.begin_cell, panels.begin_cell, lambda _info: served_cell.begin(shell), partial(tell_news, session))
-    after = (calls.finish, curves.end_cell, state_writer.save, session.note_error, panels.tell, served_cell.end)
+    before: list[Callable[..., object]] = [
+        curves.begin_cell,
+        lambda _info: served_cell.begin(shell),
+        partial(tell_news, session),
+    ]
+    after: list[Callable[..., object]] = [
+        calls.finish,
+        curves.end_cell,
+        state_writer.save,
+        session.note_error,
+        served_cell.end,
+    ]
+    if (kernel := kernel_of(shell)) is not None:
+        panels = session.add_part(Panels(session, kernel))
+        closing.callback(panels.end)
+        before.append(BusyComms.of(kernel).install)
+        after.append(panels.tell)
     for event, listeners in (("pre_run_cell", before), ("post_run_cell", after)):
         for listener in listeners:
             shell.events.register(event, listener)

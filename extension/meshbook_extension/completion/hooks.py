@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from meshbook.calls.rank_state import Completions
 from meshbook_extension.completion.completer import Completer, complete_reply, inspect_reply
-from meshbook_extension.output.publisher import JupyterMessage, kernel_of, parent_of, session_of
+from meshbook_extension.output.publisher import JupyterMessage, kernel_of, served_cell, session_of
 from meshbook_extension.widget.busy_comms import BusyComms
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Hooks:
         else:
             self._replace(kernel, "do_complete", self._complete)
             self._replace(kernel, "do_inspect", self._inspect)
-            self._busy = BusyCompletion(shell, kernel, completer)
+            self._busy = BusyCompletion(kernel, completer)
 
     def uninstall(self) -> None:
         """Put the shell's own methods back."""
@@ -109,35 +109,19 @@ _KINDS = {"complete_request": "complete_reply", "inspect_request": "inspect_repl
 class BusyCompletion:
     """The answers of one kernel while a cell runs."""
 
-    def __init__(self, shell: InteractiveShell, kernel: IPythonKernel, completer: Completer) -> None:
-        self._shell, self._kernel, self._completer = shell, kernel, completer
-        self._running: JupyterMessage = {}
-        """The request of the running cell; empty when none runs."""
-        self._ending = threading.Lock()
-        """Held to publish that the cell still runs, so that its own end comes later."""
+    def __init__(self, kernel: IPythonKernel, completer: Completer) -> None:
+        self._kernel, self._completer = kernel, completer
         self._answers: set[asyncio.Task[None]] = set()
-        shell.events.register("pre_execute", self._begin)
-        shell.events.register("post_execute", self._end)
+        BusyComms.of(kernel).serve(_KINDS, self._take)
 
     def uninstall(self) -> None:
-        """Put the kernel's own methods back."""
-        self._shell.events.unregister("pre_execute", self._begin)
-        self._shell.events.unregister("post_execute", self._end)
+        """Leave all requests to the kernel."""
         BusyComms.of(self._kernel).serve(_KINDS, None)
-
-    def _begin(self) -> None:
-        """Begin with the first cell, when the kernel has all of its sockets."""
-        self._running = parent_of(self._shell)
-        BusyComms.of(self._kernel).serve(_KINDS, self._take)
-
-    def _end(self) -> None:
-        with self._ending:
-            self._running = {}
 
     def _take(self, request: JupyterMessage, idents: list[bytes]) -> Callable[[], None] | None:
         """Return what answers ``request`` if a cell runs and it is about ours; else None."""
         content = request["content"]
-        if not self._running or request["header"].get("subshell_id"):
+        if not served_cell.parent or request["header"].get("subshell_id"):
             return None
         if not self._completer.is_ours(content["code"], content["cursor_pos"]):
             return None
@@ -173,9 +157,9 @@ class BusyCompletion:
         self._status("busy", request)
         session_of(self._kernel).send(stream, _KINDS[request["msg_type"]], reply, parent=request, ident=idents)
         self._status("idle", request)
-        with self._ending:
-            if self._running:
-                self._status("busy", self._running)
+        with served_cell.lock:
+            if served_cell.parent:
+                self._status("busy", served_cell.parent)
 
     def _status(self, state: str, parent: JupyterMessage) -> None:
         kernel = self._kernel

@@ -98,25 +98,27 @@ class ServedCell:
 
     def __init__(self) -> None:
         self.parent: JupyterMessage = {}
+        """The request; empty when no cell runs."""
         self._held: list[Callable[[JupyterMessage], None]] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held to change `parent`, and to publish what must come before the end of the cell."""
 
     def begin(self, shell: InteractiveShell) -> None:
         """Note that a cell of ``shell`` runs, and send what has waited for one."""
         parent = parent_of(shell)
-        with self._lock:
+        with self.lock:
             self.parent, held, self._held = parent, self._held, []
         for send in held:
             send(parent)
 
     def end(self, *_: object) -> None:
         """Note that the cell has ended."""
-        with self._lock:
+        with self.lock:
             self.parent = {}
 
     def send(self, send: Callable[[JupyterMessage], None]) -> None:
         """Send with the request of the running cell, or of the next; from any thread."""
-        with self._lock:
+        with self.lock:
             if not (parent := self.parent):
                 self._held.append(send)
                 return

@@ -43,23 +43,23 @@ class BusyComms:
     def __init__(self, kernel: IPythonKernel) -> None:
         self._kernel = kernel
         self._listeners: dict[str, Listener] = {}
+        self._is_installed = False
         self._takers: dict[str, Taker] = {"comm_msg": self._take_comm}
         self._schedule: Callable[..., None] = lambda dispatch, message: None
         """The function that puts a message into ipykernel 6's queue."""
 
     @classmethod
     def of(cls, kernel: IPythonKernel) -> BusyComms:
-        """Return the object of this kernel, made and put in place at the first call."""
-        found: BusyComms | None = getattr(kernel, _MARK, None)
-        if found is None:
-            found = cls(kernel)
-            setattr(kernel, _MARK, found)
-            found._install()
+        """Return the object of this kernel, made at the first call."""
+        if not hasattr(kernel, _MARK):
+            setattr(kernel, _MARK, cls(kernel))
+        found: BusyComms = getattr(kernel, _MARK)
         return found
 
     def listen(self, comm_id: str, listener: Listener) -> None:
         """Give custom messages of this comm to ``listener`` alone."""
         self._listeners[comm_id] = listener
+        self.install()
 
     def forget(self, comm_id: str) -> None:
         """Forget a comm that was closed."""
@@ -90,7 +90,11 @@ class BusyComms:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _install(self) -> None:
+    def install(self, *_: object) -> None:
+        """Take messages from now on; not before the first cell: a kernel that is being made has no sockets yet."""
+        if self._is_installed:
+            return
+        self._is_installed = True
         kernel = self._kernel
         thread = getattr(kernel, "shell_channel_thread", None)
         serve = getattr(kernel, "shell_channel_thread_main", None)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from meshbook.formatting import format_sizes
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.output.labels import count
-from meshbook_extension.output.publisher import JupyterMessage, kernel_of
+from meshbook_extension.output.publisher import JupyterMessage
 from meshbook_extension.widget.busy_comms import BusyComms
 from meshbook_extension.widget.feed import Feed
 from meshbook_extension.widget.mesh_source import MeshSource
 
 if TYPE_CHECKING:
+    from ipykernel.ipkernel import IPythonKernel
+
     from meshbook_extension.notebook.session import Session
 
 TARGET = "meshbook"
@@ -52,29 +54,18 @@ class _Page:
 class Panels:
     """The panels that show the current mesh of a session; pages can open comms from the start."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, kernel: IPythonKernel) -> None:
         self._session = session
         self._pages: dict[str, _Page] = {}
-        self._kernel = kernel_of(session.shell)
-        self._manager: Any = getattr(self._kernel, "comm_manager", None)
-        self._comms: BusyComms | None = None
-        if self._manager is not None:
-            self._manager.register_target(TARGET, self._on_open)
-
-    def begin_cell(self, *_: object) -> None:
-        """Serve pages while cells run; not before the first one: a kernel that is being made takes no messages yet."""
-        if self._comms is None and self._kernel is not None:
-            self._comms = BusyComms.of(self._kernel)
-            self._comms.serve(["comm_open"], self._take_open)
-            for comm_id, page in self._pages.items():
-                self._comms.listen(comm_id, page.feed.on_message)
+        self._manager: Any = kernel.comm_manager
+        self._comms = BusyComms.of(kernel)
+        self._manager.register_target(TARGET, self._on_open)
+        self._comms.serve(["comm_open"], self._take_open)
 
     def end(self) -> None:
         """Close all comms."""
-        if self._manager is not None:
-            self._manager.unregister_target(TARGET, self._on_open)
-        if self._comms is not None:
-            self._comms.serve(["comm_open"], None)
+        self._manager.unregister_target(TARGET, self._on_open)
+        self._comms.serve(["comm_open"], None)
         for comm_id, page in list(self._pages.items()):
             self._forget(comm_id)
             page.comm.close()
@@ -104,13 +95,11 @@ class Panels:
         page = self._pages[comm.comm_id] = _Page(self._session, comm)
         comm.on_msg(lambda message: page.feed.on_message(message["content"]["data"]))
         comm.on_close(lambda _message: self._forget(comm.comm_id))
-        if self._comms is not None:
-            self._comms.listen(comm.comm_id, page.feed.on_message)
+        self._comms.listen(comm.comm_id, page.feed.on_message)
         page.tell(self._describe())
         for comm_id in list(self._pages)[:-PAGES]:
             self._forget(comm_id)
 
     def _forget(self, comm_id: str) -> None:
         self._pages.pop(comm_id, None)
-        if self._comms is not None:
-            self._comms.forget(comm_id)
+        self._comms.forget(comm_id)
