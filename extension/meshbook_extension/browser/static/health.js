@@ -175,7 +175,7 @@ export class HealthView {
     if (!layout?.pids) return;
     this.layout = layout;
     const mesh = new Mesh(layout, null);
-    const arranged = arrange(layout);
+    const arranged = arrange(mesh);
     this.hasRows = mesh.count <= ROWS;
     this.rows.element.hidden = !this.hasRows;
     this.tiles.element.hidden = this.hasRows;

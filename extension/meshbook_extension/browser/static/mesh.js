@@ -64,13 +64,16 @@ export class Mesh {
     return [`rank ${this.rank(tile.from)}`, this.stateOf(tile.from), this.whereOf(tile.from)].filter(Boolean).join(", ");
   }
 
-  // The coordinates that all ranks of a tile share.
-  pointOf({ from, to }) {
+  get isRegular() {
+    return this.layout.sizes.reduce((product, size) => product * size, 1) === this.count;
+  }
+
+  // The coordinates that all ranks of a tile share, along so many axes at most.
+  pointOf({ from, to }, most = this.layout.axes.length) {
     const { axes, sizes } = this.layout;
     let block = this.count;
-    if (sizes.reduce((product, size) => product * size, 1) !== block) return "";
     const parts = [];
-    for (let axis = 0; axis < axes.length; axis++) {
+    for (let axis = 0; this.isRegular && axis < most; axis++) {
       block /= sizes[axis];
       const low = Math.floor(from / block);
       if (low !== Math.floor((to - 1) / block)) break;

@@ -90,9 +90,9 @@ export class Rows {
 }
 
 // A tile stands for the ranks `from` up to `to` (positions in the columns), a row for tiles with equal leading axes.
-export function arrange(layout) {
-  const { axes, sizes } = layout;
-  const count = layout.pids.length;
+export function arrange(mesh) {
+  const { axes, sizes } = mesh.layout;
+  const { count } = mesh;
   const single = count <= SINGLE;
   let kept = axes.length;
   let tiles = count;
@@ -102,18 +102,17 @@ export function arrange(layout) {
     while (kept < sizes.length && tiles * sizes[kept] <= BLOCKS) tiles *= sizes[kept++];
     while (kept > 1 && tiles * 2 > count) tiles /= sizes[--kept]; // blocks of one rank are no blocks
   }
-  const regular = sizes.reduce((product, size) => product * size, 1) === count && (single || tiles > 16);
-  if (!regular) {
+  if (!mesh.isRegular || (!single && tiles <= 16)) {
     const block = single ? 1 : Math.ceil(count / SINGLE);
     return { block, caption: block > 1 ? `one square per ${plural(block, "rank")}` : "", rows: [rowOf("", 0, Math.ceil(count / block), block, count)] };
   }
   const block = count / tiles;
-  const columns = kept > 1 ? sizes[kept - 1] : tiles;
-  const leading = kept > 1 && tiles / columns > 1 ? kept - 1 : 0;
+  const leading = kept > 1 && tiles > sizes[kept - 1] ? kept - 1 : 0;
+  const length = leading ? sizes[leading] : tiles;
   const rows = [];
-  for (let row = 0; row < (leading ? tiles / columns : 1); row++) {
-    const label = leading ? pointText(axes, sizes, leading, row) : "";
-    rows.push(rowOf(label, row * columns, leading ? columns : tiles, block, count));
+  for (let first = 0; first < tiles; first += length) {
+    const label = leading ? mesh.pointOf({ from: first * block, to: (first + length) * block }, leading) : "";
+    rows.push(rowOf(label, first, length, block, count));
   }
   const across = leading ? `${axes[leading]} from left to right` : "";
   const square = `one square per index of ${axes.slice(0, kept).join(" and ")}, ${plural(block, "rank")} each`;
@@ -124,15 +123,6 @@ export function rowOf(label, first, length, block, count) {
   const tiles = [];
   for (let i = first; i < first + length; i++) tiles.push({ from: i * block, to: Math.min(count, (i + 1) * block) });
   return { label, tiles };
-}
-
-function pointText(axes, sizes, upTo, index) {
-  const parts = [];
-  for (let axis = upTo - 1; axis >= 0; axis--) {
-    parts.unshift(`${axes[axis]}=${index % sizes[axis]}`);
-    index = Math.floor(index / sizes[axis]);
-  }
-  return parts.join(" ");
 }
 
 // A tile of many ranks: its states side by side, as wide as they are frequent.
