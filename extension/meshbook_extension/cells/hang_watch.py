@@ -69,17 +69,13 @@ class Ended(NamedTuple):
     """The monotonic time at which the last one ended."""
 
 
-class _Start(NamedTuple):
-    at: float
-    told: Mapping[int, RankTold]
-
-
 class HangDetector:
     """The detector of signs in one cell."""
 
     def __init__(self) -> None:
         self._given: set[tuple[str, tuple[int, ...]]] = set()
-        self._start: _Start | None = None
+        self._start: tuple[float, Mapping[int, RankTold]] | None = None
+        """The time at which shares of waiting begin, and what the running ranks told then."""
         self._resumed = float("-inf")
         """The time at which a rank was last seen at a prompt."""
 
@@ -111,18 +107,17 @@ class HangDetector:
 
     def _slow(self, now: float, told: Mapping[int, RankTold], running: Collection[int]) -> Sign | None:
         here = {rank: told[rank] for rank in running if rank in told}
-        start = self._start
-        if start is None or here.keys() != start.told.keys():
-            self._start = _Start(now, here)
+        began, before = self._start or (now, {})
+        passed_s = now - began
+        if here.keys() == before.keys() and (len(here) < 2 or passed_s < WINDOW_S):
             return None
-        if len(here) < 2 or now - start.at < WINDOW_S:
+        self._start = now, here
+        if here.keys() != before.keys():
             return None
-        self._start = _Start(now, here)
-        if min(_issued(one) - _issued(start.told[rank]) for rank, one in here.items()) < WINDOW_STEPS:
+        if min(_issued(one) - _issued(before[rank]) for rank, one in here.items()) < WINDOW_STEPS:
             return None
-        passed_s = now - start.at
         shares = {
-            rank: (one.collectives.waited_s - start.told[rank].collectives.waited_s) / passed_s
+            rank: (one.collectives.waited_s - before[rank].collectives.waited_s) / passed_s
             for rank, one in here.items()
         }
         odd = min(shares, key=lambda rank: shares[rank])

@@ -15,7 +15,7 @@ from meshbook.shape.members import members_of
 from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
-from meshbook_extension.cells.names import SentCells, push_hints
+from meshbook_extension.cells.names import push_hints
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -219,8 +219,6 @@ def start(
     except WorkerLost as error:
         show_lost(error, procs, session.current == procs.name)
         raise
-    if isinstance(code, str):
-        session.part(SentCells).note(procs, code)
     return RunningCell(procs, run, output, f"cell {cell_number}")
 
 

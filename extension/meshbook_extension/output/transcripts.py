@@ -26,30 +26,24 @@ LONG_S = 2.0
 
 
 @dataclass
-class _KeptText:
-    name: str
-    text: str
+class _Kept:
+    """A text of a stream, or a display."""
+
+    stream: str = ""
+    text: str = ""
+    data: Content = field(default_factory=dict)
+    metadata: Content = field(default_factory=dict)
+    display_id: str | None = None
 
     def show(self, sink: CellSink) -> None:
-        sink.stream(self.name, self.text)
+        if self.stream:
+            sink.stream(self.stream, self.text)
+        else:
+            sink.display(self.data, self.metadata, self.display_id)
 
     @property
     def size(self) -> int:
-        return len(self.text)
-
-
-@dataclass
-class _KeptDisplay:
-    data: Content
-    metadata: Content
-    display_id: str | None
-
-    def show(self, sink: CellSink) -> None:
-        sink.display(self.data, self.metadata, self.display_id)
-
-    @property
-    def size(self) -> int:
-        return sum(len(str(value)) for value in self.data.values())
+        return len(self.text) + sum(len(str(value)) for value in self.data.values())
 
 
 @dataclass(eq=False)
@@ -70,8 +64,8 @@ class Transcript:
     """Whether another page was told of it."""
 
     def __post_init__(self) -> None:
-        self._kept: deque[_KeptText | _KeptDisplay] = deque()
-        self._displays: dict[str, _KeptDisplay] = {}
+        self._kept: deque[_Kept] = deque()
+        self._displays: dict[str, _Kept] = {}
         self.replaces = self.sink.replaces
         self._bars: Sequence[str] = ()
         self._size = self._dropped = 0
@@ -81,12 +75,11 @@ class Transcript:
     def stream(self, name: str, text: str) -> None:
         with self._lock:
             self.lines += text.count("\n")
-            last = self._kept[-1] if self._kept else None
-            if isinstance(last, _KeptText) and last.name == name:
-                last.text += text
+            if self._kept and self._kept[-1].stream == name:
+                self._kept[-1].text += text
                 self._fit(len(text))
             else:
-                self._keep(_KeptText(name, text))
+                self._keep(_Kept(name, text))
             for sink in (self.sink, *self._also):
                 sink.stream(name, text)
 
@@ -98,7 +91,7 @@ class Transcript:
                 shown.data, shown.metadata = data, metadata
                 self._fit(shown.size - before)
             else:
-                shown = _KeptDisplay(data, metadata, display_id)
+                shown = _Kept(data=data, metadata=metadata, display_id=display_id)
                 if display_id:
                     self._displays[display_id] = shown
                 self._keep(shown)
@@ -130,7 +123,7 @@ class Transcript:
         """Whether nothing was shown."""
         return not self._kept and not self._bars
 
-    def _keep(self, message: _KeptText | _KeptDisplay) -> None:
+    def _keep(self, message: _Kept) -> None:
         self._kept.append(message)
         self._fit(message.size)
 
@@ -140,11 +133,10 @@ class Transcript:
         self._size += more
         while self._size > CELL_LIMIT and len(self._kept) > 1:
             oldest = self._kept.popleft()
-            if isinstance(oldest, _KeptDisplay):
-                self._displays.pop(oldest.display_id or "", None)
+            self._displays.pop(oldest.display_id or "", None)
             self._drop(oldest.size)
         only = self._kept[0]
-        if self._size > 2 * CELL_LIMIT and isinstance(only, _KeptText):  # seldom, since it copies
+        if self._size > 2 * CELL_LIMIT and only.stream:  # seldom, since it copies
             cut = only.text.find("\n", self._size - CELL_LIMIT) + 1 or self._size - CELL_LIMIT
             only.text = only.text[cut:]
             self._drop(cut)
