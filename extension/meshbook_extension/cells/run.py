@@ -15,7 +15,6 @@ from meshbook.shape.members import members_of
 from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
-from meshbook_extension.cells.names import push_hints
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -217,9 +216,9 @@ def start(
             holding=holding,
         )
     except WorkerLost as error:
-        show_lost(error, procs, session.current == procs.name)
+        show_lost(session, error, procs)
         raise
-    return RunningCell(procs, run, output, f"cell {cell_number}")
+    return RunningCell(session, procs, run, output, f"cell {cell_number}")
 
 
 def wait_for(
@@ -241,8 +240,6 @@ def wait_for(
     watch_expression(session, cell)
     cell.prompt = CellPrompt(session, cell)
     cell.output.defers_tracebacks = not is_attended(parent_of(session.shell))
-    cell.is_current = lambda: session.current == cell.procs.name
-    cell.hints = lambda error: push_hints(session, error)
     try:
         session.keep_result(cell.result(timeout_s, holding), out)
     except CallError as error:

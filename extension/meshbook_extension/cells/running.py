@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from meshbook.errors import (
 )
 from meshbook.formatting import Table, format_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook_extension.cells.names import push_hints
 from meshbook_extension.notebook.error_log import describe_interrupts
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import FULL, format_seconds, headline, label
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from meshbook.shape.value_mesh import ValueMesh
     from meshbook_extension.cells.output import CellOutput
     from meshbook_extension.cells.prompt import CellPrompt
+    from meshbook_extension.notebook.session import Session
 
 STILL_RUNNING_S = 2.0
 """The time after a rank's failure at which the output names the ranks that still run."""
@@ -69,7 +71,8 @@ class CellTimeout(CallTimeout):
 class RunningCell:
     """A cell that runs on ranks; a magic waits for it, or it is a job."""
 
-    def __init__(self, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
+    def __init__(self, session: Session, procs: ProcMesh, run: CellRun, output: CellOutput, what: str) -> None:
+        self._session = session
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
         output.awaits_outcome = True
@@ -79,10 +82,6 @@ class RunningCell:
         """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf
         self._awaits_return = False
-        self.is_current: Callable[[], bool] = lambda: True
-        """Whether the cell's mesh is the current one, which commands mean without a name."""
-        self.hints: Callable[[CallFailed], list[str]] = lambda error: []
-        """Lines that help with names that ranks lack."""
         self.prompt: CellPrompt | None = None
         """The prompt of ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
@@ -221,9 +220,9 @@ class RunningCell:
             headed = ([headline(each[0], [one.rank for one in each]), *each[0].traceback] for each in groups)
             above = itertools.chain(*(lines for lines in headed if len(lines) > 2))  # others have no frames
             told = [*brief(error), *unshown, *filter(None, [_finished(error, "  ")])]
-            show_as(error, [*above, *told, *verdict(error), *self.hints(error)])
+            show_as(error, [*above, *told, *verdict(error), *push_hints(self._session, error)])
         elif isinstance(error, WorkerLost):
-            show_lost(error, self.procs, self.is_current())
+            show_lost(self._session, error, self.procs)
         return error
 
 
@@ -254,11 +253,11 @@ def verdict(error: CallError, *, again: bool = True) -> list[str]:
     return [*lines, f"  again: {first}run the cell again; what it changed before stays changed"]
 
 
-def show_lost(error: WorkerLost, procs: ProcMesh, is_current: bool) -> None:
+def show_lost(session: Session, error: WorkerLost, procs: ProcMesh) -> None:
     """Have IPython show ``error`` with the ranks that are lost, and with advice for the mesh of ``procs``."""
     mesh = procs.base()
     steps = [next_steps(error.ranks, [rank for rank in mesh.ranks if rank not in mesh.lost])]
-    if not is_current:
+    if session.current != procs.name:
         steps.append(f"  it is not the current mesh; first: %mesh use {procs.name}")
     first, *further = describe_deaths(death._replace(log_tail="") for death in error.deaths)  # which stands above
     told = [f"{type(error).__name__}: {first}{_finished(error, '; ')}", *(f"  {line}" for line in further)]

@@ -121,7 +121,7 @@ def _print_lost_and_stopped(mesh: ProcMesh) -> None:
 def _cell_of(session: Session, call: ResumedCall, mesh: ProcMesh) -> RunningCell:
     """Return a cell for the call that does not listen to its output yet."""
     procs = arrange_ranks(mesh, {"rank": len(call.ranks)}, call.ranks) if len(call.ranks) < len(mesh) else mesh
-    return RunningCell(procs, call, open_output(session, procs, what=call.what), call.what)
+    return RunningCell(session, procs, call, open_output(session, procs, what=call.what), call.what)
 
 
 def _show_ended(session: Session, call: ResumedCall, mesh: ProcMesh, notebook_state: NotebookState) -> None:

@@ -44,22 +44,18 @@ NAMES = {
     DEAD: "dead",
 }
 
-_NAMED = {"idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT}
+_NAMED = {"starting": STARTING, "idle": IDLE, "stopped": STOPPED, "pdb": PDB, "silent": SILENT, "dead": DEAD}
 
 
 def letter_of(status: RankStatus, *, interrupted: bool = False) -> str:
     """Return the letter for a rank; ``interrupted``: whether its call was interrupted and has not ended."""
-    if status.state == "dead":
-        return DEAD
-    if not status.pid or status.state == "starting":
+    if not status.pid and status.state != "dead":
         return STARTING
     if status.state in _NAMED:
         return _NAMED[status.state]
     if interrupted:
         return INTERRUPTED
-    if status.state == "busy":
-        return COLLECTIVE if status.in_collective else BUSY
-    return SILENT
+    return COLLECTIVE if status.in_collective else BUSY
 
 
 CALM, NEWS, WARNING, BAD = "calm", "news", "warning", "bad"
