@@ -58,8 +58,6 @@ class WatchedNames:
     """The number of changes so far; an expression is watched until the next one."""
     nan: bool = False
     """Whether the first value that is not finite is told."""
-    hooked: frozenset[tuple[str, int]] = frozenset()
-    """The processes that watch their modules for such values."""
 
     def wants(self, names: Collection[str]) -> bool:
         """Whether one of these names is watched."""
@@ -84,17 +82,9 @@ def picture_of(watch: WatchedNames, metrics: Metrics) -> str:
     return str(bundle(curves, watch.look)["text/html"]) if curves else ""
 
 
-def watch_modules(procs: ProcMesh, watch: WatchedNames) -> None:
-    """Have ranks that do not yet do so watch their modules and gradients, also while they are busy."""
-    if watch.nan and not watch.hooked.issuperset(processes := states.processes(procs.base())):
-        ask(procs.base(), bool, "watch_nan", True)
-        watch.hooked |= processes
-
-
-def leave_modules(procs: ProcMesh, watch: WatchedNames) -> None:
-    """Have ranks watch their modules no more."""
-    ask(procs.base(), bool, "watch_nan", False)
-    watch.hooked -= states.processes(procs.base())
+def watch_modules(procs: ProcMesh, is_on: bool) -> None:
+    """Have ranks watch their modules and gradients, or not any more, also while they are busy; again is no harm."""
+    ask(procs.base(), bool, "watch_nan", is_on)
 
 
 class NanAlarm:

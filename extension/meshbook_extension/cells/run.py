@@ -202,7 +202,8 @@ def start(
     holding: from then on it holds interrupts back, so that none is lost before `wait_for`, which closes it.
     """
     output = open_output(session, procs, group=group, what=f"cell {cell_number}", only=only)
-    watch_modules(procs, session.part(WatchedNames))
+    if session.part(WatchedNames).nan:
+        watch_modules(procs, True)
     try:
         run: CellRun = start_cell(
             procs,

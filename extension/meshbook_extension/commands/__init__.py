@@ -75,17 +75,12 @@ class Command(Grammar):
     """A subcommand; as a decorator it puts a function into the table, under the last word of its name."""
 
     def __call__(self, run: Runner) -> Runner:
-        name = self.name.split()[-1]
-        COMMANDS[name] = (self, run)
-        GROUPS[name] = MODULES.get(run.__module__.rpartition(".")[2], LOOK)
+        COMMANDS[self.name.split()[-1]] = (self, run)
         return run
 
 
 COMMANDS: dict[str, tuple[Command, Runner]] = {}
 """The subcommands by name, in the order in which help lists them."""
-
-GROUPS: dict[str, str] = {}
-"""The group of each subcommand in the help."""
 
 
 def on_ranks(
@@ -113,9 +108,7 @@ def dispatch(session: Session, line: str) -> object:
     Raises: UsageError for an unknown command, and the errors of the command.
     """
     load_all()
-    name, _, rest = line.strip().partition(" ")
-    if not name:
-        name = "status"
+    name, _, rest = (line.strip() or "status").partition(" ")
     if name in ("--help", "-h", "?", "help"):
         show_help(session, rest.strip())
         return None
@@ -134,15 +127,14 @@ def show_help(session: Session, name: str = "") -> None:
     from meshbook_extension.cells.run import MESH_CELL
 
     load_all()
-    if name in (MESH_CELL.name, "cell"):
+    if not name:
+        show_tables(sink_for(session.shell), help_tables())
+    elif name in (MESH_CELL.name, "cell"):
         print(MESH_CELL.help())
-        return
-    if name:
-        if name not in COMMANDS:
-            raise _unknown(name, name)
+    elif name in COMMANDS:
         print(COMMANDS[name][0].help())
-        return
-    show_tables(sink_for(session.shell), help_tables())
+    else:
+        raise _unknown(name, name)
 
 
 def help_tables() -> list[Table]:
@@ -153,8 +145,9 @@ def help_tables() -> list[Table]:
     width = max(map(len, COMMANDS)) + len("%mesh ")
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in dict.fromkeys(MODULES.values())}
     rows[RUN] += [(MESH_CELL.name, MESH_CELL.summary)]
-    for known, (command, _) in COMMANDS.items():
-        rows[GROUPS[known]].append((f"%mesh {known}", command.summary))
+    for known, (command, run) in COMMANDS.items():
+        group = MODULES.get(run.__module__.rpartition(".")[2], LOOK)
+        rows[group].append((f"%mesh {known}", command.summary))
     rows[RUN] += [("%%local", "Run the cell in the notebook's own process, while %mesh auto is on.")]
     first = "Meshes of processes, driven from a notebook. First: %mesh spawn gpus=4, then %%mesh above a cell."
     last = "More about one: %mesh spawn --help, or %mesh spawn?    the current mesh: %mesh"

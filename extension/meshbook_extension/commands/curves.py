@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meshbook.curves.recorder import own
 from meshbook.curves.series import Metrics
 from meshbook.curves.table import MetricsTable
 from meshbook.errors import MeshError
 from meshbook.formatting import did_you_mean
 from meshbook.mesh import states
-from meshbook_extension.cells.curves import WatchedNames, curves_of, leave_modules, watch_modules
+from meshbook_extension.cells.curves import WatchedNames, curves_of, watch_modules
 from meshbook_extension.cells.run import watch_expression
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import Command
@@ -20,9 +18,6 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.curve_picture import Look, bundle
 from meshbook_extension.output.labels import show_tables
 from meshbook_extension.output.publisher import sink_for
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 
 def _sources(session: Session) -> list[Metrics]:
@@ -63,17 +58,18 @@ What was logged before is drawn at once. The numbers: %mesh metrics, or meshbook
 )
 def watch(session: Session, arguments: Arguments) -> None:
     watched = session.part(WatchedNames)
-    if arguments.flag("--stop"):
+    is_over = arguments.flag("--stop")
+    if is_over:
         watched.turn += 1
         watched.names, watched.expression = None, ""
-        _stop_nan(session, watched)
+    is_nan = arguments.flag("--nan") and not is_over
+    if is_nan or (is_over and watched.nan):
+        watched.nan = is_nan
+        for procs in session.meshes.values():
+            if procs.alive:
+                watch_modules(procs, is_nan)
+    if is_over or (is_nan and not arguments.words and not arguments.text("--eval")):
         return
-    if arguments.flag("--nan"):
-        watched.nan = True
-        for procs in _meshes(session):
-            watch_modules(procs, watched)
-        if not arguments.words and not arguments.text("--eval"):
-            return
     smooth = arguments.number("--smooth") or 0.0
     if smooth >= 1:
         raise arguments.grammar.refuse(f"--smooth takes a weight below 1, not {smooth:g}.", "--smooth")
@@ -101,17 +97,6 @@ def watch(session: Session, arguments: Arguments) -> None:
         print("nothing was logged yet; the curves come with the first meshbook.log(loss=loss)")
     for job in session.part(Jobs).running():
         watch_expression(session, job.cell)
-
-
-def _meshes(session: Session) -> list[ProcMesh]:
-    return [procs for procs in session.meshes.values() if procs.alive]
-
-
-def _stop_nan(session: Session, watched: WatchedNames) -> None:
-    if watched.nan:
-        watched.nan = False
-        for procs in _meshes(session):
-            leave_modules(procs, watched)
 
 
 @Command(

@@ -29,7 +29,8 @@ from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import pause
 from meshbook_extension.output.labels import label, show_tables
 from meshbook_extension.output.publisher import sink_for
-from meshbook_extension.widget.display import HealthDisplays, status_table, status_text
+from meshbook_extension.widget.display import WORTH_BYTES, HealthDisplays, status_table, status_text
+from meshbook_extension.widget.variables import RANKS_CHARS
 
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
@@ -133,9 +134,6 @@ def stacks(session: Session, arguments: Arguments) -> None:
 
 FULL = Option("--full", "with the tracebacks; of ranks that ended, the last lines of their logs")
 SHOWN = 10
-WORTH_BYTES = 1_000_000
-"""The least memory that is worth a word."""
-RANKS_CHARS = 24
 
 
 @on_ranks(

@@ -90,12 +90,6 @@ def ahead(procs: ProcView) -> dict[str, list[int]]:
     return group_ranks((rank, line[0]) for rank, line in lines.items() if len(line) > 1)
 
 
-def processes(procs: ProcView) -> frozenset[tuple[str, int]]:
-    """Return the processes of the members that live, each as the name of its host and its pid."""
-    living = (worker for rank, worker in procs._mesh.workers.items() if rank not in procs._mesh.lost)
-    return frozenset((worker.host.name, worker.pid) for worker in living)
-
-
 def called_at(procs: ProcView) -> float:
     """Return when a call to any rank of the mesh was last made, by the monotonic clock; now, while one runs."""
     return time.monotonic() if procs._controller.open_calls(procs._mesh.id) else procs._mesh.called_at
