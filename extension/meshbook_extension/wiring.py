@@ -18,7 +18,7 @@ from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_progress_display, set_prompt_handler
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.hang_watch import Notices
-from meshbook_extension.cells.names import NameErrors
+from meshbook_extension.cells.names import NameErrors, SentCells
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell, tell_news
 from meshbook_extension.cells.running import Jobs
@@ -137,7 +137,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentModules, Transcripts, WatchedNames):
+        for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     calls = session.add_part(CallOutput(session))
