@@ -69,7 +69,12 @@ class CellProfile:
     def _write(self, procs: ProcMesh, profile: Profile) -> str:
         from meshbook.profiling.events import write_trace
 
-        size = write_trace(self._path, profile.traces, _labels(procs))
+        labels, members = {}, members_of(procs.base())
+        for part in states.by_host(procs):
+            for rank in part.ranks:
+                point = ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items())
+                labels[rank] = f"rank {rank} ({point}) on {part.name}"
+        size = write_trace(self._path, profile.traces, labels)
         left_out = sum(trace.left_out for trace in profile.traces.values())
         notes = [format_bytes(size)]
         if left_out:
@@ -77,16 +82,6 @@ class CellProfile:
         if profile.clock_error_s:
             notes.append(f"clocks aligned to {profile.clock_error_s * 1000:.2g} ms")
         return f"trace: {self._path} ({', '.join(notes)})\n  open it at {VIEWER}"
-
-
-def _labels(procs: ProcMesh) -> dict[int, str]:
-    """Return ``rank 3 (gpus=3) on node7`` of each rank."""
-    labels, members = {}, members_of(procs.base())
-    for part in states.by_host(procs):
-        for rank in part.ranks:
-            point = ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items())
-            labels[rank] = f"rank {rank} ({point}) on {part.name}"
-    return labels
 
 
 def trace_path(path: str | None, name: str) -> Path:

@@ -97,7 +97,8 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
         return
     _check(arguments, code)
     cell_number = _cell_number(session)
-    whole = _whole_cell(session)
+    content, history = parent_of(session.shell).get("content") or {}, session.shell.history_manager
+    whole = str(content.get("code") or (history.input_hist_raw[-1] if history is not None else ""))
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
@@ -358,11 +359,6 @@ class _Deadline(Scheduled):
             job.cell.output.note(f"job {job.number} took more than {self._timeout_s:g} s and is interrupted")
             job.cell.run.cancel()
         return None
-
-
-def _whole_cell(session: Session) -> str:
-    content, history = parent_of(session.shell).get("content") or {}, session.shell.history_manager
-    return str(content.get("code") or (history.input_hist_raw[-1] if history is not None else ""))
 
 
 def _lines_above(whole: str, code: str) -> int:

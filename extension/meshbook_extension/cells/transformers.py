@@ -117,14 +117,10 @@ class AutoMode:
                 del self._marked.in_prompt_tokens  # that of its class is there again
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if not goes_to_mesh(lines) or self._is_front_ends_own():
-            return lines
-        return ["%%mesh\n", *lines]
-
-    def _is_front_ends_own(self) -> bool:
-        """Whether a front end runs code of its own (variable inspectors, completers), which leaves no history."""
         content = parent_of(self._shell).get("content") or {}
-        return bool(content.get("silent", False)) or content.get("store_history", True) is False
+        # code of the front end's own (variable inspectors, completers) leaves no history
+        is_own = content.get("silent", False) or content.get("store_history", True) is False
+        return lines if is_own or not goes_to_mesh(lines) else ["%%mesh\n", *lines]
 
 
 TRANSFORMERS: tuple[Callable[[list[str]], list[str]], ...] = (drop_comments, answer_help, take_empty_cell, drop_local)

@@ -111,8 +111,14 @@ def find_profiles(folder: Path) -> Profiles:
             table = _read(place / name)
             for key in (*way, "spawn"):
                 table = table.get(key, {}) if isinstance(table, dict) else {}
-            if table:
-                return Profiles(place / name, _checked(table, place / name))
+            if not table:
+                continue
+            if isinstance(table, dict) and all(isinstance(line, str) for line in table.values()):
+                return Profiles(place / name, table)
+            raise UsageError(
+                f"{place / name}: each profile below [spawn] is a line, as in\n"
+                '  gpu-cluster = "hosts=4 gpus=8 --on ssh:nodeA,nodeB"'
+            )
     return Profiles(None, {})
 
 
@@ -154,15 +160,6 @@ def _read(path: Path) -> object:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read for profiles: {error}") from None
-
-
-def _checked(table: object, path: Path) -> dict[str, str]:
-    if not isinstance(table, dict) or not all(isinstance(line, str) for line in table.values()):
-        raise UsageError(
-            f"{path}: each profile below [spawn] is a line, as in\n"
-            '  gpu-cluster = "hosts=4 gpus=8 --on ssh:nodeA,nodeB"'
-        )
-    return table
 
 
 SHOWN_HOSTS = 4

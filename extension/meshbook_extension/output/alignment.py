@@ -144,7 +144,10 @@ class Alignment:
                 continue
             if not ready:
                 circles += 1
-                ready = self._in_circles(now, hold)[: 1 if circles <= PATIENT_CIRCLES else None]
+                # those that must go wait for each other: the one that most ranks have in front goes first
+                waiting = set(self._overdue(now, hold))
+                ready = sorted(waiting, key=lambda key: (-len(self._front[key]), self._place(key)))
+                ready = ready[: 1 if circles <= PATIENT_CIRCLES else None]
             if not ready:
                 return rows
             for key in sorted(ready, key=self._place):
@@ -202,11 +205,6 @@ class Alignment:
                     queue.through = number
                     keys.add(queue.front[0].key)
         return keys
-
-    def _in_circles(self, now: float, hold: bool) -> list[_Key]:
-        """Return the keys that must go and wait for each other; the one that most ranks have in front comes first."""
-        keys = set(self._overdue(now, hold))
-        return sorted(keys, key=lambda key: (-len(self._front[key]), self._place(key)))
 
     def _place(self, key: _Key) -> tuple[int, int]:
         """Return the key's place among those shown together, by its first rank: cells read the same at each run."""

@@ -10,10 +10,10 @@ Colours are of a middle lightness and text has that of the page, so that both st
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TypeAlias
 
 from meshbook.curves.series import Points
@@ -78,11 +78,11 @@ def bundle(curves: Sequence[Curve], look: Look) -> dict[str, object]:
     style = f"width:{WIDTH}px;max-width:100%;height:auto"
     panels = "".join(
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' style='{style}' role='img'"
-        f" aria-label='{_escape(line)}'>{panel}</svg>"
+        f" aria-label='{escape(line)}'>{panel}</svg>"
         for line, panel in zip(lines, drawn, strict=False)
     )
     return {
-        "text/html": f"<div style='display:flex;flex-wrap:wrap;gap:4px'>{panels}</div>{_escape(more)}",
+        "text/html": f"<div style='display:flex;flex-wrap:wrap;gap:4px'>{panels}</div>{escape(more)}",
         "image/svg+xml": f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {size}' width='{across * WIDTH}'"
         f" color='#808080'>{placed}</svg>",
         "text/plain": "\n".join([*lines, *([more] if more else [])]),
@@ -180,7 +180,7 @@ def _line(
     parts.append(_path(xs, drawn, ground, f"stroke='{colour}' stroke-width='1.6'", label))
     known = [(x, y) for x, y in zip(xs, drawn, strict=True) if y is not None]
     for x, y in known if len(known) <= DOTS else known[-1:]:
-        title = f"<title>{_escape(label)}: {ground.text(y)} at {x:.10g}</title>"
+        title = f"<title>{escape(label)}: {ground.text(y)} at {x:.10g}</title>"
         parts.append(f"<circle cx='{ground.x(x)}' cy='{ground.y(y)}' r='2' fill='{colour}'>{title}</circle>")
     return "".join(parts)
 
@@ -193,7 +193,7 @@ def _path(xs: Sequence[float], values: Sequence[float | None], ground: _Ground, 
             continue
         path.append(f"{pen}{ground.x(x)} {ground.y(y)}")
         pen = "L"
-    title = f"<title>{_escape(label)}</title>" if label else ""
+    title = f"<title>{escape(label)}</title>" if label else ""
     return f"<path d='{''.join(path)}' fill='none' {style}>{title}</path>"
 
 
@@ -247,9 +247,9 @@ def _title(curve: Curve, look: Look) -> str:
     elif len(known) > 1:
         how.append(f"ranks {format_ranks(known)}: mean, range")
     value = number(mean(curve.summary.last))
-    title = f"<title>{_escape(curve.summary.line())}</title>"
+    title = f"<title>{escape(curve.summary.line())}</title>"
     return (
-        f"<text x='{LEFT}' y='16' {TEXT}><tspan font-size='12' font-weight='600'>{_escape(name)}</tspan>"
+        f"<text x='{LEFT}' y='16' {TEXT}><tspan font-size='12' font-weight='600'>{escape(name)}</tspan>"
         f"  <tspan font-size='12'>{value}</tspan>{title}</text>"
         f"<text x='{RIGHT}' y='16' text-anchor='end' opacity='.7' {TEXT}>{' '.join(how)}</text>"
     )
@@ -279,7 +279,3 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough or nice == 10)
     begin = math.ceil(low / step - 1e-9)
     return [round(n * step, 12) for n in range(begin, begin + most + 2) if n * step <= high + step * 1e-9]
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)

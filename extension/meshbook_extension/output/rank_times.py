@@ -116,9 +116,9 @@ def charts(times: Sequence[RankTime]) -> list[Table]:
     if is_grouped:
         found, title = bins(times), f"\nranks by {'own work' if legend else 'time'}"
         most = max(len(each.ranks) for each in found)
-        cells = [
-            (_span(each), str(len(each.ranks)), _count_bar(len(each.ranks), most), few_ranks(each)) for each in found
-        ]
+        drawn = [WORK * max(1, round(WIDTH * len(each.ranks) / most)) if each.ranks else "" for each in found]
+        counted = zip(found, drawn, strict=True)
+        cells = [(_span(each), str(len(each.ranks)), bar, few_ranks(each)) for each, bar in counted]
         bars = {(at, 2): [(len(each.ranks) / most, _WORKS)] for at, each in enumerate(found)}
         tables.append(Table((), cells, ">>", title, legend, bars=bars))
     return tables
@@ -166,10 +166,6 @@ def bins(times: Sequence[RankTime]) -> list[Bin]:
 
 def _span(each: Bin) -> str:
     return f"{format_seconds(each.low_s).rpartition(' ')[0]}-{format_seconds(each.high_s)}"
-
-
-def _count_bar(count: int, most: int) -> str:
-    return WORK * max(1, round(WIDTH * count / most)) if count else ""
 
 
 def few_ranks(each: Bin) -> str:
