@@ -155,6 +155,7 @@ class CurveView(Scheduled):
 
         Returns: when more will be due.
         """
+        at_once = at_once or self._publisher.is_stopping
         if alarm := self._alarm.take(now, at_once=at_once):
             show_message(self._sink, WARN, alarm)
         if self._has_news and (at_once or (self._sink.replaces and now >= self._next_at)):

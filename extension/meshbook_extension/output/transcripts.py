@@ -26,7 +26,7 @@ LONG_S = 2.0
 
 
 @dataclass
-class _Kept:
+class _KeptMessage:
     """A text of a stream, or a display."""
 
     stream: str = ""
@@ -64,8 +64,8 @@ class Transcript:
     """Whether another page was told of it."""
 
     def __post_init__(self) -> None:
-        self._kept: deque[_Kept] = deque()
-        self._displays: dict[str, _Kept] = {}
+        self._kept: deque[_KeptMessage] = deque()
+        self._displays: dict[str, _KeptMessage] = {}
         self.replaces = self.sink.replaces
         self._bars: Sequence[str] = ()
         self._size = self._dropped = 0
@@ -79,7 +79,7 @@ class Transcript:
                 self._kept[-1].text += text
                 self._fit(len(text))
             else:
-                self._keep(_Kept(name, text))
+                self._keep(_KeptMessage(name, text))
             for sink in (self.sink, *self._also):
                 sink.stream(name, text)
 
@@ -91,7 +91,7 @@ class Transcript:
                 shown.data, shown.metadata = data, metadata
                 self._fit(shown.size - before)
             else:
-                shown = _Kept(data=data, metadata=metadata, display_id=display_id)
+                shown = _KeptMessage(data=data, metadata=metadata, display_id=display_id)
                 if display_id:
                     self._displays[display_id] = shown
                 self._keep(shown)
@@ -123,7 +123,7 @@ class Transcript:
         """Whether nothing was shown."""
         return not self._kept and not self._bars
 
-    def _keep(self, message: _Kept) -> None:
+    def _keep(self, message: _KeptMessage) -> None:
         self._kept.append(message)
         self._fit(message.size)
 
