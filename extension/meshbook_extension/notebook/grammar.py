@@ -113,6 +113,10 @@ class Grammar:
         return least, None if self.words.endswith("...]") else len(parts)
 
     @property
+    def _known(self) -> dict[str, Option]:
+        return {option.name: option for option in self.options}
+
+    @property
     def usage(self) -> str:
         """The command's form in one line."""
         options = [f"[{option.usage}]" for option in self.options] if len(self.options) < 4 else ["[OPTIONS]"]
@@ -143,6 +147,99 @@ class Grammar:
         with_near = [example for example in self.examples if near and near in example]
         example = (with_near or list(self.examples))[0]
         return UsageError(f"{problem}\n  for example: {example}\n  all of it:   {self.name} --help")
+
+    # ---- reading, from left to right -------------------------------------------------------------------------
+
+    def read(self, parts: list[str]) -> Arguments:
+        """Return the arguments in the parts of a line. Raises: UsageError."""
+        before_rest = parts[: parts.index("--")] if "--" in parts else parts
+        if "--help" in before_rest or "-h" in before_rest:
+            return Arguments(self, options={"--help": True})
+        words: list[str] = []
+        pairs: dict[str, str] = {}
+        options: dict[str, OptionValue] = {}
+        rest: list[str] = []
+        profile = ""
+        following = iter(parts)
+        for part in following:
+            pair = PAIR.fullmatch(part)
+            if part == "--":
+                rest = list(following)
+                if not self.rest:
+                    raise self.refuse(f'{self.name} takes nothing after "--".')
+            elif part.startswith("-") and not _NUMBER.fullmatch(part):
+                option, value = self._option(part, following)
+                options[option.name] = value
+            elif pair:
+                self._pair(pair[1], pair[2], pairs)
+            elif part.startswith("@") and self.profiles:
+                if profile:
+                    raise self.refuse(f"one profile at a time, but got @{profile} and {part}.", "@")
+                profile = part[1:] or part
+            else:
+                words.append(part)
+        self._count(words, pairs, options)
+        return Arguments(self, tuple(words), pairs, options, rest=tuple(rest), profile=profile)
+
+    def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, OptionValue]:
+        name, equals, value = part.partition("=")
+        option = self._known.get(name)
+        if option is None:
+            raise self._unknown(name)
+        if option.value is bool:
+            if equals:
+                raise self.refuse(f"{name} is a switch and takes no value.", name)
+            return option, True
+        if not equals:
+            value = next(iter(parts), "")
+        if not value:
+            raise self.refuse(f"{name} needs a value: {option.usage}.", name)
+        try:
+            return option, option.convert(value)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise self.refuse(f"{name} {error}", name) from None
+
+    def _unknown(self, name: str) -> UsageError:
+        problem = f'unknown option "{name}" of {self.name}.'
+        if self.pairs and name.lstrip("-") in ("r", "rank", "ranks", "t", "target", "targets"):
+            return self.refuse(f"{problem} Ranks are named without a dash: rank=0.", "rank=")
+        suggestion = did_you_mean(name, self._known)
+        near = suggestion.split('"')[1] if suggestion else ""
+        problem += suggestion
+        if not suggestion and not self._known:
+            problem += " It has no options."
+        return self.refuse(problem, near)
+
+    def _pair(self, axis: str, value: str, pairs: dict[str, str]) -> None:
+        if not self.pairs:
+            raise self.refuse(f'{self.name} takes no axis, but got "{axis}={value}".')
+        if axis in pairs:
+            raise self.refuse(f"{axis} is given twice: {axis}={pairs[axis]} and {axis}={value}.")
+        if not value:
+            raise self.refuse(f"{axis}= has no value; write it without spaces.", f"{axis}=")
+        pairs[axis] = value
+
+    def _count(self, words: list[str], pairs: Mapping[str, str], options: Mapping[str, OptionValue]) -> None:
+        least, most = self.limits
+        if words and (cut := next((each for each in options.values() if str(each).endswith(",")), None)):
+            raise self.refuse(f"write {cut}{words[0]} without a space after the comma.")
+        if any(word.startswith("=") for word in words):
+            found = re.search(r"(\S+) = ?(\S+)", " ".join(words))
+            axis, value = found.groups() if found else ("axis", "value")
+            raise self.refuse(f"write {axis}={value} without spaces around the equals sign.", f"{axis}=")
+        if len(words) < least:
+            axis, value = next(iter(pairs.items()), ("", ""))
+            more = f"; {axis}={value} chooses ranks and assigns nothing" if axis else ""
+            raise self.refuse(f"{self.name} needs {self.words}{more}.")
+        if most is not None and len(words) > most:
+            extra = words[most]
+            meant = [option for option in self._known if option.lstrip("-") == extra]
+            hint = f' Did you mean "{meant[0]}"?' if meant else ""
+            if not meant and most == 0 and "AXIS=N" in self.pairs:
+                raise self.refuse(f'"{extra}" has no size; write it as {extra}=4.')
+            raise self.refuse(f'"{extra}" is one word too many for {self.name}.{hint}')
 
 
 @dataclass(frozen=True)
@@ -189,7 +286,7 @@ def parse(grammar: Grammar, line: str) -> Arguments:
     """
     if grammar.tail:  # options and pairs first; the expression begins at the first part that is neither
         head, rest = _split_tail(grammar, line.strip())
-        arguments = _Reader(grammar, head).read()
+        arguments = grammar.read(head)
         if not rest and not arguments.wants_help:
             raise grammar.refuse(f"{grammar.name} needs {grammar.tail}.")
         return replace(arguments, tail=rest)
@@ -197,7 +294,7 @@ def parse(grammar: Grammar, line: str) -> Arguments:
         parts = shlex.split(line)
     except ValueError:
         raise grammar.refuse(f"a quote is not closed in: {line}") from None
-    return _Reader(grammar, parts).read()
+    return grammar.read(parts)
 
 
 def expression_start(grammar: Grammar, line: str) -> int | None:
@@ -224,102 +321,3 @@ def _split_tail(grammar: Grammar, rest: str) -> tuple[list[str], str]:
             head.append(value)
             rest = after.lstrip()
     return head, rest
-
-
-class _Reader:
-    """The reader of the parts of one line, from left to right."""
-
-    def __init__(self, grammar: Grammar, parts: list[str]) -> None:
-        self._grammar = grammar
-        self._parts = parts
-        self._known = {option.name: option for option in grammar.options}
-
-    def read(self) -> Arguments:
-        before_rest = self._parts[: self._parts.index("--")] if "--" in self._parts else self._parts
-        if "--help" in before_rest or "-h" in before_rest:
-            return Arguments(self._grammar, options={"--help": True})
-        words: list[str] = []
-        pairs: dict[str, str] = {}
-        options: dict[str, OptionValue] = {}
-        rest: list[str] = []
-        profile = ""
-        parts = iter(self._parts)
-        for part in parts:
-            pair = PAIR.fullmatch(part)
-            if part == "--":
-                rest = list(parts)
-                if not self._grammar.rest:
-                    raise self._grammar.refuse(f'{self._grammar.name} takes nothing after "--".')
-            elif part.startswith("-") and not _NUMBER.fullmatch(part):
-                option, value = self._option(part, parts)
-                options[option.name] = value
-            elif pair:
-                self._pair(pair[1], pair[2], pairs)
-            elif part.startswith("@") and self._grammar.profiles:
-                if profile:
-                    raise self._grammar.refuse(f"one profile at a time, but got @{profile} and {part}.", "@")
-                profile = part[1:] or part
-            else:
-                words.append(part)
-        self._count(words, pairs, options)
-        return Arguments(self._grammar, tuple(words), pairs, options, rest=tuple(rest), profile=profile)
-
-    def _option(self, part: str, parts: Iterable[str]) -> tuple[Option, OptionValue]:
-        name, equals, value = part.partition("=")
-        option = self._known.get(name)
-        if option is None:
-            raise self._unknown(name)
-        if option.value is bool:
-            if equals:
-                raise self._grammar.refuse(f"{name} is a switch and takes no value.", name)
-            return option, True
-        if not equals:
-            value = next(iter(parts), "")
-        if not value:
-            raise self._grammar.refuse(f"{name} needs a value: {option.usage}.", name)
-        try:
-            return option, option.convert(value)
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise self._grammar.refuse(f"{name} {error}", name) from None
-
-    def _unknown(self, name: str) -> UsageError:
-        problem = f'unknown option "{name}" of {self._grammar.name}.'
-        if self._grammar.pairs and name.lstrip("-") in ("r", "rank", "ranks", "t", "target", "targets"):
-            return self._grammar.refuse(f"{problem} Ranks are named without a dash: rank=0.", "rank=")
-        suggestion = did_you_mean(name, self._known)
-        near = suggestion.split('"')[1] if suggestion else ""
-        problem += suggestion
-        if not suggestion and not self._known:
-            problem += " It has no options."
-        return self._grammar.refuse(problem, near)
-
-    def _pair(self, axis: str, value: str, pairs: dict[str, str]) -> None:
-        if not self._grammar.pairs:
-            raise self._grammar.refuse(f'{self._grammar.name} takes no axis, but got "{axis}={value}".')
-        if axis in pairs:
-            raise self._grammar.refuse(f"{axis} is given twice: {axis}={pairs[axis]} and {axis}={value}.")
-        if not value:
-            raise self._grammar.refuse(f"{axis}= has no value; write it without spaces.", f"{axis}=")
-        pairs[axis] = value
-
-    def _count(self, words: list[str], pairs: Mapping[str, str], options: Mapping[str, OptionValue]) -> None:
-        least, most = self._grammar.limits
-        if words and (cut := next((each for each in options.values() if str(each).endswith(",")), None)):
-            raise self._grammar.refuse(f"write {cut}{words[0]} without a space after the comma.")
-        if any(word.startswith("=") for word in words):
-            found = re.search(r"(\S+) = ?(\S+)", " ".join(words))
-            axis, value = found.groups() if found else ("axis", "value")
-            raise self._grammar.refuse(f"write {axis}={value} without spaces around the equals sign.", f"{axis}=")
-        if len(words) < least:
-            axis, value = next(iter(pairs.items()), ("", ""))
-            more = f"; {axis}={value} chooses ranks and assigns nothing" if axis else ""
-            raise self._grammar.refuse(f"{self._grammar.name} needs {self._grammar.words}{more}.")
-        if most is not None and len(words) > most:
-            extra = words[most]
-            meant = [option for option in self._known if option.lstrip("-") == extra]
-            hint = f' Did you mean "{meant[0]}"?' if meant else ""
-            if not meant and most == 0 and "AXIS=N" in self._grammar.pairs:
-                raise self._grammar.refuse(f'"{extra}" has no size; write it as {extra}=4.')
-            raise self._grammar.refuse(f'"{extra}" is one word too many for {self._grammar.name}.{hint}')
