@@ -24,6 +24,7 @@ from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell, tell_news
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import dispatch, help_tables
 from meshbook_extension.commands.packages import SentModules
+from meshbook_extension.commands.spawn import give_procs
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.error_log import name_notebook_cells
@@ -40,8 +41,6 @@ from meshbook_extension.widget.panel import Panels
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 RAW = ("eval",)
 """Commands whose line is taken as it stands; in others ``$x`` and ``{x}`` stand for variables of the notebook."""
@@ -149,16 +148,11 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     closing.callback(Hooks(shell, Completer(session)).uninstall)
     session.part(Notices).open = hang_notices
 
-    def find_procs(sizes: dict[str, int]) -> ProcMesh:
-        from meshbook_extension.commands.spawn import give_procs
-
-        return give_procs(session, sizes)
-
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     closing.callback(set_advice, None)
     set_output_source(calls.target)
     closing.callback(set_output_source, None)
-    set_current_mesh(session.mesh, find_procs)
+    set_current_mesh(session.mesh, partial(give_procs, session))
     closing.callback(set_current_mesh, None)
     set_prompt_handler(CallPromptHandler(session))
     closing.callback(set_prompt_handler, None)

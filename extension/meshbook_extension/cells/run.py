@@ -12,6 +12,7 @@ from meshbook.formatting import name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
+from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from meshbook.calls.call_future import CellRun
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.value_mesh import ValueMesh
 
 GROUPS = ("rank", "equal", "none")
 
@@ -264,8 +264,6 @@ def wait_for(
 
 def partial_result(procs: ProcMesh, error: CallError) -> ValueMesh[object] | None:
     """Return the ValueMesh of the ranks that succeeded; None where none did."""
-    from meshbook.shape.value_mesh import ValueMesh
-
     partial = error.partial
     ranks = [rank for rank in procs.ranks if rank in partial]
     if not ranks:

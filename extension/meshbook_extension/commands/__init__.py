@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import Table, did_you_mean
+from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.notebook.grammar import PAIR, Arguments, Grammar, Option, parse
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import FORMS
@@ -124,8 +125,6 @@ def dispatch(session: Session, line: str) -> object:
 
 def show_help(session: Session, name: str = "") -> None:
     """Answer ``%mesh help``: all commands, or one of them. Raises: UsageError for an unknown command."""
-    from meshbook_extension.cells.run import MESH_CELL
-
     load_all()
     if not name:
         show_tables(sink_for(session.shell), help_tables())
@@ -139,8 +138,6 @@ def show_help(session: Session, name: str = "") -> None:
 
 def help_tables() -> list[Table]:
     """Return all commands, a table for each group, between a first and a last line."""
-    from meshbook_extension.cells.run import MESH_CELL
-
     load_all()
     width = max(map(len, COMMANDS)) + len("%mesh ")
     rows: dict[str, list[tuple[str, str]]] = {group: [] for group in dict.fromkeys(MODULES.values())}

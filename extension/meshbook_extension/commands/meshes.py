@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshbook.agent.lease import default_lease_s
 from meshbook.errors import AttachError, UsageError
 from meshbook.formatting import Table, did_you_mean, format_duration, format_sizes, name_ranks
 from meshbook.launchers.engines.commands import job_lists
-from meshbook.mesh import states
+from meshbook.mesh import driven, states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import rename_mesh
 from meshbook.mesh.rank_calls import set_axes
+from meshbook.sessions import listing
 from meshbook.sessions.words import describe, describe_age, names_of, notebook_key_of, notebook_of, owner_of
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
@@ -23,9 +26,9 @@ from meshbook_extension.notebook.targets import FORMS, RANK
 from meshbook_extension.output.labels import count, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import StateWriter
+from meshbook_extension.reattach.restore import restore
 
 if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.sessions.listing import SavedSession
 
 SHOWN = 5
@@ -40,9 +43,7 @@ SHOWN = 5
     notes="What this notebook has left comes first, then what waits for anybody.",
 )
 def list_meshes(session: Session, arguments: Arguments) -> None:
-    from meshbook.sessions.listing import sessions
-
-    others = [each for each in sessions() if not each.is_ours]
+    others = [each for each in listing.sessions() if not each.is_ours]
     others.sort(key=lambda each: (not _left_by(each, session.notebook), each.owner_pid is not None))
     if not session.meshes and not others:
         print("no mesh yet. Start one: %mesh spawn gpus=4")
@@ -78,8 +79,6 @@ def list_meshes(session: Session, arguments: Arguments) -> None:
     examples=("%mesh use trainers", "%mesh use main --out procs"),
 )
 def use(session: Session, arguments: Arguments) -> ProcMesh:
-    from meshbook.mesh.proc_mesh import ProcMesh
-
     (name,) = arguments.words
     out = arguments.text("--out")
     value = session.shell.user_ns.get(name)
@@ -131,18 +130,15 @@ A kernel that is restarted or dies leaves its meshes for the lease anyway; this 
 on elsewhere. The next kernel of this notebook attaches them by itself.""",
 )
 def detach(session: Session, arguments: Arguments) -> None:
-    from meshbook.agent.lease import default_lease_s
-    from meshbook.mesh.driven import detach, own_sessions
-
     asked_s = arguments.number("--lease")
     lease_s = default_lease_s() if asked_s is None else asked_s
     session.part(StateWriter).save()
-    names = [mesh.name for folder in own_sessions() for mesh in folder.state.meshes.values()]
+    names = [mesh.name for folder in driven.own_sessions() for mesh in folder.state.meshes.values()]
     if not names:
         print("no mesh to detach. Start one: %mesh spawn gpus=4")
         return
     running = len(session.part(Jobs).running())
-    detach(lease_s)
+    driven.detach(lease_s)
     for name in list(session.meshes):
         session.forget(name, detached=True)
     for name in names:
@@ -163,9 +159,6 @@ NAME is that of a mesh, or of the notebook that has left it; without one it is w
 %mesh list for what waits. What another notebook has left waits again, for its lease, when this one is shut down.""",
 )
 def attach(session: Session, arguments: Arguments) -> None:
-    from meshbook.mesh.driven import attach
-    from meshbook_extension.reattach.restore import restore
-
     found = _find(session, arguments.words[0] if arguments.words else None)
     name = arguments.text("--as")
     if name is not None:
@@ -176,7 +169,7 @@ def attach(session: Session, arguments: Arguments) -> None:
         session.check_name_is_free(mesh_name, f"%mesh attach {found.id} --as other")
     is_own, notebook = _left_by(found, session.notebook), notebook_of(found) or "another notebook"
     try:
-        attachment = attach(found)
+        attachment = driven.attach(found)
     except KeyboardInterrupt:
         raise interrupted("nothing was attached") from None
     if name is not None:
@@ -192,9 +185,7 @@ def attach(session: Session, arguments: Arguments) -> None:
 
 def _find(session: Session, name: str | None) -> SavedSession:
     """Return the session that a person means. Raises: UsageError, AttachError."""
-    from meshbook.sessions.listing import sessions
-
-    known = sessions()
+    known = listing.sessions()
     if name is None:
         found = [each for each in known if each.owner_pid is None]
         if not found:
@@ -226,9 +217,7 @@ def _find(session: Session, name: str | None) -> SavedSession:
 
 def welcome(session: Session) -> Table:
     """Return the answer of ``%mesh`` where there is no mesh: the first steps, and what this notebook has left."""
-    from meshbook.sessions.listing import sessions
-
-    waiting = [each for each in sessions() if each.owner_pid is None and _left_by(each, session.notebook)]
+    waiting = [each for each in listing.sessions() if each.owner_pid is None and _left_by(each, session.notebook)]
     rows = [("%mesh spawn gpus=4", "start 4 ranks on this machine"), ("%%mesh", "above a cell: run it on all of them")]
     rows += [(f"%mesh attach {each.id}", f"go on with {describe(each)}") for each in waiting]
     rows += [(f"%mesh spawn @{name}", line) for name, line in find_profiles(Path.cwd()).lines.items()]

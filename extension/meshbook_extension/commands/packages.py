@@ -15,6 +15,18 @@ from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.rank_calls import execute_as
+from meshbook.workspace.modules import (
+    FAILED,
+    OTHER,
+    RELOADED,
+    SAME,
+    SENT,
+    LocalModule,
+    Synced,
+    find_modules,
+    take_modules,
+)
+from meshbook.workspace.packages import PipResult, environment, run_pip
 from meshbook_extension.cells.prompt import CallOutput
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
@@ -26,8 +38,6 @@ from meshbook_extension.output.publisher import sink_for
 if TYPE_CHECKING:
     from meshbook.mesh.proc_mesh import ProcMesh
     from meshbook.shape.value_mesh import ValueMesh
-    from meshbook.workspace.modules import LocalModule, Synced
-    from meshbook.workspace.packages import PipResult
 
 HERE = -1
 """The number that stands for the notebook's own process among ranks."""
@@ -73,8 +83,6 @@ the new functions and classes; objects of old classes stay what they are. Ranks 
 get the same.""",
 )
 def sync(session: Session, arguments: Arguments) -> None:
-    from meshbook.workspace.modules import FAILED, find_modules, take_modules
-
     procs = session.mesh().base()
     found = find_modules(Path(*arguments.words).expanduser())
     for name, problem in found.broken.items():
@@ -100,8 +108,6 @@ def send_again(session: Session, procs: ProcMesh, ranks: Collection[int]) -> Non
 
 
 def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[str, Synced]]:
-    from meshbook.workspace.modules import take_modules
-
     try:
         values = execute_as(procs, "%mesh sync", take_modules, tuple(modules)).get()
     except KeyboardInterrupt:
@@ -111,8 +117,6 @@ def _send(procs: ProcMesh, modules: Collection[LocalModule]) -> dict[int, dict[s
 
 def _describe(module: LocalModule, taken: dict[int, dict[str, Synced]]) -> list[str]:
     """Print the places of a module that was reloaded somewhere; returns the problems, in a line each."""
-    from meshbook.workspace.modules import FAILED, OTHER, RELOADED, SAME, SENT
-
     groups = group_ranks((place, result[module.name]) for place, result in taken.items())
     said = {RELOADED: "reloaded", SAME: "already there", SENT: "not imported yet"}
     if any(result.state == RELOADED for result in groups):
@@ -135,8 +139,6 @@ def _name_places(places: Collection[int]) -> str:
 
 
 def _count(modules: Collection[LocalModule], taken: dict[int, dict[str, Synced]]) -> str:
-    from meshbook.workspace.modules import SAME, SENT
-
     unused, unchanged = [], []
     for module in modules:
         states = {result[module.name].state for result in taken.values()}
@@ -164,8 +166,6 @@ once where it is the same, and all words of one that fails. Of other commands, a
 imported another version of a package keep it until they are started again.""",
 )
 def pip(session: Session, arguments: Arguments) -> None:
-    from meshbook.workspace.packages import environment
-
     procs = session.mesh().base()
     words = shlex.split(arguments.tail)
     try:
@@ -190,8 +190,6 @@ def pip(session: Session, arguments: Arguments) -> None:
 
 def _run(session: Session, procs: ProcMesh, ranks: list[int], words: list[str]) -> ValueMesh[PipResult]:
     """Run pip on ``ranks``; of a command that says much show the end, or all of it where it failed."""
-    from meshbook.workspace.packages import run_pip
-
     where, output = procs.select(ranks), session.part(CallOutput)
     if words[0] not in SAYS_MUCH:
         runs = execute_as(where, "%mesh pip", run_pip, words).get()

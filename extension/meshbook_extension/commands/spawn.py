@@ -27,6 +27,7 @@ from meshbook.formatting import did_you_mean, format_sizes
 from meshbook.launchers.registry import ENGINES, Asked, count_hosts
 from meshbook.launchers.registry import parse as parse_engine
 from meshbook.mesh import states
+from meshbook.mesh.driven import start_hosts, this_host
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
@@ -226,8 +227,6 @@ Hosts of manual are where you run the command that is shown, with a ticket that 
 @PROFILE is a line of meshbook.toml, or of [tool.meshbook] in pyproject.toml, here or above; what is typed counts.""",
 )
 def spawn(session: Session, arguments: Arguments) -> ProcMesh:
-    from meshbook.mesh.driven import start_hosts, this_host
-
     arguments = with_profile(_with_count(arguments))
     name = arguments.text("--name") or DEFAULT_NAME
     out = arguments.text("--out")
@@ -379,8 +378,6 @@ def give_procs(session: Session, sizes: dict[str, int]) -> ProcMesh:
     They are those of the current mesh if it has as many ranks, else of one with these axes, so that a cell that is run
     again finds its hosts; else new ones, that are listed.
     """
-    from meshbook.mesh.driven import this_host
-
     found = next((name for name in (session.current, *session.meshes) if _has_ranks(session, name, sizes)), None)
     if found is not None:
         procs = session.meshes[found]

@@ -17,6 +17,7 @@ from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.driven import metrics
 from meshbook.mesh.proc_view import ask_first
+from meshbook.sessions import listing
 from meshbook.shell.completer import top_level, user_names
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.running import Jobs
@@ -87,9 +88,7 @@ class LivingRanks:
                 view = self.view()
                 return (self.ask(view, list[str], "user_names", prefix) or ()) if view is not None else ()
             case "waiting":
-                from meshbook.sessions.listing import sessions
-
-                return [mesh.name for saved in sessions() if saved.owner_pid is None for mesh in saved.meshes]
+                return [mesh.name for saved in listing.sessions() if saved.owner_pid is None for mesh in saved.meshes]
             case "logged":
                 return metrics().names
             case "PROFILE":

@@ -18,6 +18,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
+from IPython.core.completer import Completion
+
 from meshbook.calls.rank_state import Completions
 from meshbook_extension.completion.completer import Completer, complete_reply, inspect_reply
 from meshbook_extension.output.publisher import JupyterMessage, kernel_of, served_cell, session_of
@@ -25,7 +27,6 @@ from meshbook_extension.widget.busy_comms import BusyComms
 
 if TYPE_CHECKING:
     from ipykernel.ipkernel import IPythonKernel
-    from IPython.core.completer import Completion
     from IPython.core.interactiveshell import InteractiveShell
     from zmq import Socket
     from zmq.eventloop.zmqstream import ZMQStream
@@ -94,8 +95,6 @@ async def _own(reply: object) -> object:
 
 
 def _as_completions(found: Completions) -> Iterator[Completion]:
-    from IPython.core.completer import Completion
-
     for text, kind, signature in found.items:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "provisional API"

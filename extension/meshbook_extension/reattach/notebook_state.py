@@ -17,8 +17,10 @@ import msgspec
 
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks, utf8_text
+from meshbook.mesh.driven import own_sessions
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.sessions.words import KEY
+from meshbook.system.user_folders import private_folder, read_private, state_base, write_private
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
@@ -165,8 +167,6 @@ class StateWriter:
         """Write the state if it is new; called after each cell, and when a job begins."""
         if self._closed:
             return
-        from meshbook.mesh.driven import own_sessions
-
         folders = [folder for folder in own_sessions() if folder.state.meshes]
         for folder in folders:
             made = self._make(folder.id)
@@ -201,8 +201,6 @@ class StateWriter:
     def _leave_traces(self, traces: list[Trace]) -> None:
         if not self.notebook or traces == self._traces:
             return
-        from meshbook.system.user_folders import write_private
-
         path = _trace_path(self.notebook)
         if traces:
             write_private(path, encode(traces))
@@ -213,8 +211,6 @@ class StateWriter:
 
 def read_traces(notebook: str) -> list[Trace]:
     """Return the traces of sessions that the last kernel of the notebook had, living or not."""
-    from meshbook.system.user_folders import read_private
-
     with contextlib.suppress(msgspec.DecodeError):
         return _decode_traces(read_private(_trace_path(notebook)) or b"")
     return []
@@ -227,7 +223,5 @@ def drop_traces(notebook: str) -> None:
 
 
 def _trace_path(notebook: str) -> Path:
-    from meshbook.system.user_folders import private_folder, state_base
-
     name = hashlib.sha256(utf8_text(notebook).encode()).hexdigest()[:16]
     return private_folder(state_base() / "notebooks") / name

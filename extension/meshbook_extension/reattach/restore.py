@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
 from meshbook.formatting import format_duration, format_ranks, format_sizes, group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.driven import attach
 from meshbook.mesh.proc_view import arrange_ranks
+from meshbook.sessions import listing
 from meshbook.sessions.words import KEY
+from meshbook.system.user_folders import log_base
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
@@ -188,10 +191,7 @@ class AutoAttach:
         traces = read_traces(self._notebook)
         if not traces:
             return
-        from meshbook.mesh.driven import attach
-        from meshbook.sessions.listing import sessions
-
-        known = {saved.id: saved for saved in sessions()}
+        known = {saved.id: saved for saved in listing.sessions()}
         for trace in traces:
             saved = known.get(trace.session)
             names = ", ".join(f'"{name}"' for name in trace.meshes)
@@ -230,8 +230,6 @@ class AutoAttach:
 
 def _explain_end(trace: Trace, names: str) -> str:
     """Explain why a session is gone, by the last lines of its agents' logs."""
-    from meshbook.system.user_folders import log_base
-
     logs = log_base() / trace.session
     texts = [path.read_text(errors="replace").strip() for path in sorted(logs.glob("agent-*.log"))]
     said = [text.splitlines()[-1] for text in texts if text]
