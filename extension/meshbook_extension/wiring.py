@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
 
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
 from meshbook.actor.supervision import observe_unhandled
@@ -38,9 +38,6 @@ from meshbook_extension.visual_debugger.target import Debugged
 from meshbook_extension.widget.busy_comms import BusyComms
 from meshbook_extension.widget.display import hang_notices
 from meshbook_extension.widget.panel import Panels
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 RAW = ("eval",)
 """Commands whose line is taken as it stands; in others ``$x`` and ``{x}`` stand for variables of the notebook."""

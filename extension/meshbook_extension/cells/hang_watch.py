@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshbook.concurrency.background import run_in_background
 from meshbook.formatting import format_ranks, name_ranks
@@ -24,13 +24,11 @@ from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import MeshStacks, RankTold, predicate
+from meshbook_extension.cells.output import OwnDisplay
+from meshbook_extension.cells.running import RunningCell
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import format_seconds
 from meshbook_extension.output.publisher import Scheduled
-
-if TYPE_CHECKING:
-    from meshbook_extension.cells.output import OwnDisplay
-    from meshbook_extension.cells.running import RunningCell
-    from meshbook_extension.notebook.session import Session
 
 HELD_S = 5.0
 CIRCLE_S = 2.0

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshbook.calls.output import (
     DisplayData,
@@ -28,8 +28,10 @@ from meshbook.calls.output import (
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.shape.members import members_of
 from meshbook_extension.cells.curves import CurveView, WatchedNames
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.budget import LABEL_CHARACTERS, Budget, name_paths
 from meshbook_extension.output.display_rounds import DisplayRounds, RankCard, look_of
 from meshbook_extension.output.labels import (
@@ -50,10 +52,6 @@ from meshbook_extension.output.line_merging import Grouping, LinePiece, grouping
 from meshbook_extension.output.line_reader import join_bars
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled, is_attended, parent_of, sink_for
 from meshbook_extension.output.transcripts import Transcript, Transcripts
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook_extension.notebook.session import Session
 
 TEXT_INTERVAL_S = 0.1
 BARS_INTERVAL_S = 0.25

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING
 
+from IPython.core.interactiveshell import ExecutionInfo
+
+from meshbook.calls.call_future import CellRun
 from meshbook.errors import CallError, CallFailed, MeshError, UsageError, WorkerLost
 from meshbook.formatting import name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.shape.members import members_of
 from meshbook.shape.value_mesh import ValueMesh
@@ -29,12 +32,6 @@ from meshbook_extension.output.labels import FAILURE, NEWS, NOTICE, count, forma
 from meshbook_extension.output.publisher import Scheduled, is_attended, parent_of, sink_for
 from meshbook_extension.output.rank_times import chart, charts, headline, times_of
 from meshbook_extension.output.transcripts import Transcripts
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo
-
-    from meshbook.calls.call_future import CellRun
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 GROUPS = ("rank", "equal", "none")
 
@@ -221,7 +218,8 @@ def start(
     except WorkerLost as error:
         show_lost(session, error, procs)
         raise
-    session.part(SentCells).note(procs, code)
+    if isinstance(code, str):
+        session.part(SentCells).note(procs, code)
     return RunningCell(session, procs, run, output, f"cell {cell_number}")
 
 

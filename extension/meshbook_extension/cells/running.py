@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from meshbook.calls.call_future import CellRun
 from meshbook.concurrency.background import is_from_outside
 from meshbook.errors import (
     GRADIENTS,
@@ -18,6 +18,7 @@ from meshbook.errors import (
     CallFailed,
     CallInterrupted,
     CallTimeout,
+    Failure,
     FailureKind,
     MeshDetachedError,
     MeshStoppedError,
@@ -29,19 +30,15 @@ from meshbook.errors import (
 )
 from meshbook.formatting import Table, format_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.shape.value_mesh import ValueMesh
 from meshbook_extension.cells.names import push_hints
+from meshbook_extension.cells.output import CellOutput
+from meshbook_extension.cells.prompt import CellPrompt
 from meshbook_extension.notebook.error_log import describe_interrupts
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.waiting import wait_until_done
 from meshbook_extension.output.labels import FULL, format_seconds, headline, label
-
-if TYPE_CHECKING:
-    from meshbook.calls.call_future import CellRun
-    from meshbook.errors import Failure
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.value_mesh import ValueMesh
-    from meshbook_extension.cells.output import CellOutput
-    from meshbook_extension.cells.prompt import CellPrompt
-    from meshbook_extension.notebook.session import Session
 
 STILL_RUNNING_S = 2.0
 """The time after a rank's failure at which the output names the ranks that still run."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import TYPE_CHECKING
 
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import UsageError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.dap import HOST, TOKEN, prepare
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook_extension.cells.prompt import CallOutput, NotebookTerminal, who_stays, why_no_prompt
@@ -19,9 +19,6 @@ from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import choose, one_rank
 from meshbook_extension.visual_debugger.target import Debugged, DebugTarget
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 BREAK_IN_S = 2.0
 """The time that a rank has to come to a line of the user's code, once it was asked to stop."""

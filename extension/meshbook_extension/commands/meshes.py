@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshbook.agent.lease import default_lease_s
 from meshbook.errors import AttachError, UsageError
@@ -16,6 +15,7 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import rename_mesh
 from meshbook.mesh.rank_calls import set_axes
 from meshbook.sessions import listing
+from meshbook.sessions.listing import SavedSession
 from meshbook.sessions.words import describe, describe_age, names_of, notebook_key_of, notebook_of, owner_of
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
@@ -27,9 +27,6 @@ from meshbook_extension.output.labels import count, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.reattach.notebook_state import StateWriter
 from meshbook_extension.reattach.restore import restore
-
-if TYPE_CHECKING:
-    from meshbook.sessions.listing import SavedSession
 
 SHOWN = 5
 """The most sessions of others that a list shows."""

@@ -7,14 +7,15 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshbook.calls.output import OutputEvent, OutputTarget, StreamText, without_joins
 from meshbook.errors import MeshError
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.rank_calls import execute_as
+from meshbook.shape.value_mesh import ValueMesh
 from meshbook.workspace.modules import (
     FAILED,
     OTHER,
@@ -34,10 +35,6 @@ from meshbook_extension.notebook.grammar import Arguments
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import count
 from meshbook_extension.output.publisher import sink_for
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.value_mesh import ValueMesh
 
 HERE = -1
 """The number that stands for the notebook's own process among ranks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 from meshbook.errors import CallError
 from meshbook.formatting import name_ranks
-from meshbook.mesh.resize import resize
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.resize import Change, resize
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
@@ -17,10 +17,6 @@ from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_eng
 from meshbook_extension.notebook.grammar import Arguments, Option
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.resize import Change
 
 FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
 REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")

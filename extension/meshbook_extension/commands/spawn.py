@@ -18,17 +18,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, format_sizes
+from meshbook.launchers.base import Launcher
 from meshbook.launchers.registry import ENGINES, Asked, count_hosts
 from meshbook.launchers.registry import parse as parse_engine
 from meshbook.mesh import states
 from meshbook.mesh.driven import start_hosts, this_host
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import arrange_ranks
+from meshbook.sessions.folder import SavedLauncher
 from meshbook.system.interfaces import WANTED, own_interfaces, wanted_interfaces
 from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
@@ -38,11 +41,6 @@ from meshbook_extension.notebook.targets import RANK
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
 from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.publisher import sink_for
-
-if TYPE_CHECKING:
-    from meshbook.launchers.base import Launcher
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.sessions.folder import SavedLauncher
 
 HOSTS = "hosts"
 """The axis that counts machines; all others count processes on each."""

@@ -11,11 +11,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from meshbook.calls.rank_state import Completions
 from meshbook.errors import MeshError, UsageError
 from meshbook.mesh.driven import metrics
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import ask_first
 from meshbook.sessions import listing
 from meshbook.shell.completer import top_level, user_names
@@ -26,11 +27,8 @@ from meshbook_extension.commands import COMMANDS, load_all
 from meshbook_extension.commands.spawn import find_profiles
 from meshbook_extension.completion.grammar import Follow, MagicLine, RankCode, Word, follow, locate
 from meshbook_extension.notebook.grammar import PAIR, Grammar, expression_start
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.publisher import JupyterMessage
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook_extension.notebook.session import Session
 
 T = TypeVar("T")
 

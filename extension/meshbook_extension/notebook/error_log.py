@@ -8,16 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from meshbook.actor import MeshFailure
 from meshbook.errors import CallFailed, Failure, FailureKind, RankDeath, UsageError, WorkerLost, group_failures
 from meshbook.formatting import group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.source.location import number_of_input
-
-if TYPE_CHECKING:
-    from meshbook.actor import MeshFailure
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 KEPT = 50
 TRACEBACK_CHARS = 60_000

@@ -11,14 +11,11 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from meshbook.errors import MeshError, RankError, UnknownAxisError, UsageError
 from meshbook.formatting import format_ranks, format_sizes, name_ranks
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.resize import Change
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.resize import Change
 
 RANK = "rank"
 FORMS = """\

@@ -7,7 +7,6 @@ cells have left behind does not count.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,11 +14,9 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.errors import MeshError
 from meshbook.formatting import format_duration
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook_extension.output.labels import WARN, show_message
 from meshbook_extension.output.publisher import CellSink, Publisher, Scheduled
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 WARN_S = 300.0
 """The time before the end at which the note comes, or a tenth of the limit if that is less."""

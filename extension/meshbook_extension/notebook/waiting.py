@@ -10,10 +10,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from meshbook.calls.call_future import CallFuture
+from meshbook.calls.call_future import CallFuture
 
 T = TypeVar("T")
 

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from meshbook.calls.call_future import CellRun
 from meshbook.formatting import Table, format_some_ranks
 from meshbook_extension.output.labels import format_seconds, label
-
-if TYPE_CHECKING:
-    from meshbook.calls.call_future import CellRun
 
 ROWS = 16
 """The most ranks that are shown one by one; more are grouped."""

@@ -11,28 +11,24 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+from IPython.core.interactiveshell import InteractiveShell
 
 from meshbook.errors import FailureKind
 from meshbook.formatting import name_ranks, utf8_text
 from meshbook.mesh.driven import own_sessions
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.sessions.words import KEY
 from meshbook.system.user_folders import private_folder, read_private, state_base, write_private
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
 from meshbook_extension.output.publisher import kernel_of
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook_extension.notebook.session import Session
 
 CUT_S, RECENT_S = 0.5, 2.0
 """The time that an interrupted cell has to end before its kernel does; the age of an interrupt that came with that."""

@@ -10,12 +10,14 @@ import re
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from meshbook.calls.call_future import ResumedCall
 from meshbook.errors import CallError, CallFailed, MeshError, WorkerLost
 from meshbook.formatting import format_duration, format_ranks, format_sizes, group_ranks, name_ranks
 from meshbook.mesh import states
+from meshbook.mesh.attach import Attachment
 from meshbook.mesh.driven import attach
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import arrange_ranks
 from meshbook.sessions import listing
 from meshbook.sessions.words import KEY
@@ -35,11 +37,6 @@ from meshbook_extension.reattach.notebook_state import (
     drop_traces,
     read_traces,
 )
-
-if TYPE_CHECKING:
-    from meshbook.calls.call_future import ResumedCall
-    from meshbook.mesh.attach import Attachment
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 _CELL = re.compile(r"cell \d+")
 ANSWERS_S = 5.0

@@ -19,14 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from meshbook.errors import DebugError, MeshError
 from meshbook.mesh.dap import DebugTunnel, Message, answer
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import ask
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
 
 _ON_RANK = re.compile(r"<cell @(\w+)>")
 

@@ -7,24 +7,20 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from meshbook.formatting import Table, columns, format_bytes, format_ranks, format_sizes
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.states import RankStatus
+from meshbook_extension.cells.hang_watch import Draw
 from meshbook_extension.cells.output import OwnDisplay
-from meshbook_extension.cells.running import Jobs
+from meshbook_extension.cells.running import Jobs, RunningCell
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.publisher import KernelSink, is_attended, kernel_of, parent_of, sink_for
 from meshbook_extension.widget.busy_comms import BusyComms
 from meshbook_extension.widget.mesh_source import MeshSource
 from meshbook_extension.widget.snapshot import NAMES, Snapshot
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.mesh.states import RankStatus
-    from meshbook_extension.cells.hang_watch import Draw
-    from meshbook_extension.cells.running import RunningCell
 
 ROWS = 64
 """The most rows of ranks; a larger mesh gets a row per host and state."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anywidget
 import traitlets
 
 from meshbook_extension.output.labels import WARN, message_card
 from meshbook_extension.widget.feed import Buttons, Feed
+from meshbook_extension.widget.mesh_source import MeshSource
 from meshbook_extension.widget.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from meshbook_extension.widget.mesh_source import MeshSource
 
 STATIC = Path(__file__).parents[1] / "browser" / "static"
 """The folder of the ES modules, from which JupyterLab loads the panel."""

@@ -8,29 +8,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from meshbook.errors import FailureKind, UsageError, group_failures
 from meshbook.formatting import format_ranks, group_ranks, name_ranks
-from meshbook.groups.deadlock import RankProgress, find_stragglers
+from meshbook.groups.deadlock import RankProgress, Verdict, find_stragglers
 from meshbook.mesh import states
 from meshbook.mesh.peeks import NoValue, peek
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import RankTold
 from meshbook_extension.cells.curves import WatchedNames, picture_of
-from meshbook_extension.cells.running import Jobs, job_table
+from meshbook_extension.cells.running import Jobs, RunningCell, job_table
 from meshbook_extension.cells.transformers import AutoMode
 from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.notebook.session import Session
 from meshbook_extension.output.line_reader import merge_bars
 from meshbook_extension.widget.feed import ButtonAnswer
 from meshbook_extension.widget.snapshot import HELD_S, CellNow, Rates, Snapshot
 from meshbook_extension.widget.variables import SUMMARIZE, VARIABLE_HEADS, variable_rows
-
-if TYPE_CHECKING:
-    from meshbook.groups.deadlock import Verdict
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook_extension.cells.running import RunningCell
-    from meshbook_extension.notebook.session import Session
 
 LOG_LINES = 20
 LOG_RANKS = 16

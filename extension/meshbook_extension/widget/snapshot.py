@@ -10,18 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshbook.errors import FailureKind
 from meshbook.formatting import format_ranks, name_ranks
+from meshbook.groups.deadlock import Verdict
+from meshbook.mesh.states import RankStatus
+from meshbook.system.devices import GpuUse
 from meshbook_extension.notebook.error_log import LoggedError
 from meshbook_extension.output.labels import count, format_seconds
 from meshbook_extension.output.line_reader import BarProgress
-
-if TYPE_CHECKING:
-    from meshbook.groups.deadlock import Verdict
-    from meshbook.mesh.states import RankStatus
-    from meshbook.system.devices import GpuUse
 
 ERRORS = 6
 """The number of newest errors that travel."""
