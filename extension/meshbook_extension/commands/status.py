@@ -6,8 +6,8 @@ import math
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from meshbook.actor.identity import actor_table
 from meshbook.calls.output import StreamText
 from meshbook.formatting import (
     Table,
@@ -18,8 +18,11 @@ from meshbook.formatting import (
     group_ranks,
     name_ranks,
 )
+from meshbook.mesh.driven import own_meshes
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.states import follow_logs
 from meshbook.mesh.visits import NATIVE_S, STACKS_S
+from meshbook.shell.postmortem_memory import Freed
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.commands import Command, on_ranks
 from meshbook_extension.commands.meshes import welcome
@@ -31,10 +34,6 @@ from meshbook_extension.output.labels import label, show_tables
 from meshbook_extension.output.publisher import sink_for
 from meshbook_extension.widget.display import WORTH_BYTES, HealthDisplays, status_table, status_text
 from meshbook_extension.widget.variables import RANKS_CHARS
-
-if TYPE_CHECKING:
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shell.postmortem_memory import Freed
 
 TEXT = Option("--text", "as text, also where the widget can be shown")
 
@@ -72,9 +71,6 @@ def status(session: Session, arguments: Arguments) -> None:
     notes="Without a current mesh: those of all meshes that this notebook has made in Python.\n",
 )
 def actors(session: Session, arguments: Arguments) -> None:
-    from meshbook.actor.identity import actor_table
-    from meshbook.mesh.driven import own_meshes
-
     if session.current is None and not arguments.words and not arguments.pairs and (meshes := own_meshes()):
         tables = []
         for procs in meshes:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, UsageError
 from meshbook.formatting import Table, format_bytes, format_some_ranks, group_ranks, name_ranks
 from meshbook.mesh import states
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import pull_together
 from meshbook.shape.large_values import describe_large
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.values.summaries import ValueSummary
 from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as
 from meshbook_extension.commands import Command, on_ranks
@@ -31,12 +35,6 @@ from meshbook_extension.widget.variables import (
     variable_rows,
     write_groups,
 )
-
-if TYPE_CHECKING:
-    from meshbook.concurrency.future import Future
-    from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.value_mesh import ValueMesh
-    from meshbook.values.summaries import ValueSummary
 
 T = TypeVar("T")
 AXIS, DIM = "axis", "dim"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from meshbook.formatting import format_bytes, format_some_ranks, group_ranks
-
-if TYPE_CHECKING:
-    from meshbook.values.summaries import ValueSummary
+from meshbook.values.summaries import ValueSummary
 
 SUMMARIES = "__import__('meshbook.values.summaries', fromlist=['_'])"
 SUMMARIZE = f"{SUMMARIES}.summarize_variables(globals(), get_ipython().user_ns_hidden)"
