@@ -29,8 +29,7 @@ PUBLIC = {
         unhandled_fault_hook
     """,
     "meshbook.monarch.config": """
-        clear_runtime_config configure configured get_global_config get_runtime_config parametrize_config
-        parametrize_config_pointwise
+        clear_runtime_config configure configured get_global_config get_runtime_config
     """,
     "meshbook.distributed": "Mesh TensorError TensorLost TensorTorn ViewLost fetch_shard inspect remote show_plan",
     "meshbook.monarch.exceptions": "DeviceMeshError HostLost TensorError TensorLost TensorTorn ViewLost WorkerLost",

@@ -43,6 +43,8 @@ CUT: dict[str, str] = {
     "enable_transport": "transports are chosen, and encrypted between machines",
     "exec_command": "use `procs.run`, `!command` in a cell, ssh or kubectl",
     "get_meter": "use OpenTelemetry",
+    "parametrize_config": "`pytest.mark.parametrize`, and `configured` in the test",
+    "parametrize_config_pointwise": "`pytest.mark.parametrize`, and `configured` in the test",
     "returns_future": "use an `async def`",
     "shell": "use ssh or kubectl",
     "span": "use OpenTelemetry, or `torch.profiler.record_function`",
@@ -54,6 +56,7 @@ PARTS: dict[str, str] = {
     "configure(NAME=...)": "four settings mean something here and are taken; another name is refused; docs/actors.md",
     "Extent.from_bytes, Extent.to_bytes, Point.from_bytes, Point.to_bytes": "use `pickle`",
     "HostMesh.sync_workspace": "use `procs.sync_workspace()`, or rsync",
+    "MeshFailure.report()": "its causes and tracebacks, without Monarch's sentence for each actor",
     "ProcMesh.logging_option(aggregate_window_sec=...)": "equal lines of ranks are shown once in a notebook anyway",
 }
 """The advice for each part that is cut of a name that stays."""

@@ -12,9 +12,7 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -418,21 +416,6 @@ async def _gather(futures: Any) -> list[Any]:
     return list(await asyncio.gather(*(future.as_asyncio() for future in futures)))
 
 
-class Maker(Actor):
-    """Makes an actor in a process beside it, which fails or is killed."""
-
-    def __init__(self) -> None:
-        self.made = this_host().spawn_procs(per_host={"more": 1}).spawn("made", Counter)
-
-    @endpoint
-    def fail(self) -> None:
-        self.made.fail.broadcast()
-
-    @endpoint
-    def kill(self) -> None:
-        os.kill(self.made.pid.call_one().get(), 9)
-
-
 class Placed(Actor):
     """Says where it is, and starts others."""
 
@@ -536,45 +519,6 @@ def an_error_tells_what_has_led_to_it(procs: Any) -> Any:
         return "Actor call c.fail_by_another failed" in said, [
             each in said for each in ("the first", link, "the second")
         ]
-
-
-def report_of(end: str) -> None:
-    """Print what the hook is told when an actor that another one has made fails, or is killed. In a program of its own.
-
-    end: the endpoint of `Maker` that does it.
-    """
-    told = threading.Event()
-
-    def hook(failure: Any) -> None:
-        if not told.is_set():
-            sys.stdout.write(f"{failure.report()}\n")
-            sys.stdout.flush()
-            told.set()
-
-    meshbook.monarch.unhandled_fault_hook = hook
-    maker = this_host().spawn_procs({"gpus": 1}).spawn("maker", Maker)
-    getattr(maker, end).call_one().get()
-    told.wait(60)
-    meshbook.monarch.shutdown_context().get()
-    os._exit(0)
-
-
-def said_in_a_report(end: str, parts: list[str]) -> list[bool]:
-    code = f"import programs; programs.report_of({end!r})"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
-    return [part in done.stdout for part in parts]
-
-
-@program
-def who_failed_and_who_had_made_it(procs: Any) -> Any:
-    names = [".Maker maker{'gpus': 0/1}>.<", "Counter made{'more': 0/1}> and all its descendants have failed:"]
-    return said_in_a_report("fail", [*names, "ValueError: broken"])
-
-
-@program
-def who_was_killed(procs: Any) -> Any:
-    parts = ["{'more': 0/1}", "have failed:", "the process this actor was running on failed: Killed(sig=9)"]
-    return said_in_a_report("kill", parts)
 
 
 @program

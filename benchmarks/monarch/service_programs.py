@@ -16,8 +16,6 @@ from meshbook.monarch.config import (
     configured,
     get_global_config,
     get_runtime_config,
-    parametrize_config,
-    parametrize_config_pointwise,
 )
 from meshbook.monarch.job import (
     DEFAULT_JOB_PATH,
@@ -133,7 +131,6 @@ for _name, _function in {
     "an_action_of_nothing": lambda procs: memories(procs)[1].nothing.call_one().get(),
     "hosts_that_a_job_has_not": lambda procs: LocalJob().state(cached_path=None).trainers,
     "a_file_that_is_not_there": lambda procs: job_load("/nowhere/job.pkl"),
-    "tests_with_no_settings": lambda procs: parametrize_config(),
 }.items():
     _function.__name__ = _name
     program(_function)
@@ -361,17 +358,3 @@ def settings_that_are_cleared(procs: Any) -> Any:
     before = get_global_config()["codec_max_frame_length"]
     clear_runtime_config()
     return before, get_global_config()["codec_max_frame_length"]
-
-
-@program
-def tests_with_combinations_of_settings(procs: Any) -> Any:
-    def test(extra: int) -> Any:
-        return get_global_config()["codec_max_frame_length"], extra
-
-    made = parametrize_config(codec_max_frame_length={5})(test)
-    return made({"codec_max_frame_length": 5}, 1), made.__name__
-
-
-@program
-def tests_with_uneven_settings(procs: Any) -> Any:
-    return parametrize_config_pointwise(codec_max_frame_length=[1], host_spawn_ready_timeout=[1, 2])

@@ -210,7 +210,7 @@ def spawn_actors(  # the pieces of a ProcMesh, which stands above this module
         pickled = group.pack(payload, what=cls.__qualname__)
     except SerializationError:  # once more, to say which argument it was
         pickled = dumps(payload, what=cls.__qualname__, roots={cls.__qualname__: cls, **argument_names(args, kwargs)})
-    group.owner, group.module, group.creator = owner, cls.__module__, repr(creator)
+    group.owner = owner
     request = CallRequest(
         f"{group.mailbox}:{router.session}:{name}", members, pickled, f"{cls.__qualname__}()", mesh, ACTORS,
         generation, fail_fast=False, on_reply=functools.partial(_on_made, actors, owner),
@@ -237,8 +237,7 @@ def _on_made(
     """Tell the owner at once of an actor that could not be made. Runs on the thread that serves the sockets."""
     if ok or failure is None or failure.kind in _NO_FAULTS:
         return
-    named = actors._group.names_of([rank])
-    told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)], named)
+    told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
     run_in_background(functools.partial(_tell, owner, told))
 
 
@@ -252,7 +251,7 @@ def _tell(owner: Port[MeshFailure] | None, failure: MeshFailure) -> None:
         with contextlib.suppress(MeshError):  # it has ended
             owner.post(SUPERVISE, failure)
             return
-    print(failure.explained(), flush=True)
+    print(failure.report(), flush=True)
 
 
 def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
@@ -267,8 +266,7 @@ def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:
         left = [then for then, now in both if now not in error.ranks]
         with contextlib.suppress(MeshError):  # the owner has ended, or the mesh of the actors
             failures = failures_of(error)
-            named = group.names_of([failure.rank for failure in failures])
-            owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures, named))
+            owner.post(SUPERVISE, MeshFailure(ActorMesh(group, group.members), group.name, failures))
             if left:
                 watch(actors.select(left), owner)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from meshbook.actor.classes import ActorClass
-from meshbook.actor.context import path_of
 from meshbook.actor.errors import (
     ActorLostError,
     ActorsLeftError,
@@ -50,10 +49,6 @@ class ActorIdentity:
     """Known where they were spawned; elsewhere it is asked for."""
     stopped: str | None = None
     """The reason, once the actors were stopped from here."""
-    module: str = ""
-    """The module of the class; known in the process that spawned the actors."""
-    creator: str = ""
-    """The path of the spawner, as an `ActorInstance` shows it; known in the process that spawned the actors."""
     called: bool = False
     """Whether anybody has called an endpoint here."""
     faults: deque[MeshFailure] = field(default_factory=deque)
@@ -64,16 +59,6 @@ class ActorIdentity:
             router_for(self.session).await_procs(self.mesh)
         own = (self.session, self.mesh, self.mesh_name, self.mailbox, self.name, self.cls)
         return _find_group, (*own, self.members, self.generation)
-
-    def names_of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the paths of the actors of some ranks, if they were spawned here; see `MeshFailure`."""
-        if not self.creator:
-            return {}
-        return {
-            rank: path_of(self.creator, self.module, self.cls.name, self.name, self.members.point(rank))
-            for rank in ranks
-            if self.members.has(rank)
-        }
 
     def find(self, members: Members, *, partly: bool = False) -> Address:
         """Return the address of the processes of ``members``. partly: without the ranks that left, unless all did.
@@ -139,7 +124,7 @@ class ActorIdentity:
             faults = []
             while self.faults:
                 faults.append(self.faults.popleft())
-            raise UnhandledFault("\n".join(fault.explained() for fault in join_failures(faults)))
+            raise UnhandledFault("\n".join(fault.report() for fault in join_failures(faults)))
 
 
 CalledView: TypeAlias = str | Members

@@ -8,11 +8,10 @@ for all processes that fail together, and has the next use of the actors raise `
 from __future__ import annotations
 
 import functools
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from meshbook.concurrency.background import SerialQueue
@@ -47,16 +46,10 @@ class FailedMesh(Protocol):
 class MeshFailure:
     """A failure on a mesh of actors that reaches no caller."""
 
-    def __init__(
-        self, mesh: FailedMesh, what: str, failures: Iterable[Failure], actors: Mapping[int, str] | None = None
-    ) -> None:
-        """mesh: the mesh whose owner is told. what: the endpoint that failed, as in ``loaders.read``.
-
-        actors: the actor of each rank that failed, below its creator, where that is known.
-        """
+    def __init__(self, mesh: FailedMesh, what: str, failures: Iterable[Failure]) -> None:
+        """mesh: the mesh whose owner is told. what: the endpoint that failed, as in ``loaders.read``."""
         self.mesh, self.what = mesh, what
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
-        self._actors: Mapping[int, str] = dict(actors or {})
 
     @property
     def mesh_name(self) -> str:
@@ -79,17 +72,8 @@ class MeshFailure:
         """Whether actors could not be made, so that each call to them fails as well."""
         return self.what == f"{self.mesh.name}.{INIT}"
 
-    def parts(self) -> list[MeshFailure]:
-        """Return one failure for each rank."""
-        return [MeshFailure(self.mesh, self.what, [failure], self._actors) for failure in self.failures]
-
     def report(self) -> str:
-        """Return the text for programs: the explanation, and Monarch's sentence for each actor."""
-        sentences = (sentence_of(self._actors.get(each.rank, self.mesh.name), each) for each in self.failures)
-        return "\n".join([self.explained(), *sentences])
-
-    def explained(self) -> str:
-        """Return the explanation for people: a line for each cause, and its traceback."""
+        """Return the explanation: a line for each cause, and its traceback."""
         lines = []
         for group in group_failures(self.failures):
             waited = ", which nobody waited for"
@@ -101,7 +85,7 @@ class MeshFailure:
 
     def __reduce__(self) -> tuple[object, ...]:
         failures = [failure._replace(exception=None) for failure in self.failures]
-        return MeshFailure, (self.mesh, self.what, failures, self._actors)
+        return MeshFailure, (self.mesh, self.what, failures)
 
     def __repr__(self) -> str:
         causes = "; ".join(_cause(group) for group in group_failures(self.failures))
@@ -109,11 +93,11 @@ class MeshFailure:
 
     def pass_on(self, mesh: FailedMesh) -> MeshFailure:
         """Return the same failure for the owner of ``mesh``, whose actors did not handle it."""
-        return MeshFailure(mesh, self.what, self.failures, self._actors)
+        return MeshFailure(mesh, self.what, self.failures)
 
     def joined(self, other: MeshFailure) -> MeshFailure:
         """Return one failure for both, which are of the same actors."""
-        return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures), {**self._actors, **other._actors})
+        return MeshFailure(self.mesh, self.what, (*self.failures, *other.failures))
 
 
 def _cause(group: list[Failure]) -> str:
@@ -124,21 +108,6 @@ def _cause(group: list[Failure]) -> str:
     if first.kind is FailureKind.NOT_STARTED:
         return f"{ranks} did not start: {first.evalue}"
     return f"{ranks} raised {first.ename}: {first.evalue}" + (f" ({first.where})" if first.where else "")
-
-
-def sentence_of(actor: str, failure: Failure) -> str:
-    """Return Monarch's sentence about an actor that has failed. actor: its path, if that is known."""
-    return f"The actor {actor} and all its descendants have failed:\n  {_monarchs_cause(failure)}"
-
-
-def _monarchs_cause(failure: Failure) -> str:
-    """Return the cause of a failure in the words that programs for Monarch look for."""
-    if failure.kind is not FailureKind.LOST:
-        is_plain = failure.kind in (FailureKind.ABORTED, FailureKind.NOT_STARTED)
-        return failure.evalue if is_plain else f"{failure.ename}: {failure.evalue}"
-    killed = next((each for each in signal.Signals if failure.evalue.startswith(f"killed by {each.name}")), None)
-    how = failure.evalue if killed is None else f"Killed(sig={killed.value})"
-    return f"the process this actor was running on failed: {how}"
 
 
 def unhandled_fault_hook(failure: MeshFailure) -> None:
@@ -210,8 +179,8 @@ class FaultJoiner:
     def take(self, failure: MeshFailure) -> None:
         """Add a failure that has come. Any thread; returns at once."""
         if (hook := _own_hook()) is not None:
-            for part in failure.parts():
-                self._hooks.add(functools.partial(_call_hook, hook, part))
+            for each in failure.failures:
+                self._hooks.add(functools.partial(_call_hook, hook, MeshFailure(failure.mesh, failure.what, [each])))
         key = (failure.mesh, failure.what)
         with self._lock:
             known = self._joined.get(key)

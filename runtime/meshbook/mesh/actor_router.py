@@ -137,7 +137,7 @@ class ControllerRouter:
         for group in groups_on(self.session, mesh.id):
             if lost.rank in ranks_now(mesh.moves, group.generation, group.members.ranks()):
                 actors: ActorMesh[object] = ActorMesh(group, group.members)
-                failure = MeshFailure(actors, group.name, failures_of(lost), group.names_of(lost.ranks))
+                failure = MeshFailure(actors, group.name, failures_of(lost))
                 if group.owner is None or group.owner == self._root_supervisor:
                     self._faults.take(failure)
                 else:  # an actor of this process

@@ -344,15 +344,10 @@ class ActorRunner:
             self._tell_owner(failure, message.call.endpoint)
         return Outcome(wire.INTERRUPTED if interrupted else wire.RAISED, failure=failure)
 
-    @property
-    def _named(self) -> dict[int, str]:
-        """Return the actor's name below that of its spawner, by its rank, for reports of failures."""
-        return {} if self._instance is None else {self._process.identity.rank: repr(self._instance)}
-
     def _tell_owner(self, failure: Failure, endpoint: str) -> None:
         if self.mesh is not None:
             told = failure._replace(exception=None)  # its class need not exist there
-            self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told], self._named))
+            self._registry.tell_owner(self, MeshFailure(self.mesh, f"{self.name}.{endpoint}", [told]))
 
     async def _call(self, message: InboxMessage) -> Outcome | None:
         """Run the endpoint; return its answer, or None if another one will come. Raises: the endpoint's errors."""
@@ -451,7 +446,7 @@ class ActorRunner:
             identity = self._process.identity
             kind = FailureKind.ABORTED
             failure = Failure(identity.rank, identity.host, "ActorAborted", reason, (), "", kind)
-            self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure], self._named))
+            self._registry.tell_owner(self, MeshFailure(self.mesh, self.name, [failure]))
         if now:
             self.end_now(why)
         else:

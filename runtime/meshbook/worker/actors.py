@@ -243,7 +243,7 @@ class ActorRegistry:
             with contextlib.suppress(MeshError):
                 runner.owner.post(SUPERVISE, failure)
                 return
-        print(failure.explained(), flush=True)
+        print(failure.report(), flush=True)
 
     def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
         """Forget an actor whose thread ends; answer its messages if the thread has failed."""

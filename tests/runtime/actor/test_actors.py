@@ -296,8 +296,7 @@ def test_a_hook_can_take_failures_that_nobody_handles(mesh4: ProcMesh, monkeypat
     wait_until(lambda: bool(seen))
     assert (seen[0].mesh_name, seen[0].ranks, seen[0].mesh) == ("counters", (1,), counters)
     assert "actor_classes.py" in seen[0].report()
-    sentence = "The actor <root>.<actor_classes.Counter counters{'gpus': 1/4}> and all its descendants have failed:"
-    assert seen[0].report().endswith(f"{sentence}\n  ValueError: bad shard")
+    assert "bad shard" in seen[0].report()
     assert str(seen[0]).startswith("MeshFailure(crashed_ranks=[1], counters.fail: ")
     assert counters.get.call().get(20).values() == [0] * 4
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +15,6 @@ from meshbook.monarch.config import (
     configured,
     get_global_config,
     get_runtime_config,
-    parametrize_config,
-    parametrize_config_pointwise,
 )
 
 pytestmark = pytest.mark.monarch
@@ -56,39 +52,6 @@ def test_what_cannot_be_is_refused_and_nothing_is_set(settings: dict[str, object
     with pytest.raises(UsageError, match=why):
         configure(host_spawn_ready_timeout="2s", **settings)
     assert get_runtime_config() == {}
-
-
-seen: list[tuple[object, object]] = []
-
-
-@parametrize_config(enable_log_forwarding=[True, False], codec_max_frame_length=[1, 2])
-def test_runs_with_every_combination(tmp_path: Path) -> None:
-    settings = get_global_config()
-    seen.append((settings["enable_log_forwarding"], settings["codec_max_frame_length"]))
-    assert len(set(seen)) == len(seen)
-    assert tmp_path.is_dir()
-
-
-@parametrize_config_pointwise(enable_log_forwarding=[True, False], codec_max_frame_length=[3, 4])
-def test_runs_with_one_after_the_other() -> None:
-    settings = get_global_config()
-    assert (settings["enable_log_forwarding"], settings["codec_max_frame_length"]) in [(True, 3), (False, 4)]
-
-
-def test_a_coroutine_runs_within_its_settings() -> None:
-    async def steps(_: int) -> object:
-        return get_global_config()["enable_log_forwarding"]
-
-    test = parametrize_config(enable_log_forwarding=[False])(steps)
-    assert asyncio.run(test({"enable_log_forwarding": False}, 1)) is False
-    assert asyncio.run(steps(1)) is True
-
-
-def test_settings_to_try_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="name a setting"):
-        parametrize_config()
-    with pytest.raises(ValueError, match=r"as many values, not \{'a': 1, 'b': 2\}"):
-        parametrize_config_pointwise(a=[1], b=[1, 2])
 
 
 def test_processes_have_so_long_to_come_up() -> None:
