@@ -271,17 +271,13 @@ def describe_class(cls: object, reserved: frozenset[str]) -> ActorClass:
                     f'{cls.__qualname__} has an endpoint "{name}", but that is an attribute of every mesh of actors. '
                     "Give the endpoint another name."
                 )
-            endpoints[name] = _describe_endpoint(cls, name, member)
+            doc = (member.method.__doc__ or "").strip().partition("\n")[0]
+            has_port = member.explicit_response_port
+            params = params_of(member.method, skip=2 if has_port else 1)
+            endpoints[name] = EndpointInfo(name, member.concurrent, has_port, params, doc)
         elif not name.startswith("_") and inspect.isfunction(member):
             methods.append(name)
     return ActorClass(cls.__qualname__, endpoints, tuple(methods))
-
-
-def _describe_endpoint(cls: type, name: str, declared: EndpointMethod[..., object]) -> EndpointInfo:
-    method = declared.method
-    doc = (method.__doc__ or "").strip().partition("\n")[0]
-    params = params_of(method, skip=2 if declared.explicit_response_port else 1)
-    return EndpointInfo(name, declared.concurrent, declared.explicit_response_port, params, doc)
 
 
 def params_of(function: Callable[..., object], *, skip: int) -> tuple[Param, ...] | None:

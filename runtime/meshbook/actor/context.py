@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -125,7 +125,9 @@ class ActorInstance:
 
     def _controlled(self) -> ActorControl:
         if self._control is None:
-            _refuse(self)
+            is_program = "the program itself; meshbook.shutdown() ends what it has started"
+            where = "elsewhere" if self.mailbox else is_program
+            raise UsageError(f"only the actor that runs can end itself, and {self} is {where}.")
         return self._control
 
     def __eq__(self, other: object) -> bool:
@@ -161,11 +163,6 @@ def path_of(creator: str, module: str, class_name: str, name: str, point: Point)
     where = repr(point) if len(point) else ""
     kind = f"{module}.{class_name}" if module else class_name
     return f"{creator}.<{kind} {name}{where}>"
-
-
-def _refuse(instance: ActorInstance) -> NoReturn:
-    what = "the program itself; meshbook.shutdown() ends what it has started" if not instance.mailbox else "elsewhere"
-    raise UsageError(f"only the actor that runs can end itself, and {instance} is {what}.")
 
 
 def root_instance() -> ActorInstance:

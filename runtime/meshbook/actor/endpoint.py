@@ -11,7 +11,7 @@ import inspect
 import random
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -51,7 +51,6 @@ from meshbook.values.pickling import Pickled, dumps
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
-    from meshbook.actor.identity import ActorIdentity
 
 
 T = TypeVar("T")
@@ -398,7 +397,9 @@ class Accumulator(Generic[P, R, A]):
         """Call, and fold in the order in which the answers come. Raises, when asked: the errors of the call."""
         stream = self._endpoint.stream(*args, **kwargs)
         assert isinstance(stream, Stream) and stream.source is not None
-        return ActorFuture(stream.source, lambda _: self._fold(stream), *stream.names)
+        parts = list(stream)
 
-    def _fold(self, parts: Iterable[Future[R]]) -> A:
-        return functools.reduce(self._combine, (part.get(0) for part in parts), self._identity)
+        def fold(_: Values) -> A:
+            return functools.reduce(self._combine, (part.get(0) for part in parts), self._identity)
+
+        return ActorFuture(stream.source, fold, *stream.names)

@@ -41,8 +41,8 @@ from meshbook.wire import messages as wire
 
 
 class CallOutputSource(Protocol):
-    def target(self) -> OutputTarget | None:
-        """Return the target of prints of a call that is made now; None for the front end's own."""
+    target: OutputTarget | None
+    """The target of prints of a call that is made now; None for the front end's own."""
 
 
 class Renumbering(NamedTuple):

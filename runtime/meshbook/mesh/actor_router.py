@@ -21,7 +21,7 @@ from meshbook.actor.ports import Port
 from meshbook.actor.router import ROOT, SUPERVISOR, Address, Answers, Place, TActor, find_now
 from meshbook.actor.supervision import SUPERVISE, FaultJoiner, MeshFailure, failures_of
 from meshbook.calls.call import CallRequest
-from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Mailboxes, Outcome, ReplyTo, refusal
+from meshbook.calls.mailboxes import CONTROLLER_MESH, LoadArgs, Outcome, ReplyTo, refusal
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
@@ -72,6 +72,10 @@ class ControllerRouter:
         self, controller: Controller, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh]
     ) -> None:
         """spawn_procs: starts processes on the host of a place."""
+        self.mailboxes, self.new_mailbox = controller.mailboxes, controller.next_id
+        self.session = controller.folder.id
+        self.place = Place(0, 0)
+        self.host = ""
         self._controller, self._spawn_procs = controller, spawn_procs
         self._faults = FaultJoiner()
         self._lock = threading.Lock()
@@ -87,10 +91,6 @@ class ControllerRouter:
         controller.mailboxes.open(ROOT, self._on_question)
         controller.mailboxes.open(SUPERVISOR, self._on_fault)
         controller.when_worker_lost(self._on_lost)
-
-    @property
-    def mailboxes(self) -> Mailboxes:
-        return self._controller.mailboxes
 
     @property
     def client(self) -> ClientActors:
@@ -148,21 +148,6 @@ class ControllerRouter:
             owner.post(SUPERVISE, failure)
         except MeshError:  # it has ended
             self._faults.take(failure)
-
-    @property
-    def session(self) -> str:
-        return self._controller.folder.id
-
-    @property
-    def place(self) -> Place:
-        return Place(0, 0)
-
-    @property
-    def host(self) -> str:
-        return ""
-
-    def new_mailbox(self) -> int:
-        return self._controller.next_id()
 
     def call(self, request: CallRequest) -> Answers:
         if request.mesh == CONTROLLER_MESH:

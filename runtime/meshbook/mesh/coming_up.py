@@ -87,7 +87,12 @@ def _start(
         warn_of_differences(procs)
         progress.await_call(join_ranks(procs), "forming process groups")
         if bootstrap is not None:
-            _run_bootstrap(procs, bootstrap, progress)
+            try:
+                progress.await_call(procs.execute(bootstrap), "running the bootstrap")
+            except (CallFailed, WorkerLost) as error:
+                why = ActorError(error.failures, f"{procs.name}.bootstrap") if isinstance(error, CallFailed) else error
+                why.__cause__ = error.__cause__
+                raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from why
     except (SpawnError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -104,16 +109,6 @@ def _said_by(error: BaseException) -> str:
         if len(said) == 1 and error.failures[0].kind is FailureKind.NOT_FORMED:
             return said.pop()
     return str(error)
-
-
-def _run_bootstrap(procs: ProcMesh, bootstrap: Callable[[], object], progress: StartProgress) -> None:
-    """Run it in every process. Raises: SpawnError, of an ActorError where it has raised."""
-    try:
-        progress.await_call(procs.execute(bootstrap), "running the bootstrap")
-    except (CallFailed, WorkerLost) as error:
-        why = ActorError(error.failures, f"{procs.name}.bootstrap") if isinstance(error, CallFailed) else error
-        why.__cause__ = error.__cause__
-        raise SpawnError(f"the workers started, but their bootstrap failed: {error}") from why
 
 
 CLOCK_S = 5.0

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from meshbook.actor.context import EndsWithBlock
 from meshbook.actor.identity import groups_on
@@ -180,7 +180,9 @@ class HostMesh(EndsWithBlock, MeshView):
         Raises: SpawnError, also when ``bootstrap`` raises; DeviceError if there are fewer devices than ranks;
         SerializationError if ``bootstrap`` cannot travel.
         """
-        with self._ended_on_failure(owns_hosts):
+        with contextlib.ExitStack() as on_failure:
+            if owns_hosts:
+                on_failure.callback(self.end)  # they are for nothing else
             per_host = {} if per_host is None else checked_sizes(per_host)
             extent = Extent.of({**self.extent, **per_host})
             if len(extent) != len(self.extent) + len(per_host):
@@ -198,9 +200,11 @@ class HostMesh(EndsWithBlock, MeshView):
             )
             progress = StartProgress(self._controller, within_s)
             hosts = self.await_ready(progress) if self._waits else self._living()
-            if device == "cuda":
-                _check_devices(hosts, math.prod(per_host.values()))
-            placement = [host for host in hosts for _ in range(math.prod(per_host.values()))]
+            count = math.prod(per_host.values())
+            for host in hosts if device == "cuda" else ():  # who has not dialled in yet, is known later
+                if host.hello is not None and host.hello.cuda_devices < count:
+                    raise DeviceError(count, host.hello.cuda_devices, host.name)
+            placement = [host for host in hosts for _ in range(count)]
             mesh = MeshState(self._controller.next_id(), name, extent, placement, recipe)
             mesh.owns_hosts, mesh.grouped, mesh.host_axes = owns_hosts, group and torch, self.extent.names
             mesh.siblings = self._spawned
@@ -212,17 +216,8 @@ class HostMesh(EndsWithBlock, MeshView):
                 bring_up(self._controller, procs, bootstrap, progress)
             else:
                 bring_up_aside(self._controller, procs, bootstrap, progress, lambda: self.await_ready(progress))
+            on_failure.pop_all()
         return procs
-
-    @contextlib.contextmanager
-    def _ended_on_failure(self, owns_hosts: bool) -> Iterator[None]:
-        """End the hosts if the block fails and they are for nothing else."""
-        try:
-            yield
-        except BaseException:
-            if owns_hosts:
-                self.end()
-            raise
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End the meshes of processes that were spawned by this handle, or its views, and have members on these hosts.
@@ -336,10 +331,3 @@ class HostMesh(EndsWithBlock, MeshView):
         if (ended := next((host for host in hosts if host.is_dismissed), None)) is not None:
             raise HostsEndedError(f"HostMesh has already been shut down, {ended.name} with it: start other hosts.")
         return hosts
-
-
-def _check_devices(hosts: Sequence[HostState], wanted: int) -> None:
-    """Raises: DeviceError for a host that has told of fewer; the ranks would learn it once they have torch."""
-    for host in hosts:
-        if host.hello is not None and host.hello.cuda_devices < wanted:
-            raise DeviceError(wanted, host.hello.cuda_devices, host.name)

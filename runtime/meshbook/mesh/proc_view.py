@@ -150,7 +150,7 @@ def new_output_id(procs: ProcView) -> int:
 def output_target(procs: ProcView) -> OutputTarget | None:
     """Return the target of the prints of a call that is made now; None for our stdout."""
     shown_by, source = procs._mesh.shown_by, procs._controller.front_end.output_source
-    if shown_by is not None and (target := shown_by.target()) is not None:
+    if shown_by is not None and (target := shown_by.target) is not None:
         return target
     return source(procs) if source else None
 

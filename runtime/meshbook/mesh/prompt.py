@@ -21,7 +21,7 @@ from meshbook.controller.controller import Controller, OutputSource
 from meshbook.controller.mesh_state import MeshState
 from meshbook.errors import LeftStopped, MeshError, UsageError
 from meshbook.errors.advice import advice
-from meshbook.formatting import format_ranks, name_ranks
+from meshbook.formatting import format_ranks, group_ranks, name_ranks
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.states import busy as busy_ranks
 from meshbook.mesh.states import stopped_ranks, type_line, where
@@ -193,10 +193,7 @@ class DebugPrompt:
         answered = waiting()
         self._answered = frozenset(answered)
         type_line(self.procs, line, answered)
-        while not self._stopped_ranks.wait_for(
-            lambda: all(self._has_answered(each, number) for each, number in answered.items()), 0.25
-        ):
-            pass  # an interrupt ends it, and so does the end of the rank
+        self._await_answers(answered)
 
     def _await_stops(self, ranks: Collection[int], limit_s: float) -> None:
         """Give ranks the time to come to a prompt, as long as they run something."""
@@ -289,17 +286,20 @@ class DebugPrompt:
         (stopped_ranks.stepping.difference_update if _GOES_ON.match(line) else stopped_ranks.stepping.update)(sent)
         self._show(sent)  # what was written before belongs before
         type_line(self.procs, line, sent)
-        while not stopped_ranks.wait_for(
-            lambda: all(self._has_answered(rank, number) for rank, number in sent.items()), 0.25
-        ):
-            pass  # an interrupt ends it, and so does the end of the rank
+        self._await_answers(sent)
         if not _GOES_ON.match(line):
             self._await_steps(sent, line)
         self._show(sent)
 
-    def _has_answered(self, rank: int, number: int) -> bool:
-        gone = rank in self.procs.lost or rank not in self._stopped_ranks.of([rank])
-        return gone or self._stopped_ranks.number(rank) > number
+    def _await_answers(self, sent: Mapping[int, int]) -> None:
+        """Wait until ranks have come to another prompt, or gone. sent: the number of each rank's prompt."""
+
+        def has_answered(rank: int) -> bool:
+            gone = rank in self.procs.lost or rank not in self._stopped_ranks.of([rank])
+            return gone or self._stopped_ranks.number(rank) > sent[rank]
+
+        while not self._stopped_ranks.wait_for(lambda: all(map(has_answered, sent)), 0.25):
+            pass  # an interrupt ends it, and so does the end of the rank
 
     def _await_steps(self, ranks: Collection[int], line: str) -> None:
         """Give ranks that went on the time to stop again; say where those are that do not."""
@@ -313,7 +313,7 @@ class DebugPrompt:
                 self._terminal.say(
                     "\n".join(
                         f"{name_ranks(group)} run{'s' if len(group) == 1 else ''} on: {place}"
-                        for place, group in _by_value(where(self.procs.base().select(moving))).items()
+                        for place, group in group_ranks(where(self.procs.base().select(moving)).items()).items()
                     )
                 )
                 return
@@ -345,13 +345,6 @@ class DebugPrompt:
         labels = {what: f"[{format_ranks(ranks)}]" for what, ranks in lines.items()}
         width = max(map(len, labels.values()))
         return "\n".join(f"  {label:{width}}  {what}" for what, label in labels.items())
-
-
-def _by_value(places: Mapping[int, str]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        groups.setdefault(place, []).append(rank)
-    return groups
 
 
 def is_notebook() -> bool:

@@ -187,17 +187,14 @@ class LogStreaming:
         """procs: the whole mesh."""
         self._procs = procs
         self._level = level
-        self._target = None if stream else OutputTarget(new_output_id(procs), _Quiet())
-
-    def target(self) -> OutputTarget | None:
-        """Return the target of the prints of a call; None leaves them to the front end."""
-        return self._target
+        self.target = None if stream else OutputTarget(new_output_id(procs), _without_prints(ConsoleOutput()))
+        """The target of the prints of a call; None leaves them to the front end."""
 
     def set_levels(self) -> Future[None]:
         """Have the ranks' root logger write to stderr from the level on, unless the program has given it handlers."""
         what, root = "logging_option", logging.getLogger()
         done = [
-            execute_as(self._procs, what, _add_handler),
+            execute_as(self._procs, what, logging.basicConfig),  # ranks need no module of ours for it
             execute_as(self._procs, what, root.setLevel, self._level),
         ]
         return MappedFuture(join_futures(done), lambda _: None)
@@ -209,16 +206,11 @@ class LogStreaming:
             self.set_levels().get()
 
 
-_add_handler = logging.basicConfig
-"""The function that adds a handler for stderr where there is none; ranks need no module of ours for it."""
+def _without_prints(console: OutputListener) -> OutputListener:
+    """Return a listener that leaves prints to the logs, and shows the rest at a console."""
 
-
-class _Quiet:
-    """A listener that leaves prints to the logs, and shows the rest at our console."""
-
-    def __init__(self) -> None:
-        self._console = ConsoleOutput()
-
-    def __call__(self, event: OutputEvent) -> None:
+    def listen(event: OutputEvent) -> None:
         if not isinstance(event, (StreamText, DisplayData, OutputDropped)):
-            self._console(event)
+            console(event)
+
+    return listen

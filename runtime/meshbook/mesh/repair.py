@@ -135,15 +135,17 @@ class Repair:
             joined = False
             if kill:
                 self._check_crash_loops(kill)
-                self._kill(kill, "it was respawned")
+                with contextlib.suppress(TimeoutError):  # they are killed: what is left of them is in nobody's way
+                    self._controller.kill(self._mesh, kill, "it was respawned").get(GONE_TIMEOUT_S)
             if self._launcher is not None and not any(host.lost for host in self._mesh.hosts):
                 raise UsageError(f'no host of mesh "{self._mesh.name}" is lost, so there is none to be replaced.')
             while not self._mesh.joined or self._mesh.lost:
                 new |= self._bring_back()
                 joined = True
             proof = "" if joined else self._prove_groups()
-            if setup and new:
-                self.run_setup(tuple(sorted(new)), setup)
+            for code in setup if new else ():
+                alone = len(new) < len(self._procs)
+                self._procs.select(sorted(new)).run(code, forbid_collectives=alone).get()
         done = len(setup) if new else 0
         seconds = time.monotonic() - began
         world_size = self._mesh.extent.nelements
@@ -192,11 +194,6 @@ class Repair:
     def _check_crash_loops(self, ranks: Iterable[int]) -> None:
         lost = {rank: self._mesh.lost[rank] for rank in ranks if rank in self._mesh.lost}
         self._mesh.crash_loops.check(lost, time.monotonic())
-
-    def _kill(self, ranks: Sequence[int], why: str) -> None:
-        """End ranks that live; their open calls fail. Waits until the processes are gone."""
-        with contextlib.suppress(TimeoutError):  # it is killed: what is left of it is in nobody's way
-            self._controller.kill(self._mesh, ranks, why).get(GONE_TIMEOUT_S)
 
     def _replace_hosts(self) -> None:
         lost = [host for host in self._mesh.hosts if host.lost]
@@ -268,12 +265,9 @@ class Repair:
             if isinstance(error, CallFailed):
                 raise SpawnError(f"the process groups did not form: {error}") from error
             raise
-        self._controller.ask(self._note_joined)
+        self._controller.ask(lambda: setattr(mesh, "joined", not mesh.lost))
         self._controller.folder.save_mesh(mesh.id, mesh.saved)
         self._controller.submit(mesh.tell_up)
-
-    def _note_joined(self) -> None:
-        self._mesh.joined = not self._mesh.lost
 
     def _wait_for_ranks(self, future: CallFuture[Any]) -> None:
         try:
@@ -283,9 +277,3 @@ class Repair:
             if waits := future.describe_wait():
                 self.note(f"{waits}; an interrupt ends the wait")
         self.progress.await_call(future, "forming process groups")
-
-    def run_setup(self, ranks: Sequence[int], setup: Sequence[str]) -> None:
-        """Run cells on new ranks, in order. Raises: CallFailed."""
-        alone = len(ranks) < len(self._procs)
-        for code in setup:
-            self._procs.select(ranks).run(code, forbid_collectives=alone).get()

@@ -254,7 +254,8 @@ class Elastic:
             rough = plan_growth(self._extent, mesh.placement, more, mesh.host_axes)
             hosts = self._start_hosts(rough, launcher)
             try:
-                plan = _fill(rough, hosts)
+                placement = tuple(hosts[host] if isinstance(host, NewHost) else host for host in rough.placement)
+                plan = dataclasses.replace(rough, placement=placement)
                 pending_workers = self._recruit(plan)
             except BaseException:
                 self._controller.stop_hosts(list(hosts.values()), GONE_TIMEOUT_S)
@@ -274,13 +275,19 @@ class Elastic:
         check_steps(self._extent, fewer, "shrink")
         self._check_alike()
         with self._repair.exclusive():
-            self._let_failed_calls_end()
+            until = time.monotonic() + GIVEN_UP_S
+            while mesh.lost and self._controller.busy_on(mesh) and time.monotonic() < until:
+                time.sleep(0.01)  # where a rank has ended, the others give up waiting for it, and report that
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
             before, hosts = mesh.extent.nelements, list(mesh.hosts)
             gone = self._let_go(plan)
             with contextlib.suppress(TimeoutError):  # they are being killed; the others need not wait for it
                 gone.get(GONE_TIMEOUT_S)
-            self._leave_hosts([host for host in hosts if host not in mesh.hosts])
+            empty = [host for host in hosts if host not in mesh.hosts]
+            if mesh.owns_hosts:
+                self._controller.stop_hosts(empty, GONE_TIMEOUT_S)
+            for host in () if mesh.owns_hosts else empty:
+                self._controller.submit(functools.partial(host.send, wire.StopMesh(mesh.id, 0.0)))
             return self._finish(plan, ended=tuple(rank for rank in range(before) if rank not in plan.moved), new=())
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -292,12 +299,6 @@ class Elastic:
                 f'mesh "{self._mesh.name}" keeps its size: its bootstrap_command gave each rank its own. '
                 f"Start another mesh: {advice().spawn_call}"
             )
-
-    def _let_failed_calls_end(self) -> None:
-        """Wait a moment: where a rank has ended, the others give up waiting for it, and report that."""
-        until = time.monotonic() + GIVEN_UP_S
-        while self._mesh.lost and self._controller.busy_on(self._mesh) and time.monotonic() < until:
-            time.sleep(0.01)
 
     def _check_idle(self, busy: Collection[int], verb: str) -> None:
         """Raises: UsageError while ranks run a call."""
@@ -379,24 +380,10 @@ class Elastic:
         if lost:
             raise SpawnError(f"{name_ranks(lost)} ended meanwhile; repair the mesh first: {advice().heal}")
 
-    def _leave_hosts(self, hosts: list[HostState]) -> None:
-        """Hosts without a rank: they end with it if they are the mesh's own."""
-        if self._mesh.owns_hosts:
-            self._controller.stop_hosts(hosts, GONE_TIMEOUT_S)
-        else:
-            for host in hosts:
-                self._controller.submit(functools.partial(host.send, wire.StopMesh(self._mesh.id, 0.0)))
-
     def _finish(self, plan: Plan[HostState], ended: tuple[int, ...], new: tuple[int, ...]) -> Change:
         procs = self._procs.base()
         Repair(self._controller, self._mesh, procs, self._repair.progress, self._repair.note).join()
         return Change(procs, dict(plan.moved), ended, new, time.monotonic() - self._began)
-
-
-def _fill(plan: Plan[HostState], hosts: Mapping[NewHost, HostState]) -> Plan[HostState]:
-    """The plan with the hosts that were started for it."""
-    placement = tuple(hosts[host] if isinstance(host, NewHost) else host for host in plan.placement)
-    return dataclasses.replace(plan, placement=placement)
 
 
 def _placement(plan: Plan[HostState]) -> list[HostState]:

@@ -195,18 +195,13 @@ def write_trace(path: Path, traces: Mapping[int, RankTrace], labels: Mapping[int
             file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
             file.write(b",\n".join(_pieces(traces, labels, lanes)))
             file.write(b"\n]}\n")
-        os.chmod(name, 0o666 & ~_umask())
+        os.umask(mask := os.umask(0))
+        os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
     return path.stat().st_size
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _pieces(

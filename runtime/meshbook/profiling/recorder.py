@@ -8,7 +8,6 @@ JSON (`meshbook.profiling.events` joins the pieces), and the time in each kind o
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import tempfile
@@ -22,6 +21,7 @@ import msgspec
 
 from meshbook.groups.progress import Operation, OperationLog
 from meshbook.profiling.events import Event, RankEvents
+from meshbook.source.thread_frames import without_collector
 from meshbook.system.descriptors import above_standard, open_above
 from meshbook.system.os_errors import explain
 
@@ -166,13 +166,8 @@ def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
 
     base_s: for each rank the time of its clock (as `time.time`) that becomes 0. max_events: the most that travel.
     """
-    collects = gc.isenabled()
-    gc.disable()  # so many objects, and no garbage among them
-    try:
+    with without_collector():  # so many objects, and no garbage among them
         return _take(name, base_s, max_events)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:

@@ -285,7 +285,7 @@ def recall(path: Path, key: str) -> bytes | None:
 
 def boot_clock() -> float:
     """Return the seconds since boot, time asleep included: no change of the wall clock moves it."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def trim_logs(base: Path) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from meshbook.errors import LayoutError, RankError, UsageError
 from meshbook.formatting import format_sizes, name_ranks
 from meshbook.shape import value_tables
-from meshbook.shape.large_values import describe_large
 from meshbook.shape.members import Members, MeshView, Point
 from meshbook.shape.ndslice import Shape
 from meshbook.shape.value_tables import to_frame
@@ -240,7 +239,7 @@ class ValueMesh(MeshView, Generic[T]):
     def _texts(self) -> list[tuple[int, str]]:
         """Return each rank with the repr of its value."""
         return [
-            (rank, value_tables.describe(_load_to_show, value))
+            (rank, value_tables.describe(_load, value))
             for rank, value in zip(self._members.ranks(), self._values, strict=True)
         ]
 
@@ -292,22 +291,6 @@ class _Lazy(Generic[T]):
 
 def _load(value: T | _Lazy[T]) -> T:
     return value.load() if isinstance(value, _Lazy) else value
-
-
-class _Description:
-    """A large value in words."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _load_to_show(held: object) -> object:
-    value = _load(held)
-    text = describe_large(value)
-    return value if text is None else _Description(text)
 
 
 def _equal(left: object, right: object) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from meshbook.errors import UsageError
 from meshbook.formatting import Table, format_sizes, format_some_ranks, group_ranks
 from meshbook.shape.extent import Point
+from meshbook.shape.large_values import describe_large
 
 _ROWS = 20
 _ROW_CHARS = 100
@@ -102,9 +103,10 @@ def to_frame(data: Mapping[str, Sequence[object]]) -> Any:
 
 
 def describe(load: Callable[[Any], object], held: object) -> str:
-    """Return the repr of a value on one line, or the reason why there is none."""
+    """Return the repr of a value on one line, of a large one its description, or the reason why there is none."""
     try:
-        return re.sub(r"\s*\n\s*", " ", _repr(load(held)))
+        value = load(held)
+        return re.sub(r"\s*\n\s*", " ", describe_large(value) or _repr(value))
     except Exception as error:
         return f"<{type(error).__name__}: {error}>"
 

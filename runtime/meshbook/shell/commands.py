@@ -77,8 +77,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.005)
     finally:
         _signal(tree, signal.SIGKILL)
-        if not tree:  # a system without /proc
-            process.kill()
         process.wait()
 
 

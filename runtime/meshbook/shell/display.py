@@ -114,7 +114,9 @@ def describe_large_values(shell: RankIPython) -> None:
     for module, name in (*_ARRAYS, *_FRAMES):
         formatters.formatters["text/plain"].for_type_by_name(module, name, _print_value)
     for module, name in _FRAMES:
-        formatters.formatters["text/html"].for_type_by_name(module, name, _table_of_frame)
+        formatters.formatters["text/html"].for_type_by_name(
+            module, name, lambda frame: None if is_long(frame) else frame._repr_html_()
+        )
 
 
 def _print_value(value: object, printer: Any, cycle: bool) -> None:
@@ -123,10 +125,6 @@ def _print_value(value: object, printer: Any, cycle: bool) -> None:
         if number:
             printer.break_()
         printer.text(line)
-
-
-def _table_of_frame(frame: Any) -> str | None:
-    return None if is_long(frame) else frame._repr_html_()
 
 
 def sendable(data: Mapping[str, object]) -> MimeBundle:

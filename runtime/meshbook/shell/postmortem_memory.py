@@ -93,7 +93,7 @@ def free(shell: RankShell) -> Freed:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if hasattr(_libc, "malloc_trim"):
+    if hasattr(_libc, "malloc_trim"):  # glibc
         _libc.malloc_trim(0)  # what was freed goes back to the system, where it stands at the end of a heap
     smaller = resident - resident_bytes(os.getpid())
     return Freed(ename, held, max(0, smaller), max(0, device - _reserved_bytes()))

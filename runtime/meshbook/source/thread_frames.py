@@ -28,7 +28,7 @@ def frames() -> dict[int, FrameType]:
     Its own frame would hold the frame that keeps the answer, and so itself: a circle in which all variables of all
     threads would live on until the collector came by.
     """
-    with _without_collector():
+    with _lock, without_collector():
         found = sys._current_frames()
     del found[threading.get_ident()]
     return found
@@ -41,20 +41,20 @@ def frame_of(thread: int | None) -> FrameType | None:
 
 def exception_of(thread: int) -> object:
     """Return the exception that ``thread`` handles, as the running Python has it."""
-    with _without_collector():
+    with _lock, without_collector():
         return sys._current_exceptions().get(thread)
 
 
 @contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    with _lock:
-        was_on = gc.isenabled()
-        try:
-            gc.disable()
-            yield
-        finally:
-            if was_on:
-                gc.enable()
+def without_collector() -> Iterator[None]:
+    """Keep the garbage collector off inside the block."""
+    was_on = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def cell_frames(loop: asyncio.AbstractEventLoop) -> list[FrameType]:

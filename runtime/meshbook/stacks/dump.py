@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from meshbook.source.location import MAX_THREADS, NATIVE, Frame, ThreadStack, cu
 from meshbook.system.memory_files import create_memory_file, is_memory_file
 
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else 0
-"""A signal that is free for this; 0 where there is none."""
+"""A signal that is free for this; macOS, where this is only imported, has none."""
 
 _FILE = "meshbook-stacks"
 
@@ -27,11 +28,7 @@ _tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
 
 
 def accept_dumps() -> int:
-    """Write the stacks of all threads of this worker whenever `SIGNAL` comes; returns the file's descriptor, or -1."""
-    if not SIGNAL:
-        return -1
-    import fcntl
-
+    """Write the stacks of all threads of this worker whenever `SIGNAL` comes; returns the file's descriptor."""
     fd = create_memory_file(_FILE)
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)

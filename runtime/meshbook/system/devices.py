@@ -107,7 +107,7 @@ def _count_by_nvml() -> int | None:
 
 def count_cores() -> int:
     """Cores that this process may use: its affinity mask, cut to the CPU quota of its control group; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     return max(1, cores if quota is None else min(cores, int(quota)))
 

@@ -32,18 +32,16 @@ def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends; exit at once if that has happened already.
 
     The signal fires when the parent *thread* that owns us ends, so parents must be single-threaded or fork from a
-    permanent thread. Other systems than Linux notice by the closed socket instead.
+    permanent thread.
     """
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def outlive_parent() -> None:
     """Take `die_with_parent` back."""
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def may_be_traced() -> None:

@@ -160,7 +160,9 @@ class SegmentPool:
         on_release: as of `map_segment`; the owner must not release the segment before it was called.
         """
         whole = self._in_use[ref.segment].array[: ref.size_bytes]
-        weakref.finalize(whole, _in_generation(forks.generation, on_release), ref.segment).atexit = False
+        made_in = forks.generation  # a fork inherits our finalizers, and runs them in vain
+        release = lambda segment: on_release(segment) if made_in == forks.generation else None  # noqa: E731
+        weakref.finalize(whole, release, ref.segment).atexit = False
         view = whole.data  # all its slices hold it
         return [view[offset : offset + length] for offset, length in ref.spans]
 
@@ -209,13 +211,10 @@ class SegmentPool:
                 while self._released:
                     if (segment := self._in_use.pop(self._released.popleft(), None)) is not None:
                         self._idle.append(segment)
-                self._trim()
+                while self._idle and (self.idle_bytes > self._capacity_bytes or len(self._idle) > MAX_IDLE):
+                    self._idle.pop(0).close()
             finally:
                 self._lock.release()
-
-    def _trim(self) -> None:
-        while self._idle and (self.idle_bytes > self._capacity_bytes or len(self._idle) > MAX_IDLE):
-            self._idle.pop(0).close()
 
 
 def map_segment(ref: SegmentRef, on_release: Callable[[int], None], kept: KeptMappings | None = None) -> list[Bytes]:
@@ -258,11 +257,6 @@ def _map_or_copy(ref: SegmentRef, released: Callable[[], None], kept: KeptMappin
         return whole
     finally:
         os.close(fd)
-
-
-def _in_generation(made_in: int, on_release: Callable[[int], None]) -> Callable[[int], None]:
-    """The same in this process, nothing in a fork, which inherits our finalizers."""
-    return lambda segment: on_release(segment) if made_in == forks.generation else None
 
 
 def _open(path: str, owner: int) -> int:
