@@ -85,13 +85,6 @@ class Counter(Actor):
         importlib.import_module("torch")  # now: Monarch gives up on tensors whose processes take 30 s to import it
 
     @endpoint
-    def fail_by_another(self) -> None:
-        try:
-            raise KeyError("the first")
-        except KeyError as error:
-            raise ValueError("the second") from error
-
-    @endpoint
     def is_on(self, host: Any) -> bool:
         return bool(this_host() == host)
 
@@ -507,18 +500,6 @@ def processes_without_a_count(procs: Any) -> Any:
     told = alone.sizes, there.sizes, ranks.item(hosts=1), alone.spawn("c", Counter).add.call_one(2).get()
     hosts.shutdown().get()
     return told
-
-
-@program
-def an_error_tells_what_has_led_to_it(procs: Any) -> Any:
-    try:
-        procs.slice(gpus=1).spawn("c", Counter).fail_by_another.call_one().get()
-    except ActorError as error:
-        said = str(error)
-        link = "The above exception was the direct cause of the following exception:"
-        return "Actor call c.fail_by_another failed" in said, [
-            each in said for each in ("the first", link, "the second")
-        ]
 
 
 @program

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from pygments.token import Token
 
+from IPython.core.inputtransformer2 import TransformerManager
+
 from meshbook.errors import UsageError
-from meshbook.shell.compiler import RankTransformers
 from meshbook_extension.output.publisher import parent_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
 _EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
 _CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
 _CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
-_AS_RANKS_DO = RankTransformers()
+_AS_RANKS_DO = TransformerManager()
 _LOCAL = re.compile(r"%%local\s*")
 _OWN_LINE = re.compile(r"\s*%mesh\b")
 

@@ -253,7 +253,7 @@ class ActorEndpoint(Generic[P, R]):
     def call(self, *args: P.args, **kwargs: P.kwargs) -> Future[ValueMesh[R]]:
         """Call it on every actor; the values of all."""
         to = self._find()
-        return self._call(to, name_view(to.members), args, kwargs, _same)
+        return self._call(to, name_view(to.members), args, kwargs, lambda values: values)
 
     def call_one(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call it on the only actor. Raises: LayoutError if there are several."""
@@ -347,10 +347,6 @@ class NotAnEndpoint:
 def _choose(to: Address) -> Address:
     """Return the address of a random member."""
     return msgspec.structs.replace(to, members=Region.build(random.choice(list(to.members.ranks())), []))
-
-
-def _same(values: Values) -> Values:
-    return values
 
 
 def send(

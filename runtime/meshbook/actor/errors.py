@@ -21,7 +21,6 @@ MeshError    ── CircularCallError  a call to an actor that waits for it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 
 from meshbook.errors import (
@@ -30,12 +29,9 @@ from meshbook.errors import (
     FailureKind,
     MeshError,
     MeshStoppedError,
-    RemoteTraceback,
     SpawnError,
     UsageError,
     WorkerLost,
-    group_failures,
-    without_colours,
 )
 from meshbook.formatting import did_you_mean, format_bytes, name_ranks
 
@@ -60,41 +56,7 @@ class ActorError(CallFailed):
             return self
 
     def __str__(self) -> str:
-        lines = [f"Actor call {self.endpoint} failed: {super().__str__()}" if self.endpoint else super().__str__()]
-        if not (isinstance(self.__cause__, RemoteTraceback) and _printed_by_python()):
-            for group in group_failures(self.failures):
-                lines += [f"  {line}" for line in _chain(group[0])]
-        return "\n".join(lines)
-
-
-_PRINTERS = ("traceback", "threading")
-"""The modules that print exceptions with their causes."""
-
-
-def _printed_by_python() -> bool:
-    """Whether ``str`` of an error is called by a printer that shows its ``__cause__`` too, which tells the rest.
-
-    An interpreter without a frame does so too: that of a script which ends with the error.
-    """
-    asked = sys._getframe(1).f_back
-    return asked is None or asked.f_globals.get("__name__") in _PRINTERS
-
-
-_LINKS = (
-    "The above exception was the direct cause of the following exception:",
-    "During handling of the above exception, another exception occurred:",
-)
-"""The lines that Python writes between an exception and the one that it led to."""
-
-
-def _chain(failure: Failure) -> list[str]:
-    """Return the exceptions that led to a failure on its rank, with Python's lines between them; none for one alone."""
-    chain, last = [], ""
-    for line in (without_colours(line).strip() for part in failure.traceback for line in part.splitlines()):
-        if line in _LINKS:
-            chain += [last, line]
-        last = line or last
-    return [*chain, last] if chain else []
+        return f"Actor call {self.endpoint} failed: {super().__str__()}" if self.endpoint else super().__str__()
 
 
 class SupervisionError(MeshError, RuntimeError):

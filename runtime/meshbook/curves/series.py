@@ -193,8 +193,10 @@ class Metrics:
         """Take in the batches of one rank, and one output."""
         with self._lock:
             for name, logged, points in batches:
-                if not math.isfinite(sum(points.values)):
-                    self._note_odd(name, rank, points)
+                odd = (at for at, value in enumerate(points.values) if not math.isfinite(value))
+                if not math.isfinite(sum(points.values)) and (first := next(odd, None)) is not None:
+                    self.odd.append(MetricRow(name, rank, 0, *(column[first] for column in points)))
+                    self.odd_count += 1
                 run = self._run_for(name, output, points.steps[0])
                 if (series := run.series.get(rank)) is None:
                     series = run.series[rank] = Series()
@@ -202,13 +204,6 @@ class Metrics:
                 limit = max(LEAST_POINTS, min(SERIES_POINTS, TOTAL_POINTS // self._series))
                 series.add(logged, points, limit)
                 run.last_step = max(run.last_step, max(points.steps))
-
-    def _note_odd(self, name: str, rank: int | None, points: Points) -> None:
-        for step, at, value in zip(*points, strict=True):
-            if not math.isfinite(value):
-                self.odd.append(MetricRow(name, rank, 0, step, at, value))
-                self.odd_count += 1
-                return
 
     def _run_for(self, name: str, output: int, first_step: float) -> Run:
         """Return the run that an output belongs to: a new one, unless its steps go on where the last one ended."""

@@ -99,7 +99,14 @@ def attach_session(
     try:
         prepare(controller)
         controller.readmit()
-        _check_endpoints(controller)
+        for address, endpoint in list(folder.state.endpoints.items()):
+            try:
+                controller.bind_again(address, endpoint)  # where the agents dial
+            except OSError as error:
+                raise AttachError(
+                    f"cannot listen at {endpoint} again: {error.strerror}. Its hosts dial that address, so end the "
+                    "process that has taken it, then attach again."
+                ) from None
         reattach = _knock(controller, started + timeout_s)
     except BaseException:
         controller.leave(folder.state.lease_s, 0.0)
@@ -136,18 +143,6 @@ def _own(session: SavedSession) -> SessionFolder:
         if time.monotonic() > deadline:
             raise AttachError(f"session {session.id} is held by a process that does not say who it is; try again.")
         time.sleep(0.01)  # another process looks at it, or has won and is about to sign
-
-
-def _check_endpoints(controller: Controller) -> None:
-    """Listen again where the agents dial."""
-    for address, endpoint in list(controller.folder.state.endpoints.items()):
-        try:
-            controller.bind_again(address, endpoint)
-        except OSError as error:
-            raise AttachError(
-                f"cannot listen at {endpoint} again: {error.strerror}. Its hosts dial that address, so end the process "
-                "that has taken it, then attach again."
-            ) from None
 
 
 def _knock(controller: Controller, deadline: float) -> Reattach:

@@ -81,9 +81,16 @@ class ClientActors:
         give_up: Callable[[Callable[[wire.Call], bool], Outcome], None],
     ) -> None:
         """give_up: answers open calls of ranks, as `meshbook.calls.mailboxes.IncomingCalls.give_up`."""
-        self._mailboxes, self._next_id, self._give_up_others = mailboxes, next_id, give_up
+        self._mailboxes, self._next_id = mailboxes, next_id
         self._open: dict[int, IncomingCall] = {}
-        self._process = ClientProcess(self._give_up)
+
+        def give_up_all(is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+            for incoming in list(self._open.values()):
+                if is_meant(incoming.call):
+                    incoming.reply(answer)
+            give_up(is_meant, answer)
+
+        self._process = ClientProcess(give_up_all)
         self._registry = ActorRegistry(self._process, mailboxes, keeps_early=False)
 
     def call(self, request: CallRequest) -> Answers:
@@ -141,12 +148,6 @@ class ClientActors:
     def _cancel(self, id: int) -> None:
         if (incoming := self._open.get(id)) is not None and incoming.on_cancel is not None:
             incoming.on_cancel(incoming.call, False)
-
-    def _give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        for incoming in list(self._open.values()):
-            if is_meant(incoming.call):
-                incoming.reply(answer)
-        self._give_up_others(is_meant, answer)
 
     def end(self) -> None:
         """End all of them, before the session does: ``__cleanup__`` runs, and may still call meshes."""

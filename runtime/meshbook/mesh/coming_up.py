@@ -57,7 +57,12 @@ def bring_up_aside(
             _start(controller, procs, bootstrap, progress)
         except BaseException as error:
             if not arrival.is_over:  # else people have stopped it
-                _tell(controller, procs, arrival, error)
+                told = ProcsNotStartedError(procs.name, str(error))
+                told.__cause__ = error
+                router = router_for(controller.folder.id)  # first: who is told may shut down at once
+                assert isinstance(router, ControllerRouter)
+                controller.end_arrival(arrival, told)
+                router.on_not_started(procs, told, error.__cause__)
             controller.stop_mesh(mesh, 0.0)
             if mesh.owns_hosts:
                 controller.stop_hosts(mesh.hosts, 5.0)
@@ -66,15 +71,6 @@ def bring_up_aside(
         arrival.thread = None
 
     run_in_background(work)
-
-
-def _tell(controller: Controller, procs: ProcMesh, arrival: MeshArrival, error: BaseException) -> None:
-    told = ProcsNotStartedError(procs.name, str(error))
-    told.__cause__ = error
-    router = router_for(controller.folder.id)  # first: who is told may shut down at once
-    assert isinstance(router, ControllerRouter)
-    controller.end_arrival(arrival, told)
-    router.on_not_started(procs, told, error.__cause__)
 
 
 def _start(

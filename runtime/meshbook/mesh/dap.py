@@ -147,7 +147,8 @@ class DebugTunnel:
     def _write(self, piece: bytes) -> None:
         deadline = time.monotonic() + SILENCE_MAX_S
         while True:
-            self._check_open()
+            if self._closed:
+                raise DebugError(self._number, self._closed)
             problem = _ask(self._rank, str, "debug_write", self._id, self._written, piece, timeout_s=ANSWER_TIMEOUT_S)
             if problem is not None:
                 break
@@ -156,10 +157,6 @@ class DebugTunnel:
         if problem:
             raise DebugError(self._number, problem)
         self._written += len(piece)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise DebugError(self._number, self._closed)
 
     def _receive(self) -> None:
         reader, at, heard = MessageReader(), 0, time.monotonic()
@@ -176,7 +173,8 @@ class DebugTunnel:
             try:
                 for message in reader.feed(data):
                     self._on_message(message)
-                    self._follow(message)
+                    if message.get("event") in ("stopped", "continued"):
+                        self._hold_deadlines(message["event"] == "stopped")
             except MeshError as error:
                 self._closed = self._closed or str(error)
             except Exception as error:  # whoever takes the messages: the rank must be let go all the same
@@ -186,12 +184,8 @@ class DebugTunnel:
         _ask(self._rank, bool, "debug_close", self._id, timeout_s=ANSWER_TIMEOUT_S)
         self._on_end(self._closed)
 
-    def _follow(self, message: Message) -> None:
-        """Hold the deadlines of collectives while the rank is stopped, so that those of other ranks do not time out."""
-        if message.get("event") in ("stopped", "continued"):
-            self._hold_deadlines(message["event"] == "stopped")
-
     def _hold_deadlines(self, held: bool) -> None:
+        """Hold the deadlines of collectives while the rank is stopped, so that those of other ranks do not time out."""
         if held != self._held:
             self._held = held
             with contextlib.suppress(MeshError):

@@ -249,22 +249,18 @@ class HostMesh(EndsWithBlock, MeshView):
             )
         if self._has_ended:
             raise HostsEndedError("HostMesh has already been shut down: start other hosts.")
-        self._await_actors(timeout_s)
-        self.end(timeout_s)
-        return Future.completed(None)
-
-    @property
-    def _has_ended(self) -> bool:
-        return all(host.is_dismissed for host in self._present())
-
-    def _await_actors(self, timeout_s: float) -> None:
-        """Wait for actors that are being made there: else who waits for them would be told that they are lost."""
         until = time.monotonic() + timeout_s
         for mesh in self._meshes():
             if mesh.arrival is None or mesh.arrival.is_over:
                 for actors in groups_on(self._controller.folder.id, mesh.id):
                     if actors.initialized is not None:
                         actors.initialized.wait(max(0.0, until - time.monotonic()))
+        self.end(timeout_s)
+        return Future.completed(None)
+
+    @property
+    def _has_ended(self) -> bool:
+        return all(host.is_dismissed for host in self._present())
 
     def end(self, timeout_s: float = 5.0) -> None:
         """Stop the hosts as `shutdown` does, but without waiting for actors; it may be called again."""

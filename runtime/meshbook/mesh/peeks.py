@@ -76,7 +76,10 @@ def peek(procs: ProcView, expression: str, timeout_s: float = TIMEOUT_S) -> Peek
     told = questions.gather(mesh, heard, ask_rank("peek", expression, timeout_s), Peeked, timeout_s + _MARGIN_S)
     ranks = procs.ranks
     silent = [rank for rank in ranks if rank not in told and rank not in mesh.lost]
-    reasons = _silent(procs, silent) if silent else {}
+    reasons: dict[int, str] = {}
+    if silent:  # where they are is read from outside
+        stacks = procs._controller.stacks(mesh, procs._members, StackQuestion(timeout_s=_DUMP_S))
+        reasons = {rank: predicate(stacks[rank]) for rank in silent}
     values: list[object] = []
     places: dict[int, str] = {}
     failures: list[Failure] = []
@@ -93,9 +96,3 @@ def peek(procs: ProcView, expression: str, timeout_s: float = TIMEOUT_S) -> Peek
             places[rank] = answer.place
     lost = [mesh.lost[rank] for rank in ranks if rank in mesh.lost]
     return Peeks(ValueMesh(procs._members, values), places, failures, WorkerLost.of(lost) if lost else None)
-
-
-def _silent(procs: ProcView, ranks: Sequence[int]) -> dict[int, str]:
-    """Return why ranks do not answer, and where they are, as it is read from outside."""
-    stacks = procs._controller.stacks(procs._mesh, procs._members, StackQuestion(timeout_s=_DUMP_S))
-    return {rank: predicate(stacks[rank]) for rank in ranks}

@@ -426,22 +426,17 @@ class ProcMesh(EndsWithBlock, ProcView):
         try:
             self._mesh.stopped.get(timeout_s)
         except TimeoutError:
-            self._explain_slow_stop()
+            suspects = states.suspects(self)
+            if not (suspects and self._mesh.owns_hosts):  # else they are ended by force
+                silent = [f"Host {name} is {why}; they end when it answers. " for name, why in suspects.items()]
+                raise MeshError(
+                    f'mesh "{self.name}" was told to stop, but not all of its processes are known to have ended. '
+                    f"{''.join(silent)}To end all hosts of this session by force: meshbook.shutdown()"
+                ) from None
         if self._mesh.owns_hosts:
             self._mesh.owns_hosts = False
             self._controller.stop_hosts(self._mesh.hosts, timeout_s)
         return Future.completed(None)
-
-    def _explain_slow_stop(self) -> None:
-        """Raises: MeshError, unless the processes that may still run are on hosts that are ended by force."""
-        suspects = states.suspects(self)
-        if suspects and self._mesh.owns_hosts:
-            return
-        silent = [f"Host {name} is {why}; they end when it answers. " for name, why in suspects.items()]
-        raise MeshError(
-            f'mesh "{self.name}" was told to stop, but not all of its processes are known to have ended. '
-            f"{''.join(silent)}To end all hosts of this session by force: meshbook.shutdown()"
-        )
 
     def __enter__(self) -> ProcMesh:
         """Raises: MeshStoppedError for a mesh that was stopped."""

@@ -165,7 +165,9 @@ class DebugPrompt:
             self._terminal.say(f"{self._fate(rank)}; its prompt is closed (press Enter in it where it still stands)")
             return False
         if rank not in self._stopped_ranks.of([rank]):
-            self._tell_of_end(rank, line)
+            unsent = f"; not sent: {line.strip()}" if line.strip() else ""
+            if rank in self.procs.lost or unsent:
+                self._terminal.say(f"{self._fate(rank)}{unsent}")
             return False
         return self._obey(rank, line if stop.at.prompt.startswith("...") else line.strip())
 
@@ -324,11 +326,6 @@ class DebugPrompt:
         if texts:
             self._terminal.show(texts)
         return bool(texts)
-
-    def _tell_of_end(self, rank: int, line: str) -> None:
-        unsent = f"; not sent: {line.strip()}" if line.strip() else ""
-        if rank in self.procs.lost or unsent:
-            self._terminal.say(f"{self._fate(rank)}{unsent}")
 
     def _fate(self, rank: int) -> str:
         return f"rank {rank} {'has ended' if rank in self.procs.lost else 'is not at its prompt any more'}"

@@ -167,29 +167,25 @@ class Repair:
     def _bring_back(self) -> set[int]:
         """Start the dead ranks and form the groups; returns the ranks that were started."""
         started: set[int] = set()
+        mesh = self._mesh
         for left in reversed(range(ROUNDS)):
             try:
-                started |= self._recruit()
+                dead = set(mesh.lost)
+                if dead:
+                    self._check_crash_loops(dead)
+                    self._replace_hosts()
+                    pending = PendingWorkers(self._controller.next_id(), mesh.seats_of(dead))
+                    self.await_recruits(pending, functools.partial(mesh.ask_for, pending))
+                started |= dead
                 self.join()
                 return started
             except (CrashLoopError, DeviceError, MeshStoppedError):
                 raise
             except (SpawnError, WorkerLost) as error:
-                if not left or not self._mesh.lost:
+                if not left or not mesh.lost:
                     raise
                 self.note(f"once more: {str(error).splitlines()[0]}")
         return started
-
-    def _recruit(self) -> set[int]:
-        """New workers for the dead ranks."""
-        mesh = self._mesh
-        dead = set(mesh.lost)
-        if dead:
-            self._check_crash_loops(dead)
-            self._replace_hosts()
-            pending_workers = PendingWorkers(self._controller.next_id(), mesh.seats_of(dead))
-            self.await_recruits(pending_workers, lambda: mesh.ask_for(pending_workers))
-        return dead
 
     def _check_crash_loops(self, ranks: Iterable[int]) -> None:
         lost = {rank: self._mesh.lost[rank] for rank in ranks if rank in self._mesh.lost}

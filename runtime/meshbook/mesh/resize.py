@@ -24,7 +24,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from meshbook.concurrency.future import Future
 from meshbook.controller.controller import Controller
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState, Renumbering, arrangement_of, seats_on
@@ -280,7 +279,13 @@ class Elastic:
                 time.sleep(0.01)  # where a rank has ended, the others give up waiting for it, and report that
             plan = plan_shrinkage(self._extent, mesh.placement, fewer, set(mesh.lost))
             before, hosts = mesh.extent.nelements, list(mesh.hosts)
-            gone = self._let_go(plan)
+
+            def check(busy: Collection[int]) -> None:
+                self._check_idle(busy, "shrink")
+                self._check_whole(sorted(mesh.lost.keys() & plan.moved.keys()))
+
+            renumbering = Renumbering(plan.extent, _placement(plan), plan.moved, f"shrank to {_sizes(plan)}")
+            gone = self._controller.renumber(mesh, check, renumbering, LEAVE_GRACE_S)
             with contextlib.suppress(TimeoutError):  # they are being killed; the others need not wait for it
                 gone.get(GONE_TIMEOUT_S)
             empty = [host for host in hosts if host not in mesh.hosts]
@@ -365,16 +370,6 @@ class Elastic:
 
         renumbering = Renumbering(plan.extent, _placement(plan), plan.moved, f"grew to {_sizes(plan)}", pending_workers)
         self._controller.renumber(self._mesh, check, renumbering)
-
-    def _let_go(self, plan: Plan[HostState]) -> Future[None]:
-        """Tell the ranks that leave to end, and send the others their new numbers."""
-
-        def check(busy: Collection[int]) -> None:
-            self._check_idle(busy, "shrink")
-            self._check_whole(sorted(self._mesh.lost.keys() & plan.moved.keys()))
-
-        renumbering = Renumbering(plan.extent, _placement(plan), plan.moved, f"shrank to {_sizes(plan)}")
-        return self._controller.renumber(self._mesh, check, renumbering, LEAVE_GRACE_S)
 
     def _check_whole(self, lost: Collection[int]) -> None:
         if lost:

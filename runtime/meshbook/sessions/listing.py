@@ -79,7 +79,9 @@ def sweep() -> None:
     """
     for path in runtime_base().iterdir():
         if path.name != KEPT and (not (path / "state").exists() or path.name.startswith(".")):
-            _remove_unfinished(path)
+            with contextlib.suppress(FileNotFoundError):  # its process died while making or removing it
+                if living_owner(path) is None and time.time() - path.lstat().st_mtime > UNFINISHED_S:
+                    shutil.rmtree(path, ignore_errors=True)
     for path, _ in _all():
         if not holds_lock(path) and living_owner(path) is None and take_lock(path):
             try:
@@ -109,13 +111,6 @@ def _all() -> Iterator[tuple[Path, SessionState]]:
     for path in runtime_base().iterdir():
         if not path.name.startswith(".") and (state := read_state(path)) is not None:
             yield path, state
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Remove the folder of a process that died while making or removing it."""
-    with contextlib.suppress(FileNotFoundError):
-        if living_owner(path) is None and time.time() - path.lstat().st_mtime > UNFINISHED_S:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sweep_one(path: Path) -> None:

@@ -18,6 +18,7 @@ from keyword import iskeyword
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 from meshbook.errors import LayoutError, RankError, UnknownAxisError, UsageError
+from meshbook.formatting import format_sizes
 
 if TYPE_CHECKING:
     from meshbook.shape.ndslice import NamedRegion
@@ -127,7 +128,7 @@ class Extent(Mapping[str, int]):
             self.axis(label)
         for label in self.names:
             if label not in given:
-                raise LayoutError(f"{label} is missing; each axis of {_assign(self)} needs a number")
+                raise LayoutError(f"{label} is missing; each axis of {format_sizes(self)} needs a number")
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{label}: {size}" for label, size in self.items()) + "}"
@@ -193,10 +194,6 @@ def check_names(names: Iterable[str]) -> None:
         if name in seen:
             raise LayoutError(f'two axes would be named "{name}"; each axis needs its own name')
         seen.add(name)
-
-
-def _assign(values: Mapping[str, int]) -> str:
-    return ", ".join(f"{label}={value}" for label, value in values.items())
 
 
 Index: TypeAlias = "int | slice"

@@ -203,9 +203,8 @@ class ValueMesh(MeshView, Generic[T]):
             and all(_equal(*pair) for pair in zip(self.values(), other.values(), strict=True))
         )
 
-    def __reduce__(self) -> tuple[Callable[..., ValueMesh[Any]], tuple[Members, list[tuple[T, int]]]]:
-        """Pickle the values as runs: a thousand equal texts or numbers take the room of one."""
-        return (_of_runs, (self._members, _runs(self.values())))
+    def __reduce__(self) -> tuple[type[ValueMesh[Any]], tuple[Members, list[T]]]:
+        return ValueMesh, (self._members, self.values())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray[Any, Any]:
         """Return one array: the axes of the mesh, then those of the values; of objects where shapes differ."""
@@ -248,26 +247,6 @@ class ValueMesh(MeshView, Generic[T]):
         values = self._values
         part._members, part._made = members, [values[self._members.point(rank).rank] for rank in members.ranks()]
         return part
-
-
-_ALIKE = frozenset({str, bytes, int, bool, type(None)})
-"""The types whose equal values cannot be told apart."""
-
-
-def _runs(values: Iterable[T]) -> list[tuple[T, int]]:
-    """Return the runs of equal values, each with its length."""
-    runs: list[tuple[T, int]] = []
-    for value in values:
-        last, count = runs[-1] if runs else (None, 0)
-        if count and (value is last or (type(value) is type(last) and type(value) in _ALIKE and value == last)):
-            runs[-1] = value, count + 1
-        else:
-            runs.append((value, 1))
-    return runs
-
-
-def _of_runs(members: Members, runs: list[tuple[T, int]]) -> ValueMesh[T]:
-    return ValueMesh(members, [value for value, count in runs for _ in range(count)])
 
 
 class _Lazy(Generic[T]):

@@ -1,20 +1,12 @@
-"""The compiler of a rank's cells: IPython's syntax becomes Python, under the cell's name and line numbers.
-
-Most cells are plain Python. IPython would take them apart twice, for its syntax and to see whether they await; eight
-ranks on two cores do so one after the other, and a person waits for that four times. So its syntax is looked for only
-where there may be some.
-"""
+"""The compiler of a rank's cells: Python, under the cell's name and line numbers."""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
 import ast
-import re
 
-from IPython.core import inputtransformer2
 from IPython.core.compilerop import CachingCompiler
-from IPython.core.inputtransformer2 import TransformerManager
 
 from meshbook.source.location import add_cell, cell_label
 
@@ -66,45 +58,3 @@ class CellCompiler(CachingCompiler):
             return None  # code that the cell has put together
         leading = code[: len(code) - len(code.lstrip())].count("\n")  # IPython strips blank lines
         return self._lines_above + cell[: len(cell) - len(body)].count("\n") + leading
-
-
-_KNOWN = [
-    getattr(inputtransformer2, name, None)
-    for name in (
-        "leading_empty_lines", "leading_indent", "classic_prompt", "ipython_prompt", "cell_magic", "MagicAssign",
-        "SystemAssign", "EscapedCommand", "HelpEnd",
-    )
-]  # fmt: skip
-"""IPython's transformers that change no cell in which `_MAY_BE_SPECIAL` finds nothing."""
-
-_MAY_BE_SPECIAL = re.compile(
-    r"""[%!?]                                     # magics, commands, help: anywhere
-    | \A\s                                        # lines above the code, or its indentation, which are taken away
-    | ^[ \t]*(?:[,;/>.\[]|In\ )                   # calls without parentheses, prompts
-    | ^[^\S\n]+$                                  # blanks on a line without code, which are taken away too
-    | [\r\v\f\x1c-\x1e\x85\u2028\u2029]           # what else ends a line for IPython
-    """,
-    re.MULTILINE | re.VERBOSE,
-)
-
-
-class RankTransformers(TransformerManager):
-    """IPython's transformers, but plain Python skips them unless a user or a newer IPython has added others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._first = self._current()
-        self._knows_all = all(each in _KNOWN for each in self._first)
-
-    def transform_cell(self, cell: str) -> str:
-        if cell and self._knows_all and self._current() == self._first and not _MAY_BE_SPECIAL.search(cell):
-            return cell if cell.endswith("\n") else f"{cell}\n"
-        return str(super().transform_cell(cell))
-
-    def _current(self) -> list[object]:
-        return [*self.cleanup_transforms, *self.line_transforms, *self.token_transformers]
-
-
-def may_await(python: str) -> bool:
-    """Whether ``python`` may need an event loop; only then is it compiled to find out."""
-    return "await" in python or "async" in python

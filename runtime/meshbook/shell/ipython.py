@@ -25,7 +25,7 @@ from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
-from meshbook.shell.compiler import CellCompiler, RankTransformers, may_await
+from meshbook.shell.compiler import CellCompiler
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, describe_large_values
 from meshbook.shell.failures import describe_briefly, forget_last_error, format_error, quicken_tracebacks
 from meshbook.source.location import drop_own_frames
@@ -106,17 +106,6 @@ class RankIPython(InteractiveShell):
         format_error(self, result.error_in_exec)
         forget_last_error(self)
         self._held = None
-
-    def should_run_async(
-        self, raw_cell: str, *, transformed_cell: str | None = None, preprocessing_exc_tuple: ExcInfo | None = None
-    ) -> bool:
-        if transformed_cell is not None and not may_await(transformed_cell):
-            return False
-        return bool(
-            super().should_run_async(
-                raw_cell, transformed_cell=transformed_cell, preprocessing_exc_tuple=preprocessing_exc_tuple
-            )
-        )
 
     async def run_code(
         self, code_obj: CodeType, result: ExecutionResult | None = None, *, async_: bool = False
@@ -312,7 +301,6 @@ def create_shell(
         shell: RankIPython = RankIPython.instance(
             config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
         )
-    shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     describe_large_values(shell)
     for installer in ("pip", "uv"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from meshbook.calls.rank_state import State
 from meshbook.errors.advice import advice
 from meshbook.formatting import Table, format_some_ranks
-from meshbook.groups.deadlock import RankProgress, Verdict, find_stragglers
+from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import NATIVE, RUNTIME, USER, Frame, ThreadStack
 
@@ -72,7 +72,10 @@ class MeshStacks:
     def __init__(self, ranks: Sequence[RankStack], others: Sequence[RankStack] = ()) -> None:
         """others: ranks of the mesh that were not asked for, but that these may wait for."""
         self.ranks = tuple(ranks)
-        self.verdict = self._judge([*ranks, *others])
+        verdict = find_stragglers(
+            {one.rank: RankProgress(predicate(one), one.collectives) for one in (*ranks, *others)}
+        )
+        self.verdict = verdict if verdict is not None and verdict.since_s >= PATIENCE_S else None
         """The verdict on who holds the others up; None where no rank has waited for `PATIENCE_S`."""
 
     def __iter__(self) -> Iterator[RankStack]:
@@ -87,10 +90,6 @@ class MeshStacks:
             if one.rank == rank:
                 return one
         raise KeyError(rank)
-
-    def _judge(self, ranks: Sequence[RankStack]) -> Verdict | None:
-        verdict = find_stragglers({one.rank: RankProgress(predicate(one), one.collectives) for one in ranks})
-        return verdict if verdict is not None and verdict.since_s >= PATIENCE_S else None
 
     def text(self, *, all_frames: bool = False) -> str:
         """The verdict, then equal stacks once. all_frames: library and runtime frames too, which are folded else."""
@@ -158,15 +157,14 @@ def _describe_groups(ranks: Sequence[RankStack], odd: Collection[int], all_frame
 def _key(one: RankStack, all_frames: bool) -> tuple[object, ...]:
     """Return a key that is equal for equal stacks."""
     threads = tuple(
-        (thread.name, tuple(_line(frame) for frame in (thread.frames if all_frames else thread.users)))
+        (
+            thread.name,
+            tuple((each.file, each.line, each.function) for each in (thread.frames if all_frames else thread.users)),
+        )
         for thread in one.threads
     )
     number = one.collectives.waiting[0].number if one.state == "waiting" and one.collectives is not None else 0
     return (one.state, one.doing, number, one.read_by, one.problem, threads)
-
-
-def _line(frame: Frame) -> tuple[str, int, str]:
-    return frame.file, frame.line, frame.function
 
 
 def _headline(group: Sequence[RankStack]) -> str:

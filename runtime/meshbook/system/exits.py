@@ -253,14 +253,6 @@ def _name_frame(frame: re.Match[str]) -> str:
     return f"  {name_line(file, int(line)) or f'{file}, line {line}'}, in {function}"
 
 
-def _is_needed(file: str, shown: int) -> bool:
-    """Whether a person needs a frame of a crash report: the innermost ones, then those of cells. shown: their number.
-
-    Frames of ours and of IPython stand in every report.
-    """
-    return not _is_below_cells(file) and (shown < _INNERMOST or (shown < _CRASH_FRAMES and name_line(file, 1) != ""))
-
-
 def _is_below_cells(file: str) -> bool:
     """Whether a file is ours or IPython's, or runs threads: such frames stand in every report."""
     return file.startswith((PACKAGE, "<frozen ")) or "/IPython/" in file or file.endswith(_THREADING)
@@ -300,7 +292,9 @@ class CrashReportCut:
         if line.startswith(FATAL):
             self._shown = 0
         elif self._shown is not None and (frame := _FRAME.fullmatch(line)) is not None:
-            is_needed = _is_needed(frame["file"], self._shown)
+            # the innermost frames, then those of cells; those of ours and of IPython stand in every report
+            few = self._shown < _INNERMOST or (self._shown < _CRASH_FRAMES and name_line(frame["file"], 1) != "")
+            is_needed = few and not _is_below_cells(frame["file"])
             self._shown += is_needed
             return is_needed
         elif self._shown is not None and (not line or line.startswith(_REPORT)):

@@ -247,7 +247,8 @@ def _digest(value: Any, *, with_globals: bool) -> bytes:
     kind = type(value)
     if kind in ATOMS:
         return pickle.dumps(value, 5) if kind not in (str, bytes) else _summed(pickle.dumps(value, 5))
-    if kind in (list, tuple, dict) and all(type(each) in ATOMS for part in _parts_of(value) for each in part):
+    parts = (value.keys(), value.values()) if kind is dict else (value,)
+    if kind in (list, tuple, dict) and all(type(each) in ATOMS for part in parts for each in part):
         return _summed(pickle.dumps(value, 5))
     if kind in (classmethod, staticmethod):
         return kind.__name__.encode() + _digest(value.__func__, with_globals=with_globals)
@@ -264,10 +265,6 @@ def _digest(value: Any, *, with_globals: bool) -> bytes:
     pickler.dump(value)
     sums.update(sink.getbuffer())
     return sums.digest()
-
-
-def _parts_of(value: Any) -> tuple[Any, ...]:
-    return (value.keys(), value.values()) if type(value) is dict else (value,)
 
 
 def _summed(data: bytes) -> bytes:

@@ -244,7 +244,9 @@ def _map_or_copy(ref: SegmentRef, released: Callable[[], None], kept: KeptMappin
     if small and kept is not None and (whole := kept.copy(path, ref.size_bytes)) is not None:
         released()
         return whole
-    fd = _open(path, ref.pid)
+    if not is_memory_file(path, _name(ref.pid)):
+        raise FileNotFoundError  # the owner has closed it, and the number means something else by now
+    fd = open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # enough for a private mapping
     try:
         if not may_be_mapped(fd, ref.size_bytes):
             raise OSError(0, "it is shorter than was said, or could become so")
@@ -257,13 +259,6 @@ def _map_or_copy(ref: SegmentRef, released: Callable[[], None], kept: KeptMappin
         return whole
     finally:
         os.close(fd)
-
-
-def _open(path: str, owner: int) -> int:
-    if not is_memory_file(path, _name(owner)):
-        raise FileNotFoundError  # the owner has closed it, and the number means something else by now
-    # Enough for a private mapping, and no way to spoil it.
-    return open_above(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def _explain(ref: SegmentRef, error: OSError) -> str:

@@ -168,20 +168,13 @@ def test_an_uncaught_error_of_a_script_shows_the_remote_traceback_and_its_cause(
     assert "\x1b" not in done.stderr
 
 
-def test_the_text_of_an_error_tells_its_causes_where_python_does_not_print_them_above(mesh4: ProcMesh) -> None:
+def test_the_cause_of_an_error_tells_what_has_led_to_it(mesh4: ProcMesh) -> None:
     readers = mesh4.spawn("readers", Reader)
     with pytest.raises(ActorError) as caught:
         readers.read.call().get(20)
-    causes = [
-        "  KeyError: 'shard'",
-        "  The above exception was the direct cause of the following exception:",
-        "  ValueError: cannot read",
-    ]
-    assert str(caught.value).splitlines()[1:] == causes
+    assert len(str(caught.value).splitlines()) == 1
     printed = "".join(traceback.format_exception(caught.value))
-    assert printed.count("KeyError: 'shard'") == 1
-    caught.value.__cause__ = None
-    assert "".join(traceback.format_exception(caught.value)).splitlines()[-3:] == causes
+    assert printed.count("KeyError: 'shard'") == 1 and "was the direct cause of" in printed
 
 
 def test_the_remote_traceback_is_a_cause_that_notebooks_do_not_draw_again(mesh4: ProcMesh) -> None:

@@ -127,11 +127,12 @@ class KeptBuffer:
             if self._table.drop(self.spot.slot):
                 self.memory = None
             else:
-                run_in_background(self._end_later)
 
-    def _end_later(self) -> None:
-        self._table.drop(self.spot.slot, wait=True)
-        self.memory = None
+                def end_later() -> None:
+                    self._table.drop(self.spot.slot, wait=True)
+                    self.memory = None
+
+                run_in_background(end_later)
 
 
 PIECE_BYTES = 4 << 20
