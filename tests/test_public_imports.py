@@ -17,13 +17,13 @@ PUBLIC = {
     "meshbook.actor": """
         Accumulator Actor ActorError ActorLostError ActorMesh ActorNotMadeError ActorStoppedError ActorStuckError
         ArgumentsError BufferDroppedError BufferKindError BufferSizeError Channel Context Endpoint MeshFailure
-        NoEndpointError Port PortReceiver ProcsStoppedError RankedPortReceiver ReloadError SupervisionError
+        NoEndpointError Port PortReceiver ProcsStoppedError ReloadError SupervisionError
         UnhandledFault as_endpoint concurrent_endpoint context current_actor_name current_rank current_size endpoint
         send unhandled_fault_hook
     """,
     "meshbook.monarch": """
         Accumulator Actor ActorError ActorMesh BootstrapCommand Channel Context Endpoint Extent Future HostMesh
-        MeshFailure MeshTrait NDSlice Point Port PortReceiver ProcMesh RDMABuffer RankedPortReceiver Shape ShapeExt
+        MeshFailure NDSlice Point Port PortReceiver ProcMesh RDMABuffer Shape
         Slice SupervisionError ValueMesh as_endpoint concurrent_endpoint context current_actor_name current_rank
         current_size default_bootstrap_cmd endpoint get_or_spawn_controller send shutdown_context this_host this_proc
         unhandled_fault_hook

@@ -57,6 +57,7 @@ PARTS: dict[str, str] = {
     "Extent.from_bytes, Extent.to_bytes, Point.from_bytes, Point.to_bytes": "use `pickle`",
     "HostMesh.sync_workspace": "use `procs.sync_workspace()`, or rsync",
     "str(ActorError)": "the exceptions that led to the failure are in `error.__cause__`",
+    "Channel.open_ranked()": "`call` of the endpoint, whose answers have ranks",
     "MeshFailure.report()": "its causes and tracebacks, without Monarch's sentence for each actor",
     "ProcMesh.logging_option(aggregate_window_sec=...)": "equal lines of ranks are shown once in a notebook anyway",
 }

@@ -304,13 +304,6 @@ def answers_on_a_port(procs: Any) -> Any:
 
 
 @program
-def answers_on_a_ranked_port(procs: Any) -> Any:
-    port, receiver = Channel[Any].open_ranked()
-    send(procs.spawn("c", Counter).slice(gpus=slice(2, 4)).add, (2,), {}, port)
-    return sorted(receiver.recv().get() for _ in range(2))
-
-
-@program
 def an_exception_on_a_port(procs: Any) -> Any:
     port, receiver = Channel[Any].open()
     port.exception(ValueError("sent"))

@@ -14,8 +14,8 @@ from meshbook.mesh import states
 from meshbook.mesh.peeks import TIMEOUT_S, NoValue, Peeks, peek
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import pull_together
-from meshbook.shape.large_values import describe_large
 from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shape.value_tables import describe_large
 from meshbook.values.summaries import ValueSummary
 from meshbook_extension.cells.names import pull_hint, push_hints
 from meshbook_extension.cells.running import brief, show_as

@@ -44,7 +44,7 @@ from meshbook.actor.errors import (
     SupervisionError,
     UnhandledFault,
 )
-from meshbook.actor.ports import Channel, Port, PortReceiver, RankedPortReceiver
+from meshbook.actor.ports import Channel, Port, PortReceiver
 from meshbook.actor.supervision import MeshFailure, unhandled_fault_hook
 
 __all__ = [
@@ -69,7 +69,6 @@ __all__ = [
     "PortReceiver",
     "ProcsNotStartedError",
     "ProcsStoppedError",
-    "RankedPortReceiver",
     "ReloadError",
     "SupervisionError",
     "UnhandledFault",
@@ -90,7 +89,7 @@ _MOVED = {
     ),
     **dict.fromkeys(
         (
-            "BootstrapCommand", "MeshTrait", "RDMABuffer", "ShapeExt", "attach", "attach_to_workers",
+            "BootstrapCommand", "RDMABuffer", "attach", "attach_to_workers",
             "default_bootstrap_cmd", "get_or_spawn_controller", "run_worker_loop_forever",
             "run_worker_loop_until_shutdown", "shutdown_context", "start_worker_loop_forever", "this_host", "this_proc",
         ),

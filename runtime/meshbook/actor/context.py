@@ -147,22 +147,19 @@ class ActorInstance:
     def __repr__(self) -> str:
         if not self.mailbox:
             return f"<{ROOT_NAME}>"
-        return path_of(repr(self.creator or root_instance()), self.module, self.class_name, self.name, self.rank)
+        return self._path(repr(self.creator or root_instance()), repr(self.rank) if len(self.rank) else "")
 
     @property
     def shared_name(self) -> str:
         """The ``repr`` without ranks: the same on all processes, so that equal lines which have it stay equal."""
         if not self.mailbox:
             return repr(self)
-        creator = (self.creator or root_instance()).shared_name
-        return path_of(creator, self.module, self.class_name, self.name, _NOWHERE)
+        return self._path((self.creator or root_instance()).shared_name)
 
-
-def path_of(creator: str, module: str, class_name: str, name: str, point: Point) -> str:
-    """Return the path of an actor below its creator: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
-    where = repr(point) if len(point) else ""
-    kind = f"{module}.{class_name}" if module else class_name
-    return f"{creator}.<{kind} {name}{where}>"
+    def _path(self, creator: str, where: str = "") -> str:
+        """Return the path of the actor below its creator: ``<root>.<train.Learner learners{'gpus': 0/2}>``."""
+        kind = f"{self.module}.{self.class_name}" if self.module else self.class_name
+        return f"{creator}.<{kind} {self.name}{where}>"
 
 
 def root_instance() -> ActorInstance:

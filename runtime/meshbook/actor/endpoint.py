@@ -67,28 +67,18 @@ def translate(error: BaseException, actor: str, endpoint: str) -> BaseException:
     if isinstance(error, CallFailed) and not isinstance(error, ActorError):
         closed = [failure for failure in error.failures if failure.kind is FailureKind.CLOSED]
         if closed and len(closed) == len(error.failures):
-            return ActorStoppedError(actor, _reason(closed, actor), ended_with=_restarted(closed))
+            errors = [failure.load() for failure in closed]
+            whys = [error.why if isinstance(error, MailboxClosed) else None for error in errors]
+            restarted = () if any(why != "" for why in whys) else sorted(failure.rank for failure in closed)
+            plain = why_stopped(actor)  # behind that stands the reason of an actor that has ended itself
+            reason = next((why.removeprefix(f"{plain}: ") for why in whys if why and why != plain), "")
+            return ActorStoppedError(actor, reason, ended_with=restarted)  # started again: they never had the actor
         kind = ActorNotMadeError if any(failure.unmade for failure in error.failures) else ActorError
         told = kind(error.failures, f"{actor}.{endpoint}", partial=error.partial)
         told.freed, told.freed_s, told.groups = error.freed, error.freed_s, error.groups
         told.torn = error.torn
         return told
     return error
-
-
-def _reason(closed: list[Failure], actor: str) -> str:
-    """Return the reason of an actor that has ended itself (`meshbook.actor.context`), else an empty text."""
-    plain = why_stopped(actor)
-    errors = [error for failure in closed if isinstance(error := failure.load(), MailboxClosed)]
-    return next((error.why.removeprefix(f"{plain}: ") for error in errors if error.why not in ("", plain)), "")
-
-
-def _restarted(closed: list[Failure]) -> tuple[int, ...]:
-    """The ranks whose processes have never had the actor, none where one of them has: there it was stopped."""
-    errors = [failure.load() for failure in closed]
-    if any(not isinstance(error, MailboxClosed) or error.why for error in errors):
-        return ()
-    return tuple(sorted(failure.rank for failure in closed))
 
 
 class ActorFuture(MappedFuture[Values, T], Generic[T]):

@@ -18,7 +18,7 @@ from meshbook.calls.call import CallRequest
 from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future, MappedFuture
-from meshbook.errors import MailboxClosed, MeshStoppedError, RanksLeft, UsageError, WorkerLost
+from meshbook.errors import MailboxClosed, MeshStoppedError, RanksLeft, WorkerLost
 from meshbook.shape.members import Members, Region
 from meshbook.values.pickling import dumps, loads
 from meshbook.wire import messages as wire
@@ -29,17 +29,10 @@ R = TypeVar("R")
 class Port(Generic[R]):
     """The sending end of a channel for values. Small, and works in every process of the session."""
 
-    def __init__(self, session: str, place: Place, mailbox: int, rank: int | None = None) -> None:
-        """rank: of the actor that answers on it, which a `RankedPortReceiver` gets as well."""
-        self._session, self._place, self._mailbox, self._rank = session, Place(*place), mailbox, rank
+    def __init__(self, session: str, place: Place, mailbox: int) -> None:
+        self._session, self._place, self._mailbox = session, Place(*place), mailbox
         self.return_undeliverable = True
         """False: a message that can no longer be delivered is dropped in silence."""
-
-    def of_rank(self, rank: int) -> Port[R]:
-        """Return the same port for the answers of one actor of several."""
-        port: Port[R] = Port(self._session, self._place, self._mailbox, rank)
-        port.return_undeliverable = self.return_undeliverable
-        return port
 
     def send(self, obj: R) -> None:
         """Send a value; returns before it has arrived.
@@ -62,7 +55,7 @@ class Port(Generic[R]):
     def post(self, endpoint: str, value: object) -> None:
         """Send a value under another name than ``send``, for mailboxes that tell them apart."""
         router = router_for(self._session)
-        pickled = dumps(((value,), {} if self._rank is None else {"rank": self._rank}), what="the value")
+        pickled = dumps(((value,), {}), what="the value")
         if self._place == router.place:
             head, buffers = pickled.head, [bytearray(buffer) for buffer in pickled.buffers]
             mailbox = router.mailboxes.find(self._mailbox, self._place.rank)
@@ -85,7 +78,7 @@ class Port(Generic[R]):
         return hash((self._session, self._mailbox))
 
     def __reduce__(self) -> tuple[object, ...]:
-        made_of = (self._session, tuple(self._place), self._mailbox, self._rank)
+        made_of = (self._session, tuple(self._place), self._mailbox)
         return Port, made_of, {"return_undeliverable": self.return_undeliverable}
 
     def __repr__(self) -> str:
@@ -107,14 +100,6 @@ class PortReceiver(Generic[R]):
 
     def recv(self) -> Future[R]:
         """Return a future of the next value. Raises, when asked: an error that was sent as an exception."""
-        return MappedFuture(self.next_load(), lambda load: load()[1])
-
-    def ranked(self) -> RankedPortReceiver[R]:
-        """Return a receiver of the same values, each with the rank of the actor that has sent it."""
-        return RankedPortReceiver(self)
-
-    def next_load(self) -> Future[_Load[R]]:
-        """Return a future of the function that builds the next value."""
         asked: Future[_Load[R]] = Future()
         with self._lock:
             load = self._come.popleft() if self._come else None
@@ -122,7 +107,7 @@ class PortReceiver(Generic[R]):
                 self._asked.append(asked)
         if load is not None:
             asked.set_result(load)
-        return asked
+        return MappedFuture(asked, lambda load: load())
 
     def take(self, load: _Load[R]) -> None:
         """Add a message that has come. load: builds its value, on the thread that asks for it."""
@@ -136,46 +121,22 @@ class PortReceiver(Generic[R]):
     def loader(self, endpoint: str, load_args: LoadArgs) -> _Load[R]:
         """Return a function that builds the value of a message, once."""
         lock = threading.Lock()
-        loaded: list[tuple[int | None, R]] = []
+        loaded: list[R] = []
 
-        def load() -> tuple[int | None, R]:
+        def load() -> R:
             with lock:
                 if not loaded:
-                    (value,), also = load_args()
-                    loaded.append((also.get("rank"), value))
-            if endpoint == "exception" and isinstance(error := loaded[0][1], BaseException):
+                    (value,), _ = load_args()
+                    loaded.append(value)
+            if endpoint == "exception" and isinstance(error := loaded[0], BaseException):
                 raise error
             return loaded[0]
 
         return load
 
 
-_Load: TypeAlias = "Callable[[], tuple[int | None, R]]"
-"""Builds a value, and the rank of the actor that has answered with it."""
-
-
-class RankedPortReceiver(Generic[R]):
-    """The receiving end for the answers of several actors, as (rank, value)."""
-
-    def __init__(self, receiver: PortReceiver[R]) -> None:
-        self._receiver = receiver
-
-    def recv(self) -> Future[tuple[int, R]]:
-        """Return a future of the next answer. Raises, when asked: a sent error; UsageError for a value without a rank.
-
-        The rank is that among the actors which were called together (`meshbook.actor.send`).
-        """
-        return MappedFuture(self._receiver.next_load(), _with_rank)
-
-
-def _with_rank(load: _Load[R]) -> tuple[int, R]:
-    rank, value = load()
-    if rank is None:
-        raise UsageError(
-            "a message without a rank has come to a ranked port: only answers of `send(endpoint, ..., port)` have "
-            "ranks. Receive what is sent otherwise by a Channel.open()."
-        )
-    return rank, value
+_Load: TypeAlias = "Callable[[], R]"
+"""Builds a value."""
 
 
 class Channel(Generic[R]):
@@ -190,12 +151,6 @@ class Channel(Generic[R]):
         router = current_router()
         receiver: PortReceiver[R] = PortReceiver()
         return make_port(router, receiver, once=once), receiver
-
-    @staticmethod
-    def open_ranked(once: bool = False) -> tuple[Port[R], RankedPortReceiver[R]]:
-        """Make a port for the answers of several actors, each of which comes with its rank; see `open`."""
-        port, receiver = Channel[R].open(once)
-        return port, receiver.ranked()
 
 
 def make_port(router: Router, receiver: PortReceiver[R], *, once: bool = False) -> Port[R]:
@@ -240,18 +195,19 @@ class ResponsePort(Port[R]):
 
         def on_message(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
             mailboxes.close(id, "the port was for one message")
-            run_in_background(lambda: self._pass_on(call.endpoint, load_args))  # what loads runs the user's code
+
+            def pass_on() -> None:
+                try:
+                    (value,), _ = load_args()
+                except BaseException as error:
+                    self.exception(error)
+                else:
+                    self.exception(value) if call.endpoint == "exception" else self.send(value)
+
+            run_in_background(pass_on)  # what loads runs the user's code
 
         mailboxes.open(id, on_message)
         return Port(router.session, router.place, id).__reduce__()
-
-    def _pass_on(self, endpoint: str, load_args: LoadArgs) -> None:
-        try:
-            (value,), _ = load_args()
-        except BaseException as error:
-            self.exception(error)
-        else:
-            self.exception(value) if endpoint == "exception" else self.send(value)
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -58,10 +58,6 @@ class Attachment:
         """The calls that were under way on ``mesh``."""
         return [call for call in self.calls if call.mesh_id == mesh.id]
 
-    def remember(self, key: str, value: bytes) -> None:
-        """Keep ``value`` as long as the session."""
-        self.controller.folder.remember(key, value)
-
     def recall(self, key: str) -> bytes | None:
         """Return the value that this or an earlier process remembered under ``key``."""
         return self.controller.folder.recall(key)

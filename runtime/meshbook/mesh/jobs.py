@@ -257,6 +257,7 @@ class HostsJob(JobTrait):
     """A job whose hosts are started here, by the launchers of `_wanted`; all at once where they are `_together`."""
 
     _together = False
+    _ends_hosts = True
     _env: Mapping[str, str] = {}
     """Environment variables added for processes that are spawned on the hosts."""
 
@@ -296,8 +297,8 @@ class HostsJob(JobTrait):
         if self._hosts is None:
             self._hosts = {name: kept.find() for name, kept in self._kept.items() if kept.live}
         hosts, self._hosts, self._kept = self._hosts, None, {}
-        for each in hosts.values():
-            self._end(each)
+        for each in hosts.values() if self._ends_hosts else ():
+            each.end()
 
     def _check_changeable(self, name: str) -> None:
         """Raises: UsageError once the job was applied."""
@@ -333,9 +334,6 @@ class HostsJob(JobTrait):
             first += count
         return parts
 
-    def _end(self, hosts: HostMesh) -> None:
-        hosts.end()
-
     def __getstate__(self) -> dict[str, Any]:
         kept = self._kept
         if self._hosts is not None:
@@ -349,6 +347,8 @@ class LocalJob(HostsJob):
     ``apply(client_script="train.py")`` is its batch mode: the script runs in a process of its own, and ``state()`` of
     any job there gives the hosts of this one. `process` is that process; its output is in `log_dir`.
     """
+
+    _ends_hosts = False  # others have meshes there too
 
     def __init__(self, hosts: Sequence[str] = ("hosts",)) -> None:
         super().__init__()
@@ -369,9 +369,6 @@ class LocalJob(HostsJob):
         if self._hosts is None:
             self._create(None)
         return super()._state()
-
-    def _end(self, hosts: HostMesh) -> None:
-        pass  # others have meshes there too
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -25,7 +25,6 @@ from meshbook.actor import (
     MeshFailure,
     Port,
     PortReceiver,
-    RankedPortReceiver,
     SupervisionError,
     as_endpoint,
     concurrent_endpoint,
@@ -42,7 +41,7 @@ from meshbook.concurrency.future import Future
 from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shape.members import Extent, Point
-from meshbook.shape.ndslice import MeshTrait, NDSlice, Shape, ShapeExt, Slice
+from meshbook.shape.ndslice import NDSlice, Shape, Slice
 from meshbook.shape.value_mesh import ValueMesh
 
 if TYPE_CHECKING:
@@ -65,16 +64,13 @@ __all__ = [
     "Future",
     "HostMesh",
     "MeshFailure",
-    "MeshTrait",
     "NDSlice",
     "Point",
     "Port",
     "PortReceiver",
     "ProcMesh",
     "RDMABuffer",
-    "RankedPortReceiver",
     "Shape",
-    "ShapeExt",
     "Slice",
     "SupervisionError",
     "ValueMesh",

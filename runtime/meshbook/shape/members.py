@@ -498,11 +498,6 @@ class MeshView:
         return self._members.extent
 
     @property
-    def _labels(self) -> tuple[str, ...]:
-        """The axis names; programs for Monarch ask for them so."""
-        return self._members.labels
-
-    @property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in axis order."""
         return self._members.sizes

@@ -3,7 +3,7 @@
     Slice   offset, sizes and strides over ranks: a sequence of ranks, in C order. NDSlice is another name for it.
     Shape   a slice whose axes have names
 
-Meshes use `meshbook.shape` inside; `MeshTrait` says that they have the operations of a mesh.
+Meshes use `meshbook.shape` inside.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, TypeVar, overload
 
 from meshbook.errors import LayoutError, NegativeIndexError, RankError
 from meshbook.shape.extent import Extent, Point
-from meshbook.shape.members import Index, Members, MeshView, Piece, Region, dense, group
+from meshbook.shape.members import Members, Piece, Region, dense, group
 
-Self = TypeVar("Self", bound="MeshTrait")
 AnyShape = TypeVar("AnyShape", bound="Shape")
 
 
@@ -244,41 +243,6 @@ class NamedRegion(Shape):
     def point_of_base_rank(self, rank: int) -> Point:
         """Return the point of a rank of the base. Raises: RankError."""
         return self.members.point(rank)
-
-
-class ShapeExt:
-    """Operations on shapes, as Monarch groups them."""
-
-    @staticmethod
-    def slice(shape: Shape, **axes: Index) -> Shape:
-        """Slice a shape like a mesh: an int drops its axis, a slice keeps it."""
-        return Shape.of(shape.members.slice(**axes))
-
-
-class _KindOfMesh(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, MeshView) if cls is MeshTrait else super().__instancecheck__(instance)
-
-
-class MeshTrait(MeshView, metaclass=_KindOfMesh):
-    """The base of a program's own meshes: a subclass says which ranks it has, and how a view of them is made.
-
-    It has the operations of the meshes here, which count as its instances.
-    """
-
-    @property
-    def _ndslice(self) -> Slice:
-        raise NotImplementedError
-
-    def _new_with_shape(self: Self, shape: Shape) -> Self:
-        raise NotImplementedError
-
-    @property
-    def _members(self) -> Members:  # type: ignore[override]
-        return Shape(self._labels, self._ndslice).members
-
-    def _part(self: Self, members: Members) -> Self:
-        return self._new_with_shape(Shape.of(members))
 
 
 def _from_start(index: int) -> int:

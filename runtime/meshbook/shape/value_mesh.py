@@ -204,7 +204,9 @@ class ValueMesh(MeshView, Generic[T]):
         )
 
     def __reduce__(self) -> tuple[type[ValueMesh[Any]], tuple[Members, list[T]]]:
-        return ValueMesh, (self._members, self.values())
+        once: dict[Any, Any] = {}  # equal texts of a thousand ranks take the room of one
+        values = [once.setdefault(value, value) if type(value) is str else value for value in self.values()]
+        return ValueMesh, (self._members, values)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray[Any, Any]:
         """Return one array: the axes of the mesh, then those of the values; of objects where shapes differ."""

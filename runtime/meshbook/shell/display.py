@@ -22,7 +22,7 @@ from IPython.core.displaypub import DisplayPublisher
 
 from meshbook.concurrency.patches import patch
 from meshbook.formatting import format_bytes
-from meshbook.shape.large_values import describe_large, is_long
+from meshbook.shape.value_tables import describe_large, is_long
 from meshbook.shell.failures import cut_text
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from contextvars import Token
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.actor.classes import RELOAD, EndpointMethod, has_async_endpoints, swap_class
-from meshbook.actor.context import ActorInstance, Belongings, Context, context, current_context, name_actors_in_logs
+from meshbook.actor.context import ActorInstance, Belongings, Context, current_context, name_actors_in_logs
 from meshbook.actor.errors import CircularCallError, NoEndpointError, SupervisionError, cause_of, why_stopped
 from meshbook.actor.identity import ActorState
 from meshbook.actor.ports import Port, ResponsePort
@@ -368,9 +368,6 @@ class ActorRunner:
             args.insert(0, to or self._promise(message))
         before = self._enter(message, view)
         try:
-            if to is not None:
-                to = to.of_rank(context().message_rank.rank)
-                args[:1] = [to] if answers_later else args[:1]
             value = getattr(self._actor, call.endpoint)(*args, **kwargs)
             if value is not None and inspect.isawaitable(value):
                 value = await self._value_of(value)

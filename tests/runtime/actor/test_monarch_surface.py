@@ -17,10 +17,8 @@ from meshbook.actor import (
     Actor,
     ActorError,
     ActorMesh,
-    Channel,
     concurrent_endpoint,
     endpoint,
-    send,
 )
 from meshbook.errors import MeshStoppedError, SerializationError, SpawnError, UsageError
 
@@ -77,22 +75,6 @@ def test_a_bootstrap_that_cannot_be_or_fails_is_named() -> None:
 
     with pytest.raises(SpawnError, match="their bootstrap failed: rank 0 raised OSError: no disk in /"):
         this_host().spawn_procs({"gpus": 1}, boot, group=False)
-
-
-def test_answers_on_a_ranked_port_have_ranks(mesh4: ProcMesh) -> None:
-    actors = mesh4.spawn("ranked", SentBack)
-    port, receiver = Channel[int].open_ranked()
-    send(actors.slice(gpus=slice(1, 4)).ten, (), {}, port)
-    assert sorted(receiver.recv().get(20) for _ in range(3)) == [(0, 0), (1, 10), (2, 20)]
-    plain, values = Channel[int].open()
-    send(actors.ten, (), {}, plain)
-    assert sorted(values.ranked().recv().get(20) for _ in range(4)) == [(rank, rank * 10) for rank in range(4)]
-    actors.slice(gpus=1).give.broadcast(port)
-    with pytest.raises(UsageError, match="a message without a rank has come to a ranked port"):
-        receiver.recv().get(20)
-    actors.slice(gpus=1).give.broadcast(plain)
-    assert values.recv().get(20) == "mine"
-    actors.stop().get(20)
 
 
 def test_what_cannot_be_delivered_is_dropped_where_that_is_asked_for(mesh2: ProcMesh) -> None:

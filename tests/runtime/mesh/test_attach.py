@@ -373,7 +373,7 @@ def test_the_first_process_remembers_for_the_next(zygote: Zygote, watch: Watch) 
     assert _the_session().recall("notebook") == b"a.ipynb"
     assert _the_session().recall("../state") is None
     attachment = meshbook.attach(_the_session())
-    attachment.remember("notebook", b"b.ipynb")
+    attachment.controller.folder.remember("notebook", b"b.ipynb")
     assert meshbook.recall("notebook") == b"b.ipynb"
     assert attachment.recall("other") is None
     with pytest.raises(meshbook.errors.UsageError, match="cannot name what is remembered"):

@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 import torch
 
-from meshbook.shape import large_values
-from meshbook.shape.large_values import describe_large
+from meshbook.shape import value_tables
 from meshbook.shape.members import Region
 from meshbook.shape.value_mesh import ValueMesh
+from meshbook.shape.value_tables import describe_large
 
 
 def bits(text: str | None) -> str:
@@ -62,7 +62,7 @@ def test_equal_bits_have_equal_fingerprints_and_others_do_not(dtype: torch.dtype
 
 
 def test_the_look_at_a_huge_value_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_values, "LOOKED_AT", 1500)
+    monkeypatch.setattr(value_tables, "LOOKED_AT", 1500)
     assert "max 1499; of the first 1,500; bits " in str(describe_large(np.arange(2000)))
 
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from meshbook import Extent, NDSlice, Point, Shape, Slice, ValueMesh
 from meshbook.errors import LayoutError
-from meshbook.monarch import MeshTrait, ShapeExt
-from meshbook.shape.members import Region
 
 
 @st.composite
@@ -80,7 +78,6 @@ def test_shapes_are_cut_along_named_axes() -> None:
         ["batch", "width"], Slice(8, [2, 4], [12, 1]),
     )  # fmt: skip
     assert shape.select("width", slice(0, 4, 2)).ndslice == Slice(0, [2, 3, 2], [12, 4, 2])
-    assert ShapeExt.slice(shape, batch=1, width=slice(1, 3)).ranks() == [13, 14, 17, 18, 21, 22]
     assert shape.index(batch=1, width=0).ranks() == [12, 16, 20]
     assert (shape.coordinates(17), len(shape)) == ({"batch": 1, "height": 1, "width": 1}, 24)
     assert shape == pickle.loads(pickle.dumps(shape)) != shape.region
@@ -109,33 +106,6 @@ def test_value_meshes_are_made_of_shapes() -> None:
         ValueMesh(shape, list("abcde"))
 
 
-class Named(MeshTrait):
-    """A mesh of a program's own."""
-
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-
-    @property
-    def _ndslice(self) -> Slice:
-        return self._shape.ndslice
-
-    @property
-    def _labels(self) -> tuple[str, ...]:
-        return tuple(self._shape.labels)
-
-    def _new_with_shape(self, shape: Shape) -> Named:
-        return Named(shape)
-
-
-def test_a_programs_own_mesh_has_the_operations_of_every_mesh() -> None:
-    mesh = Named(Shape(["host", "gpu"], Slice.new_row_major([2, 4])))
-    assert mesh.slice(host=1).split(gpu=("dp", "tp"), tp=2).sizes == {"dp": 2, "tp": 2}
-    assert list(mesh.slice(host=1)._ndslice) == [4, 5, 6, 7]
-    assert (mesh.flatten("rank").sizes, mesh.rename(gpu="tp").extent["tp"], mesh.size("gpu")) == ({"rank": 8}, 4, 4)
-    assert len(mesh) == 8
-    assert isinstance(ValueMesh(Region.of({"gpus": 1}), [1]), MeshTrait)
-
-
 def test_they_print_as_monarchs_do() -> None:
     shape = Shape(["x", "y"], Slice.new_row_major([2, 3]))
     assert repr(shape) == 'Shape { labels: ["x", "y"], slice: Slice { offset: 0, sizes: [2, 3], strides: [3, 1] } }'
@@ -150,8 +120,6 @@ def test_what_cannot_be_is_refused_where_it_is_made() -> None:
     for rank in (-1, 6):
         with pytest.raises(ValueError, match=f"rank={rank} "):
             Point(rank, Extent(["x", "y"], [2, 3]))
-    with pytest.raises(TypeError, match='unknown axis "z"'):
-        ShapeExt.slice(Shape.unity(), z=1)
 
 
 def test_positions_of_a_shape_are_counted_from_its_start() -> None:

@@ -167,12 +167,12 @@ def test_wrong_requests_are_shape_errors() -> None:
         squares().item(gpus=0)
 
 
-def test_equal_values_in_a_row_are_pickled_once() -> None:
+def test_equal_texts_are_pickled_once() -> None:
     many = Region.of({"gpus": 1000})
     text = "x" * 1000
     values = ValueMesh(many, ["".join([text[:500], text[500:]]) for _ in range(1000)])
     pickled = pickle.dumps(values)
-    assert len(pickled) < 2000 and pickle.loads(pickled) == values
+    assert len(pickled) < 4000 and pickle.loads(pickled) == values
     mixed: list[object] = [1, True, 1.0, 1, 1, "1", b"1", None, None, [2], [2], float("nan")]
     again = pickle.loads(pickle.dumps(ValueMesh(Region.of({"gpus": len(mixed)}), mixed))).values()
     assert list(map(repr, again)) == list(map(repr, mixed)) and again[9] is not again[10]
