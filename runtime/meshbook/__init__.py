@@ -186,7 +186,7 @@ _FOUND_IN = {
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _FOUND_IN.items() for name in names}
 
 
-_FACES = ("actor", "distributed", "errors", "mesh", "monarch", "shape", "wire")
+_FACES = ("actor", "distributed", "errors", "monarch", "shape", "wire")
 """Packages that ``import meshbook`` is enough for."""
 
 

@@ -238,20 +238,19 @@ def _on_made(
     if ok or failure is None or failure.kind in _NO_FAULTS:
         return
     told = MeshFailure(actors, f"{actors.name}.{INIT}", [failure._replace(exception=None)])
-    run_in_background(functools.partial(_tell, owner, told))
+
+    def tell() -> None:
+        if owner is not None:
+            with contextlib.suppress(MeshError):  # it has ended
+                owner.post(SUPERVISE, told)
+                return
+        print(told.report(), flush=True)
+
+    run_in_background(tell)
 
 
 _NO_FAULTS = frozenset({FailureKind.LOST, FailureKind.INTERRUPTED, FailureKind.CLOSED})
 """Failures that are no fault of a constructor: the owner hears of ended processes anyway, and a stop is no fault."""
-
-
-def _tell(owner: Port[MeshFailure] | None, failure: MeshFailure) -> None:
-    """Send the failure to the owner, or print it if that fails."""
-    if owner is not None:
-        with contextlib.suppress(MeshError):  # it has ended
-            owner.post(SUPERVISE, failure)
-            return
-    print(failure.report(), flush=True)
 
 
 def watch(actors: ActorMesh[object], owner: Port[MeshFailure]) -> None:

@@ -248,23 +248,19 @@ class DebugPrompt:
         self._go_to(rank)
 
     def _cast(self, rest: str) -> None:
-        command, ranks = self._split_target(rest)
+        words, pairs = rest.split(" "), {}
+        known = {*self.procs.base().sizes, *self.procs.sizes, "rank"}
+        while words and (found := _TARGET.fullmatch(words[-1])) and found[1] in known:
+            pairs[found[1]] = found[2]
+            words.pop()
+        command = " ".join(words).strip()
+        ranks = self._choose(self.procs, pairs).ranks if pairs else self.procs.ranks
         if not command:
             raise UsageError("cast what? For example: cast p x    cast c    cast p loss rank=0,2")
         stopped = self._stopped_ranks.of(ranks)
         if not stopped:
             raise UsageError(f"none of {name_ranks(ranks)} is stopped. See them all: ranks")
         self.cast(command, stopped)
-
-    def _split_target(self, text: str) -> tuple[str, Collection[int]]:
-        words, pairs = text.split(" "), {}
-        known = {*self.procs.base().sizes, *self.procs.sizes, "rank"}
-        while words and (found := _TARGET.fullmatch(words[-1])) and found[1] in known:
-            pairs[found[1]] = found[2]
-            words.pop()
-        if not pairs:
-            return text, self.procs.ranks
-        return " ".join(words).strip(), self._choose(self.procs, pairs).ranks
 
     def cast(self, command: str, ranks: Collection[int] | None = None) -> None:
         """Run a command on all stopped ranks, or on ``ranks``, and show their answers, equal answers once."""

@@ -261,7 +261,11 @@ class Repair:
             if isinstance(error, CallFailed):
                 raise SpawnError(f"the process groups did not form: {error}") from error
             raise
-        self._controller.ask(lambda: setattr(mesh, "joined", not mesh.lost))
+
+        def note_joined() -> None:
+            mesh.joined = not mesh.lost
+
+        self._controller.ask(note_joined)
         self._controller.folder.save_mesh(mesh.id, mesh.saved)
         self._controller.submit(mesh.tell_up)
 

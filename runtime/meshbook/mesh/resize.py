@@ -291,8 +291,9 @@ class Elastic:
             empty = [host for host in hosts if host not in mesh.hosts]
             if mesh.owns_hosts:
                 self._controller.stop_hosts(empty, GONE_TIMEOUT_S)
-            for host in () if mesh.owns_hosts else empty:
-                self._controller.submit(functools.partial(host.send, wire.StopMesh(mesh.id, 0.0)))
+            else:
+                for host in empty:
+                    self._controller.submit(functools.partial(host.send, wire.StopMesh(mesh.id, 0.0)))
             return self._finish(plan, ended=tuple(rank for rank in range(before) if rank not in plan.moved), new=())
 
     # ---- steps --------------------------------------------------------------------------------------------------

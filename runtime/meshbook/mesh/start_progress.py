@@ -124,20 +124,17 @@ class StartProgress:
                 if step.moves != moves:
                     moves, moved_at = step.moves, now
                 elif now >= moved_at + within_s:
-                    raise SpawnError(self._describe(step, within_s))
+                    last = f"\n  the last line of the log: {step.last_line}" if step.last_line else ""
+                    what = f" while {step.what}" if step.what else ""
+                    raise SpawnError(
+                        f"no progress for {within_s:g} s{what}: {step.missing}{last}\n"
+                        f"  logs: {self._controller.folder.logs}    give it longer: {advice().within}"
+                    )
                 if step.what and now - began >= LOOK_S:
                     parts = filter(None, [step.what, step.there, f"{math.ceil(now - began)} s"])
                     self._controller.front_end.show_progress(", ".join(parts))
         finally:
             self._controller.front_end.show_progress("")
-
-    def _describe(self, step: _Step, within_s: float) -> str:
-        last = f"\n  the last line of the log: {step.last_line}" if step.last_line else ""
-        what = f" while {step.what}" if step.what else ""
-        return (
-            f"no progress for {within_s:g} s{what}: {step.missing}{last}\n"
-            f"  logs: {self._controller.folder.logs}    give it longer: {advice().within}"
-        )
 
 
 def _describe_failed(host: HostState, cause: str, hosts: Sequence[HostState]) -> str:

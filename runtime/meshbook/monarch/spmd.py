@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshbook.mesh.proc_mesh import ProcMesh
-    from meshbook.shape.members import Point
 
 __all__ = ["SPMDActor", "setup_torch_elastic_env", "setup_torch_elastic_env_async"]
 
@@ -75,7 +74,10 @@ def _set_variables(master_addr: str, master_port: int) -> None:
     groups = os.environ.get("GROUP_WORLD_SIZE", -(-world // local_world))
     if HOSTS in here and local_world > world // here.extent[HOSTS]:  # several of them are this machine
         groups, group_rank = here.extent[HOSTS], here[HOSTS]
-        local_rank, local_world = _place_among(here), world // here.extent[HOSTS]
+        local_rank, local_world = 0, world // here.extent[HOSTS]
+        for axis, size in here.extent.items():  # its place among those of its host
+            if axis != HOSTS:
+                local_rank = local_rank * size + here[axis]
     variables = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": master_port,
@@ -90,15 +92,6 @@ def _set_variables(master_addr: str, master_port: int) -> None:
         "ROLE_NAME": "rank",
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
-
-
-def _place_among(here: Point) -> int:
-    """Return the index of a process among those of its place along the axis of hosts."""
-    index = 0
-    for axis, size in here.extent.items():
-        if axis != HOSTS:
-            index = index * size + here[axis]
-    return index
 
 
 def _address(use_ipaddr: object) -> str:

@@ -40,7 +40,10 @@ def to_table(sizes: Mapping[str, int], texts: Sequence[tuple[int, str]], *, is_g
     is_small = len(texts) <= _GRID_CELLS and all(len(text) <= _GRID_CHARS for text in counts)
     if is_grid and is_small and len(sizes) == 2 and len(counts) > 1:
         return _grid(sizes, texts, counts, title)
-    rows, others = _rows(texts)
+    groups = group_ranks(texts)
+    shown = _ROWS - 1 if len(groups) > _ROWS else _ROWS
+    rows = [(f"[{format_some_ranks(ranks, _LABEL_CHARS)}]", text) for text, ranks in islice(groups.items(), shown)]
+    others = sum(len(ranks) for ranks in islice(groups.values(), shown, None))
     if is_grid and len(counts) == 1 and len(texts) > 1:
         rows = [(f"equal on all {len(texts)}", text) for _, text in rows]
     width = max(len(label) for label, _ in rows)
@@ -113,14 +116,6 @@ def describe(load: Callable[[Any], object], held: object) -> str:
         return re.sub(r"\s*\n\s*", " ", describe_large(value) or _repr(value))
     except Exception as error:
         return f"<{type(error).__name__}: {error}>"
-
-
-def _rows(texts: Iterable[tuple[int, str]]) -> tuple[list[tuple[str, str]], int]:
-    """Return a row for each text with the label of its ranks, and the number of ranks beyond the last row."""
-    groups = group_ranks(texts)
-    shown = _ROWS - 1 if len(groups) > _ROWS else _ROWS
-    rows = [(f"[{format_some_ranks(ranks, _LABEL_CHARS)}]", text) for text, ranks in islice(groups.items(), shown)]
-    return rows, sum(len(ranks) for ranks in islice(groups.values(), shown, None))
 
 
 class _Reprs(reprlib.Repr):

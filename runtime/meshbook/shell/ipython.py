@@ -125,8 +125,11 @@ class RankIPython(InteractiveShell):
         publisher: Any = self.display_pub
         compiler.begin(code, number, lines_above, debug_name)
         publisher.begin_cell(code)
-        if number is not None:
-            self._continue_history_at(number)
+        if number is not None:  # ``In``, ``Out`` and ``_7`` count as the notebook does
+            self.execution_count = number
+            history: Any = self.history_manager
+            for inputs in (history.input_hist_parsed, history.input_hist_raw):
+                inputs += [""] * (number - len(inputs))
         shown = self._held = []
         try:
             result = self.run_cell(code, store_history=True)
@@ -162,11 +165,14 @@ class RankIPython(InteractiveShell):
         """Run compiled code; returns whether it raised. As IPython's, but exits and debugger quits are errors too."""
         __tracebackhide__ = "__ipython_bottom__"
         try:
-            with self._user_code():
+            self._user_code_depth += 1
+            try:
                 if async_:
                     await eval(code_obj, self.user_global_ns, self.user_ns)
                 else:
                     exec(code_obj, self.user_global_ns, self.user_ns)
+            finally:
+                self._user_code_depth -= 1
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -302,25 +308,10 @@ class RankIPython(InteractiveShell):
 
     # ---- private ------------------------------------------------------------------------------------------------
 
-    def _continue_history_at(self, number: int) -> None:
-        """Have ``In``, ``Out`` and ``_7`` count as the notebook does."""
-        self.execution_count = number
-        history: Any = self.history_manager
-        for inputs in (history.input_hist_parsed, history.input_hist_raw):
-            inputs += [""] * (number - len(inputs))
-
     def print_error(self, error: BaseException) -> None:
         """Print an error past ``%%capture``, which would hide it, as Jupyter kernels do."""
         drop_own_frames(error)
         print(self.InteractiveTB.stb2text(format_error(self, error)), file=sys.__stderr__)
-
-    @contextlib.contextmanager
-    def _user_code(self) -> Iterator[None]:
-        self._user_code_depth += 1
-        try:
-            yield
-        finally:
-            self._user_code_depth -= 1
 
     @contextlib.contextmanager
     def formatting_result(self) -> Iterator[list[BaseException]]:

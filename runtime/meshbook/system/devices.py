@@ -65,7 +65,11 @@ def visible_cuda_devices(environment: Mapping[str, str] = os.environ) -> list[st
 
     As CUDA does, the variable's list ends at the first entry that names no device (``0,-1,1`` is ``0``).
     """
-    count = _count_installed(environment)
+    count = _count_by_nvml()
+    if environment.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none"):  # a container that was given no device
+        count = 0
+    elif count is None:
+        count = len(list(_PROC_GPUS.iterdir())) if _PROC_GPUS.is_dir() else 0
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return [str(index) for index in range(count)]
@@ -76,18 +80,6 @@ def visible_cuda_devices(environment: Mapping[str, str] = os.environ) -> list[st
             break
         usable.append(name)
     return usable
-
-
-def _count_installed(environment: Mapping[str, str]) -> int:
-    if environment.get("NVIDIA_VISIBLE_DEVICES") in ("void", "none"):  # a container that was given no device
-        return 0
-    by_library = _count_by_nvml()
-    if by_library is not None:
-        return by_library
-    try:
-        return len(list(_PROC_GPUS.iterdir()))
-    except OSError:
-        return 0
 
 
 def _count_by_nvml() -> int | None:

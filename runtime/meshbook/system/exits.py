@@ -276,12 +276,12 @@ class CrashReportCut:
 
     def cut(self, text: str) -> str:
         """Return the part of ``text``, the next piece, that is to be shown."""
-        if self._shown is None and FATAL not in text:
+        if self._shown is None and FATAL not in self._held + text:
             return text
         lines = (self._held + text).split("\n")
         self._held, last = "", lines.pop()
         shown = "".join(f"{line}\n" for line in lines if self._is_shown(line))
-        if last and self._shown is not None:
+        if last and (self._shown is not None or last.startswith(FATAL)):
             if any(last.startswith(begin) or begin.startswith(last) for begin in (FATAL, *_REPORT)):
                 self._held = last
                 return shown

@@ -160,8 +160,12 @@ class SegmentPool:
         on_release: as of `map_segment`; the owner must not release the segment before it was called.
         """
         whole = self._in_use[ref.segment].array[: ref.size_bytes]
-        made_in = forks.generation  # a fork inherits our finalizers, and runs them in vain
-        release = lambda segment: on_release(segment) if made_in == forks.generation else None  # noqa: E731
+        made_in = forks.generation
+
+        def release(segment: int) -> None:
+            if made_in == forks.generation:  # a fork inherits our finalizers
+                on_release(segment)
+
         weakref.finalize(whole, release, ref.segment).atexit = False
         view = whole.data  # all its slices hold it
         return [view[offset : offset + length] for offset, length in ref.spans]

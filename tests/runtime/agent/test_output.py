@@ -83,6 +83,17 @@ def test_the_modules_and_common_frames_of_a_crash_report_are_in_the_log_only(out
     assert "Extension modules: numpy" in output.log.path.read_text() and below in output.log.path.read_text()
 
 
+@pytest.mark.parametrize("first", ["Fatal Python error: ", "Fatal Python error: Abo"])
+def test_a_crash_report_is_cut_also_where_its_first_line_comes_in_pieces(output: RankOutput, first: str) -> None:
+    report = (
+        f'Fatal Python error: Aborted\n\nStack (most recent call first)\n  File "{PACKAGE}worker.py", line 9 in main\n'
+    )
+    output.feed("stderr", f"before\n{first}".encode(), 0.0)
+    output.feed("stderr", report.removeprefix(first).encode(), 0.0)
+    pieces, _ = output.take(0.0, final=True)
+    assert "".join(one.text for one in pieces) == "before\nFatal Python error: Aborted\n"
+
+
 @pytest.fixture
 def hanging(tmp_path: Path) -> Iterator[tuple[RankLog, int]]:
     """A log on a disk that takes nothing: a pipe that nobody reads, and the end at which it could be read."""

@@ -28,7 +28,7 @@ from meshbook.sessions.folder import take_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-attach_module = importlib.import_module("meshbook.mesh.attach")  # whose name is a function of the package
+attach_module = importlib.import_module("meshbook.mesh.attach")
 
 Watch = Callable[[Iterable[psutil.Process]], None]
 
