@@ -20,9 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pygments.token import Token
-
 from IPython.core.inputtransformer2 import TransformerManager
+from pygments.token import Token
 
 from meshbook.errors import UsageError
 from meshbook_extension.output.publisher import parent_of
