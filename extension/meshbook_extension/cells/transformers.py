@@ -20,10 +20,10 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.inputtransformer2 import TransformerManager
 from pygments.token import Token
 
 from meshbook.errors import UsageError
+from meshbook.shell.compiler import RankTransformers
 from meshbook_extension.output.publisher import parent_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _COMMAND_HELP = re.compile(r"\s*%mesh\s+(\w+)\s*\?{1,2}\s*")
 _EVAL_HELP = re.compile(r"\s*%mesh\s+eval\s+((?:\S+\s+)*)(%{0,2}[^\W\d][\w.]*\?{1,2})\s*")
 _CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
 _CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
-_AS_RANKS_DO = TransformerManager()
+_AS_RANKS_DO = RankTransformers()
 _LOCAL = re.compile(r"%%local\s*")
 _OWN_LINE = re.compile(r"\s*%mesh\b")
 

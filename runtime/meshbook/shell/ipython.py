@@ -7,7 +7,6 @@ Written against IPython 7.34 to 9: the overridden methods exist, with these sign
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.profiledir import ProfileDir
 from IPython.utils.text import LSString, SList
@@ -27,9 +25,10 @@ from meshbook.debug.rank_debugger import RankDebugger
 from meshbook.errors import UsageError
 from meshbook.errors.advice import advice
 from meshbook.shell.commands import run_command, run_script
+from meshbook.shell.compiler import CellCompiler, RankTransformers, may_await
 from meshbook.shell.display import RankDisplayHook, RankDisplayPublisher, describe_large_values
 from meshbook.shell.failures import describe_briefly, forget_last_error, format_error, quicken_tracebacks
-from meshbook.source.location import add_cell, cell_label, drop_own_frames
+from meshbook.source.location import drop_own_frames
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -42,54 +41,6 @@ if TYPE_CHECKING:
 
 _RUNS = (InteractiveShell.safe_execfile.__code__, InteractiveShell.safe_run_module.__code__)
 """IPython's functions that run a script for ``%run``."""
-
-
-class CellCompiler(CachingCompiler):
-    """IPython's compiler, told by `begin` which cell comes next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._filename_map: dict[str, int] = {}
-        self._above: dict[str, str] = {}
-        """The blank lines that stand for lines above the code of each file."""
-        self.begin("", None, 0)
-
-    def begin(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> None:
-        """Note the cell that runs next. lines_above: the number of lines above ``code`` in the notebook's cell.
-
-        debug_name: the name of its file, where a debugger has set breakpoints by it.
-        """
-        self._code, self._number, self._lines_above = code, number, lines_above
-        self._debug_name = debug_name
-        self._above.clear()
-
-    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
-        above = self._count_above(transformed_code if raw_code is None else raw_code)
-        blank = "\n" * (above or 0)
-        number_of_cell, name_of_cell = (None, "") if above is None else (self._number, self._debug_name)
-        name = add_cell(blank + transformed_code, number_of_cell, name_of_cell)
-        self._above[name] = blank
-        self._filename_map[name] = number
-        return name
-
-    def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
-        tree: ast.AST = super().ast_parse(self._above.get(filename, "") + source, filename, symbol)
-        return tree
-
-    def format_code_name(self, name: str) -> tuple[str, str] | None:
-        """Return the words before ``, line 3`` in a traceback."""
-        kind, _, number = (cell_label(name) or "").partition(" ")
-        if kind not in ("a", "cell"):
-            return None  # a program is a file
-        return ("Cell", f"[{number}]") if kind == "cell" else ("A", "cell")
-
-    def _count_above(self, code: str) -> int | None:
-        """Count the lines above ``code`` if it is the cell, or the body of a magic such as ``%%capture`` at its end."""
-        cell, body = self._code.rstrip("\n"), code.rstrip("\n")
-        if not cell.endswith(body):
-            return None  # code that the cell has put together
-        leading = code[: len(code) - len(code.lstrip())].count("\n")  # IPython strips blank lines
-        return self._lines_above + cell[: len(cell) - len(body)].count("\n") + leading
 
 
 class CellResult(NamedTuple):
@@ -158,6 +109,17 @@ class RankIPython(InteractiveShell):
         format_error(self, result.error_in_exec)
         forget_last_error(self)
         self._held = None
+
+    def should_run_async(
+        self, raw_cell: str, *, transformed_cell: str | None = None, preprocessing_exc_tuple: ExcInfo | None = None
+    ) -> bool:
+        if transformed_cell is not None and not may_await(transformed_cell):
+            return False
+        return bool(
+            super().should_run_async(
+                raw_cell, transformed_cell=transformed_cell, preprocessing_exc_tuple=preprocessing_exc_tuple
+            )
+        )
 
     async def run_code(
         self, code_obj: CodeType, result: ExecutionResult | None = None, *, async_: bool = False
@@ -341,6 +303,7 @@ def create_shell(
         shell: RankIPython = RankIPython.instance(
             config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
         )
+    shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     describe_large_values(shell)
     for installer in ("pip", "uv"):
