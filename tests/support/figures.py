@@ -19,12 +19,12 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 78_760,
-    "product: statements": 53_525,
-    "product: kB": 3_425,
-    "product: modules": 373,
-    "tests and benchmarks: lines": 64_580,
-    "docs by hand: kB": 221,
+    "product: lines": 77_058,
+    "product: statements": 52_520,
+    "product: kB": 3_372,
+    "product: modules": 370,
+    "tests and benchmarks: lines": 64_305,
+    "docs by hand: kB": 219,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
@@ -50,7 +50,7 @@ PRIVATE = re.compile(
 )
 ENGINES = frozenset({"ssh", "slurm", "k8s", "kubernetes", "mpi", "ray"})
 """Names of engines; torch has a backend called mpi, too."""
-GENERATED = frozenset({"command.md", "monarch.md", "verified.md", "watching.md"})
+GENERATED = frozenset({"command.md", "monarch.md", "scripts.md", "verified.md", "watching.md"})
 """Pages that a command writes, and new guides, which count apart."""
 
 
