@@ -19,8 +19,8 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_058,
-    "product: statements": 52_520,
+    "product: lines": 77_065,
+    "product: statements": 52_525,
     "product: kB": 3_372,
     "product: modules": 370,
     "tests and benchmarks: lines": 64_305,

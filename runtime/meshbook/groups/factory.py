@@ -55,6 +55,7 @@ from meshbook.groups.group_state import GroupState
 from meshbook.groups.meeting import Agreement, RankMeeting, meet
 from meshbook.groups.progress import Made
 from meshbook.groups.store_client import LinkStore
+from meshbook.source.location import Program
 from meshbook.torch_internals import (
     PrefixStore,
     Store,
@@ -398,8 +399,8 @@ def _backend_names(backend: str) -> set[str]:
 
 
 def _note(text: str) -> None:
-    """Print a note to a person's cell, once; a program, which has a file, prints what it prints under torchrun."""
-    if not hasattr(sys.modules["__main__"], "__file__"):
+    """Print a note to a person's cell, once; a program prints what it prints under torchrun."""
+    if not isinstance(sys.modules["__main__"], Program):
         _print_once(text)
 
 

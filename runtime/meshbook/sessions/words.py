@@ -1,6 +1,6 @@
 """Sessions as people name and read them: who has a mesh, how long it waits, which one a name means.
 
-`%mesh list` and ``meshbook list`` share these words.
+A notebook and the command ``meshbook list`` share these words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A program as the main program of every rank, as torchrun starts it: ``%mesh run train.py``, ``meshbook run``.
+"""A program as the main program of every rank, as torchrun starts it.
 
     train.py --lr 0.1              ``__main__`` is a module of its own, sys.argv has the arguments, sys.path the folder
     -m package.train --lr 0.1      the same for a module
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from meshbook.errors import ScriptExit, UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.source.location import add_script
+from meshbook.source.location import Program, add_script
 from meshbook.workspace.modules import is_installed, script_folders
 
 EXAMPLE = "train.py --lr 0.1, or -m package.train --lr 0.1"
@@ -88,7 +88,7 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
     enter: is given the global names of the main program: the program's own, and ``names`` again at its end.
     Raises: the errors of the program; ScriptExit where it ended with an exit code other than 0.
     """
-    main = ModuleType("__main__")
+    main = Program("__main__")
     with contextlib.ExitStack() as after:
         folder = str(Path(script.path).parent) if script.path else os.getcwd()
         after.enter_context(_as_it_was("" if script.keep else folder))

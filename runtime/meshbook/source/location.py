@@ -21,7 +21,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import NamedTuple
 
 _labels: dict[str, str] = {}
@@ -50,6 +50,10 @@ def add_cell(source: str, cell_number: int | None, name: str = "") -> str:
     inspect.modulesbyfile[name] = "__main__"  # else it looks through all modules, 5 ms for each frame of a traceback
     _labels[name] = "a cell" if cell_number is None else f"cell {cell_number}"
     return name
+
+
+class Program(ModuleType):
+    """The main module of a program that runs on a rank, where else a rank's cells have theirs."""
 
 
 def add_script(path: str, source: bytes, label: str) -> None:
