@@ -56,12 +56,16 @@ class Driver:
 
     def family(self) -> list[psutil.Process]:
         """Its agents, templates and workers. Its agents may be forks of `lasting_template`."""
-        family = {*self.process.children(recursive=True)}
+        return list({*self.process.children(recursive=True), *self.agents()})
+
+    def agents(self) -> set[psutil.Process]:
+        """Return its agents and the processes below them."""
+        found = set()
         for folder in runtime_base().iterdir():
             if living_owner(folder) == self.pid and (state := read_state(folder)) is not None:
                 for agent in (psutil.Process(host.pid) for host in state.hosts.values() if host.runs):
-                    family |= {agent, *agent.children(recursive=True)}
-        return list(family)
+                    found |= {agent, *agent.children(recursive=True)}
+        return found
 
     def kill(self) -> None:
         self.process.kill()

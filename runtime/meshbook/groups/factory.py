@@ -102,8 +102,9 @@ class GroupFactory:
 
     def count_from(self, made: Collection[Made]) -> None:
         """Name the groups that are made from now on as the other ranks do."""
+        world: Any = c10d._world
         self._made_locally = dict(made)
-        c10d._world.group_count = self._made_locally.pop(())
+        world.group_count = self._made_locally.pop(())
 
     def install(self) -> None:
         """Have torch make guarded groups from now on. Idempotent."""

@@ -71,8 +71,8 @@ def hung(start: Start, watch: Callable[..., None]) -> Driver:
 
 def started(driver: Driver, watch: Callable[..., None]) -> Driver:
     driver.session = driver.expect("session")  # type: ignore[attr-defined]
-    driver.ranks = driver.family()  # type: ignore[attr-defined]
-    watch(driver.ranks)  # type: ignore[attr-defined]
+    driver.ranks = list(driver.agents())  # type: ignore[attr-defined]
+    watch(driver.family())
     return driver
 
 
