@@ -75,7 +75,9 @@ def test_figures_of_eight_ranks_are_one_grid_in_their_order(shown: Page) -> None
     assert [box["y"] for box in boxes] == sorted(box["y"] for box in boxes)
     grid = outputs.filter(has=shown.locator("img")).bounding_box()
     assert grid is not None and grid["height"] < 1400
-    assert outputs.count() == 2 and "] shown" in outputs.last.inner_text()
+    assert "] shown" in outputs.last.inner_text()
+    labels = outputs.count() - 2  # one above the grid where its first rank was alone for a while
+    assert labels == 0 or (labels == 1 and re.fullmatch(r"\[[\d,-]+\]", outputs.first.inner_text().strip()))
 
 
 def test_a_click_gives_a_figure_a_row_of_its_own(shown: Page) -> None:
