@@ -58,6 +58,7 @@ PARTS: dict[str, str] = {
     "HostMesh.sync_workspace": "use `procs.sync_workspace()`, or rsync",
     "str(ActorError)": "the exceptions that led to the failure are in `error.__cause__`",
     "Channel.open_ranked()": "`call` of the endpoint, whose answers have ranks",
+    "RDMAAction.compare_and_swap, RDMAAction.fetch_add": "an endpoint of an actor, which handles one call at a time",
     "MeshFailure.report()": "its causes and tracebacks, without Monarch's sentence for each actor",
     "ProcMesh.logging_option(aggregate_window_sec=...)": "equal lines of ranks are shown once in a notebook anyway",
 }
@@ -65,7 +66,6 @@ PARTS: dict[str, str] = {
 
 BETTER: dict[str, str] = {
     "configure": "takes what means something here, and refuses other names; docs/actors.md",
-    "RDMAAction": "`fetch_add` and `compare_and_swap` work; Monarch's are not there yet",
     "JobTrait": "telemetry and mounts are refused, and say what there is",
     "coalescing": "changes nothing: operations are sent in batches anyway",
     "Stream": "a name: operations run in order, and what is borrowed is the tensor",

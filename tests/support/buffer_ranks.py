@@ -11,7 +11,6 @@ import torch
 
 from meshbook.actor import Actor, endpoint
 from meshbook.monarch import RDMABuffer
-from meshbook.monarch.rdma import RDMAAction
 
 
 class Owner(Actor):
@@ -28,16 +27,6 @@ class Owner(Actor):
     def make_of_bytes(self, data: bytes, *, writable: bool) -> RDMABuffer:
         self.data = bytearray(data) if writable else data
         return RDMABuffer(memoryview(self.data))
-
-    @endpoint
-    def make_counter(self, value: int) -> RDMABuffer:
-        self.counter = torch.tensor([value])
-        self.counting = RDMABuffer(self.counter)
-        return self.counting
-
-    @endpoint
-    def count(self) -> int:
-        return int(self.counter)
 
     @endpoint
     def sum(self) -> float:
@@ -98,24 +87,3 @@ class Reader(Actor):
         except Exception as error:
             return time.monotonic() - began_one, f"{type(error).__name__}: {error}"
         return 20.0, "none"
-
-
-class Adder(Actor):
-    """Changes the counters of others."""
-
-    @endpoint
-    def add(self, buffer: RDMABuffer, times: int) -> list[int]:
-        """What each addition has found."""
-        was = torch.zeros(times, dtype=torch.int64)
-        action = RDMAAction()
-        for index in range(times):
-            action.fetch_add(buffer, was[index : index + 1], 1)
-        action.submit().get(60)
-        return [int(each) for each in was]
-
-    @endpoint
-    def take(self, buffer: RDMABuffer, mine: int) -> int:
-        """What was there before; 0 where we have it now."""
-        was = torch.zeros(1, dtype=torch.int64)
-        RDMAAction().compare_and_swap(buffer, was, 0, mine).submit().get(60)
-        return int(was)

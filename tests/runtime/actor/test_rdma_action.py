@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from buffer_ranks import Adder, Owner
+from buffer_ranks import Owner
 
 from meshbook import ProcMesh
 from meshbook.actor import BufferDroppedError, BufferKindError, BufferSizeError
@@ -71,69 +71,3 @@ def test_all_copies_end_before_the_failure_of_one_is_told(mesh4: ProcMesh) -> No
         action.submit().get(20)
     assert (mine[1] == 2.5).all() and not mine[0].any()
     assert len(getattr(raised.value, "__notes__", [])) == 1
-
-
-@pytest.fixture
-def counters(mesh2x2: ProcMesh) -> Owner:
-    owner: Any = mesh2x2.slice(hosts=0, gpus=0).spawn("owner", Owner)
-    return cast("Owner", owner)
-
-
-def test_additions_of_all_ranks_of_two_hosts_come_one_after_the_other(mesh2x2: ProcMesh, counters: Any) -> None:
-    buffer = counters.make_counter.call_one(-1).get(20)
-    adders = mesh2x2.spawn("adders", Adder)
-    found = adders.add.call(buffer, 50).get(60).values()
-    assert sorted(value for each in found for value in each) == list(range(-1, 199))
-    assert counters.count.call_one().get(20) == 199
-    adders.stop().get(20)
-
-
-def test_one_rank_alone_takes_what_is_free(mesh2x2: ProcMesh, counters: Any) -> None:
-    buffer = counters.make_counter.call_one(0).get(20)
-    takers = mesh2x2.spawn("takers", Adder)
-    calls = [takers.slice(hosts=rank // 2, gpus=rank % 2).take.call_one(buffer, rank + 1) for rank in range(4)]
-    found = [call.get(60) for call in calls]
-    holder = counters.count.call_one().get(20)
-    assert found.count(0) == 1 and found[holder - 1] == 0 and set(found) == {0, holder}
-    takers.stop().get(20)
-
-
-def test_an_action_with_additions_is_submitted_again_while_it_is_under_way(mesh2x2: ProcMesh, counters: Any) -> None:
-    buffer = counters.make_counter.call_one(2**63 - 3).get(20)
-    was = torch.zeros(2, dtype=torch.int64)
-    action = RDMAAction().fetch_add(buffer, was[:1], 2).fetch_add(buffer, was[1:], -1)
-    for submitted in [action.submit() for _ in range(10)]:
-        submitted.get(20)
-    assert counters.count.call_one().get(20) == 2**63 - 3 + 10 - 2**64
-    own = torch.tensor([5])
-    ours = RDMABuffer(own)
-    RDMAAction().compare_and_swap(ours, was[:1], 5, -7).submit().get(20)
-    ours.drop().get(20)
-    assert (int(own), int(was[0])) == (-7, 5)
-
-
-def test_numbers_that_cannot_be_changed_are_refused(mesh2x2: ProcMesh, counters: Any) -> None:
-    buffer, was = counters.make_counter.call_one(0).get(20), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="add is a whole number of 8 bytes"):
-        RDMAAction().fetch_add(buffer, was, 2**64)
-    with pytest.raises(ValueError, match="compare is a whole number"):
-        RDMAAction().compare_and_swap(buffer, was, 1.5, 0)  # type: ignore[arg-type]
-    with pytest.raises(BufferSizeError, match="dst has 4 bytes; a number takes 8"):
-        RDMAAction().fetch_add(buffer, bytearray(4), 1)
-    for memory, error, why in (
-        (bytearray(4), BufferSizeError, "has 4 bytes; a number takes 8"),
-        (bytes(8), BufferKindError, "is read-only; give memory that can be written"),
-    ):
-        other = RDMABuffer(memory)
-        with pytest.raises(error, match=why):
-            RDMAAction().fetch_add(other, was, 1)
-        other.drop().get(20)
-    with pytest.raises(BufferKindError, match="two copies of one action"):
-        RDMAAction().fetch_add(buffer, was, 1).fetch_add(buffer, was, 1)
-    buffer.drop().get(20)
-    with pytest.raises(BufferDroppedError):
-        RDMAAction().fetch_add(buffer, was, 1).submit().get(20)
-    with pytest.raises(BufferDroppedError):
-        own = RDMABuffer(bytearray(8))
-        own.drop().get(20)
-        RDMAAction().fetch_add(own, was, 1).submit().get(20)

@@ -9,9 +9,6 @@ The name of the memfd holds a random token, which shows that the pid is still th
 process. To drop a buffer the owner writes 0, then waits for the write lock before it frees the memory; the kernel ends
 the locks of processes that die. Where one process may not look at another (other users, containers, Yama) `NotDirect`
 is raised, and the caller goes by mail.
-
-Counters in buffers are changed by the owner's process alone, on a side thread and under one lock, also while its own
-threads are busy, so that changes never overlap. Direct copies of the same bytes are not kept apart from them.
 """
 
 from __future__ import annotations
@@ -25,15 +22,13 @@ import os
 import secrets
 import struct
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshbook.actor.errors import BufferKindError, BufferSizeError
-from meshbook.errors import UsageError
+from meshbook.actor.errors import BufferKindError
 from meshbook.system.descriptors import open_above
 from meshbook.system.memory_copies import ProcessMemoryError, copy_process_memory
 from meshbook.system.memory_files import Bytes, create_memory_file, is_memory_file
@@ -228,44 +223,3 @@ def _memory_of_tensor(tensor: torch.Tensor, what: str) -> Memory:
 
 def _shape_error(what: str, kind: str, shape: Iterable[int] | None, hint: str) -> str:
     return f"{what} is {kind} of shape {tuple(shape or ())}; give one dim without gaps: {hint}."
-
-
-WORD_BYTES = 8
-_VALUES = 1 << 64
-
-_changing = threading.Lock()
-
-
-class AtomicChange(NamedTuple):
-    """A change of the number in the first 8 bytes of a buffer. compare: the number to replace; None: add ``value``."""
-
-    value: int
-    compare: int | None = None
-
-    def make(self, memory: Memory) -> bytes:
-        """Change the memory; returns the bytes that were there."""
-        word = memory.view(0, WORD_BYTES)
-        with _changing:
-            before = bytes(word)
-            found = int.from_bytes(before, "little")
-            if self.compare is None:
-                found += self.value
-            elif found == self.compare % _VALUES:
-                found = self.value
-            word[:] = memoryview((found % _VALUES).to_bytes(WORD_BYTES, "little"))
-        return before
-
-
-def check_operand(name: str, value: int) -> int:
-    """Raises: UsageError for a number that does not fit 8 bytes."""
-    if not isinstance(value, int) or not -_VALUES // 2 <= value < _VALUES:
-        raise UsageError(f"{name} is a whole number of 8 bytes, with a sign or without, not {value!r}.")
-    return value
-
-
-def check_word(what: str, memory: Memory) -> None:
-    """Raises: BufferKindError, BufferSizeError, for memory that cannot take a number."""
-    if not memory.writable:
-        raise BufferKindError(f"{what} is read-only; give memory that can be written, such as a tensor of torch.int64.")
-    if memory.size_bytes < WORD_BYTES:
-        raise BufferSizeError(f"{what} has {memory.size_bytes} bytes; a number takes {WORD_BYTES}.")

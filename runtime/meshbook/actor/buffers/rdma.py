@@ -3,7 +3,7 @@
 weights = RDMABuffer(tensor.view(-1))             # in the owner; small, to be sent in messages
 weights.read_into(mine.view(-1)).get()            # anywhere, whatever the owner is doing
 
-`RDMAAction` is several copies between buffers and memory of this process, and changes of counters, as one.
+`RDMAAction` is several copies between buffers and memory of this process as one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshbook.actor.buffers.memory import WORD_BYTES, AtomicChange, Memory, check_operand, check_word, memory_of
+from meshbook.actor.buffers.memory import Memory, memory_of
 from meshbook.actor.buffers.transfers import (
-    ATOMIC,
     DROP,
     READ,
     WRITE,
@@ -102,14 +101,6 @@ class RDMABuffer:
             self._misfit("src has", memory, "at most as much")
         return Transfer(self._target, memory, memory.size_bytes, WRITE, timeout)
 
-    def exchanging(self, dst: object, change: AtomicChange, timeout: float | None) -> Transfer:
-        """Return a change of the number in the first 8 bytes; ``dst`` gets the old one. See `RDMAAction`."""
-        memory = memory_of(dst, "dst")
-        check_word("dst", memory)
-        if not self._writable or self.size() < WORD_BYTES:
-            check_word(self._target.name, Memory(0, self.size(), self._writable, None))
-        return Transfer(self._target, memory._replace(size_bytes=WORD_BYTES), WORD_BYTES, ATOMIC, timeout, change)
-
     def drop(self) -> Future[None]:
         """Have the owner let go of the memory, from any process: at once, or when accesses under way have ended.
 
@@ -166,21 +157,6 @@ class RDMAAction:
     def write_remote(self, dst: RDMABuffer, src: object) -> RDMAAction:
         """Add a copy of ``src`` to the first bytes of ``dst``. Raises: as `read_remote`."""
         return self._add(dst.writing_from, src, reads=False)
-
-    def fetch_add(self, src: RDMABuffer, dst: object, add: int) -> RDMAAction:
-        """Add ``add`` to the number in the first 8 bytes of ``src``; ``dst`` gets the old one.
-
-        Numbers are of 64 bits, the lowest byte first, and wrap around. Of several that change one buffer, wherever
-        they are, each comes before or after the others; copies of the same bytes are not kept apart from them.
-        Raises: as `read_remote`; BufferSizeError for less than 8 bytes, UsageError for other numbers.
-        """
-        change = AtomicChange(check_operand("add", add))
-        return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
-
-    def compare_and_swap(self, src: RDMABuffer, dst: object, compare: int, swap: int) -> RDMAAction:
-        """Replace the number by ``swap`` if it is ``compare``; ``dst`` gets the old one. Otherwise as `fetch_add`."""
-        change = AtomicChange(check_operand("swap", swap), check_operand("compare", compare))
-        return self._add(lambda memory, timeout: src.exchanging(memory, change, timeout), dst, reads=True)
 
     def _add(self, make: Callable[[object, float | None], Transfer], memory: object, *, reads: bool) -> RDMAAction:
         local = make(memory, None).memory  # now, so that what does not fit is refused where it is written

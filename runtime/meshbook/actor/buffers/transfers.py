@@ -19,8 +19,6 @@ from collections import deque
 from typing import NamedTuple
 
 from meshbook.actor.buffers.memory import (
-    WORD_BYTES,
-    AtomicChange,
     Memory,
     NotDirect,
     RemoteAddress,
@@ -53,7 +51,6 @@ from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 
 READ, WRITE, DROP = "read", "write", "drop"
-ATOMIC = "atomic change"
 STREAM = "stream "
 """The prefix of READ or WRITE for a copy over a connection (`meshbook.actor.buffers.stream`)."""
 
@@ -97,8 +94,6 @@ class KeptBuffer:
         if (memory := self.memory) is None:  # dropped since the call came
             self._router.mailboxes.find(self.mailbox, self._router.place.rank)
             raise AssertionError("its mailbox is closed before its memory goes")
-        if call.endpoint == ATOMIC:
-            return AtomicChange(*args).make(memory)
         streamed = call.endpoint.startswith(STREAM)
         offset = 0 if streamed else args[0]
         size_bytes = len(args[1]) if call.endpoint == WRITE else args[1]
@@ -179,51 +174,40 @@ class TransferFuture(Future[None]):
 
 
 class Transfer:
-    """The first ``size_bytes`` of a buffer from or to memory of this process, or a change of the number there."""
+    """The first ``size_bytes`` of a buffer from or to memory of this process."""
 
     def __init__(
-        self,
-        target: TransferTarget,
-        memory: Memory,
-        size_bytes: int,
-        kind: str,
-        timeout_s: float | None,
-        change: AtomicChange | None = None,
+        self, target: TransferTarget, memory: Memory, size_bytes: int, kind: str, timeout_s: float | None
     ) -> None:
-        """kind: READ, WRITE, or ATOMIC with a ``change``, whose ``memory`` gets the number that was there.
-
-        A change is made also if its future is cancelled.
-        """
+        """kind: READ or WRITE."""
         self._target = target
         self.memory = memory
         self.size_bytes = size_bytes
         self._kind = kind
         self._timeout_s = timeout_s
-        self._change = change
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._cancelled = False
-        self.future = TransferFuture(on_cancel=self._cancel if change is None else None)
+        self.future = TransferFuture(on_cancel=self._cancel)
 
     def _cancel(self) -> None:
         self._cancelled = True
 
     def begin(self) -> TransferFuture:
-        """Make the copy or the change, on this thread if that is quick, else aside."""
-        if self._change is not None or self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
+        """Make the copy, on this thread if that is quick, else aside."""
+        if self.size_bytes > AT_ONCE_MAX_BYTES or not self.run(at_once=True):
             run_in_background(self.run)
         return self.future
 
     def run(self, *, at_once: bool = False) -> bool:
-        """Make the copy or the change on this thread and complete `future`.
+        """Make the copy on this thread and complete `future`.
 
         at_once: only if that takes no help of the owner; returns whether that was so.
         """
         try:
             try:
-                if self._change is not None:
-                    self._make_change(self._change)
-                else:
-                    self._copy()
+                with access(self._target.spot):  # without the owner's help
+                    write = self._kind == WRITE
+                    copy(self._target.spot, self.memory.address, self.size_bytes, write=write, check=self._check)
             except NotDirect:
                 if at_once:
                     return False
@@ -236,17 +220,6 @@ class Transfer:
         else:
             self.future.set_result(None)
         return True
-
-    def _copy(self) -> None:
-        """Copy without the owner's help. Raises: NotDirect."""
-        with access(self._target.spot):
-            write = self._kind == WRITE
-            copy(self._target.spot, self.memory.address, self.size_bytes, write=write, check=self._check)
-
-    def _make_change(self, change: AtomicChange) -> None:
-        before = finish(self._target, begin(self._target, ATOMIC, tuple(change)), self._timeout_s)
-        assert before is not None, "a change answers with what was there"
-        self.memory.view(0, WORD_BYTES)[:] = memoryview(bytes(before))
 
     def _check(self) -> None:
         """Look whether it is still wanted. Raises: CancelledError, CallTimeout."""
