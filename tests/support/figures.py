@@ -19,11 +19,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 77_065,
-    "product: statements": 52_525,
-    "product: kB": 3_372,
+    "product: lines": 76_967,
+    "product: statements": 52_464,
+    "product: kB": 3_367,
     "product: modules": 370,
-    "tests and benchmarks: lines": 64_305,
+    "tests and benchmarks: lines": 64_213,
     "docs by hand: kB": 219,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
