@@ -26,7 +26,7 @@ RANKS = 2
 STEPS = 30
 SCRIPT = """\
 import time
-print("begun", time.time(), flush=True)
+print(f"begun {time.time()}\\n", end="", flush=True)  # in one piece
 import sys
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - began)
-    print("step", sorted(times)[len(times) // 2], flush=True)
+    print(f"step {sorted(times)[len(times) // 2]}\\n", end="", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__" and int(sys.argv[1]):
