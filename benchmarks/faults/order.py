@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, this_host
@@ -30,6 +30,7 @@ ERRORS = 4  # most steps of a program on stderr: many changes between the stream
 
 _TOKEN = re.compile(r"<(\d+\.\w+)>")
 _LABEL = re.compile(r"\[([\d,-]+)\]")
+_CAPTION = re.compile(r"<summary[^>]*><span[^>]*>\[([\d,-]+)\]")
 _BEGIN = "import os, signal, sys, threading, time\nfrom IPython.display import HTML, display\n"
 _STEPS = {
     "print": 'print(f"{said}")',
@@ -81,24 +82,34 @@ def make(seed: random.Random) -> Program:
     return Program("\n".join(lines), tokens, dies)
 
 
+Piece: TypeAlias = tuple[Sequence[int], str]
+"""Ranks, and a token that they have shown."""
+
+
 class Page:
     """A sink that reads what a person would."""
 
     replaces = True
 
     def __init__(self) -> None:
-        self.seen: dict[int, list[str]] = {rank: [] for rank in range(RANKS)}
         self.wrong: list[str] = []
+        self._places: list[list[Piece]] = []
         self._ranks: Sequence[int] = ()
         self._open = ""
-        self._ids: dict[str, str] = {}  # display id to what it has shown first
+        self._ids: dict[str, list[Piece]] = {}
+        """The place of each display id, whose pieces its updates replace."""
+
+    def seen(self) -> dict[int, list[str]]:
+        """Return the tokens of each rank in the order of the page."""
+        pieces = [piece for place in self._places for piece in place]
+        return {rank: [token for ranks, token in pieces if rank in ranks] for rank in range(RANKS)}
 
     def stream(self, name: str, text: str) -> None:
         """Lines behind their labels; the rest of a line that is open has none."""
         for line in text.splitlines(keepends=True):
             if self._open != name:
                 self._read_label(line)
-            self._read(line)
+            self._places.append([(self._ranks, token) for token in _TOKEN.findall(line)])
             self._open = "" if line.endswith("\n") else name
 
     def display(
@@ -108,12 +119,16 @@ class Page:
         if update and display_id is not None:
             if display_id not in self._ids:
                 self.wrong.append(f"an update came before its display: {text}")
+                return
+            place = self._ids[display_id]
+            place[:] = _read_grid(text) or [(place[0][0], token) for token in _TOKEN.findall(text)]
             return
-        if display_id is not None:
-            self._ids[display_id] = text
         if "text/html" not in data:
             self._read_label(text)
-        self._read(text)
+        place = _read_grid(text) or [(self._ranks, token) for token in _TOKEN.findall(text)]
+        self._places.append(place)
+        if display_id is not None:
+            self._ids[display_id] = place
 
     def error(self, ename: str, evalue: str, traceback: Sequence[str]) -> None:
         if ename != "WorkerLost":
@@ -124,13 +139,19 @@ class Page:
 
     def _read_label(self, line: str) -> None:
         if found := _LABEL.match(line):
-            ends = [part.split("-") for part in found[1].split(",")]
-            self._ranks = [rank for end in ends for rank in range(int(end[0]), int(end[-1]) + 1)]
+            self._ranks = _ranks_in(found[1])
 
-    def _read(self, text: str) -> None:
-        for token in _TOKEN.findall(text):
-            for rank in self._ranks:
-                self.seen[rank].append(token)
+
+def _ranks_in(label: str) -> list[int]:
+    ends = [part.split("-") for part in label.split(",")]
+    return [rank for end in ends for rank in range(int(end[0]), int(end[-1]) + 1)]
+
+
+def _read_grid(markup: str) -> list[Piece]:
+    """Return the pieces of a grid, whose cards have captions; none for another display."""
+    _, *cards = _CAPTION.split(markup)
+    pairs = zip(cards[::2], cards[1::2], strict=True)
+    return [(_ranks_in(label), token) for label, card in pairs for token in _TOKEN.findall(card)]
 
 
 def run_order(seed: int, count: int) -> Findings:
@@ -160,8 +181,9 @@ def _run(mesh: ProcMesh, publisher: Publisher, seed: random.Random, found: Findi
             found.wrong.append(f"{name} ({group}): {error}")
     output.finish()
     found.wrong += [f"{name} ({group}): {text}" for text in page.wrong]
+    shown = page.seen()
     for rank, expected in program.tokens.items():
-        if (seen := page.seen[rank]) != expected:
+        if (seen := shown[rank]) != expected:
             found.wrong.append(f"{name} ({group}), rank {rank}: {seen}, not {expected}")
         found.count("pieces", len(expected))
     found.count("deaths", program.dies is not None)
