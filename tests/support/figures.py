@@ -23,7 +23,7 @@ LIMITS: Mapping[str, int] = {
     "product: statements": 52_464,
     "product: kB": 3_367,
     "product: modules": 370,
-    "tests and benchmarks: lines": 64_213,
+    "tests and benchmarks: lines": 64_235,
     "docs by hand: kB": 219,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
