@@ -37,6 +37,7 @@ MODULES = {
 }
 """The modules of commands, each with its group, in the order in which help lists them."""
 SYNONYMS = {
+    "run": "torchrun script",
     "stop": "kill quit exit shutdown terminate end close delete",
     "respawn": "restart reset reboot",
     "status": "show widget ps info view gpu memory htop",

@@ -181,8 +181,10 @@ class HostAgent:
 
     def _choked(self) -> bool:
         """Whether so much waits for slow workers that no more calls are read now."""
-        calls = sum(worker.calls.unsent_bytes for worker in self._workers)
-        mail = sum(worker.mail.unsent_bytes for worker in self._workers)
+        calls = mail = 0
+        for worker in self._workers:
+            calls += worker.calls.unsent_bytes
+            mail += worker.mail.unsent_bytes
         if calls <= MAX_UNSENT_BYTES and mail <= MAX_UNSENT_MAIL_BYTES:
             return False
         self._loop.call_later(0.01, lambda: None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from meshbook.cli import INTERRUPTED, Subparsers
 from meshbook.errors import CallFailed, CallInterrupted, Failure, FailureKind, MeshError, ScriptExit, UsageError
 from meshbook.errors.failures import without_colours
+from meshbook.system.devices import count_cuda_devices
 
 if TYPE_CHECKING:
     from meshbook.calls.call_future import CellRun
@@ -67,7 +68,7 @@ def _spawn(args: argparse.Namespace) -> ProcMesh:
     from meshbook.launchers.registry import Asked, count_hosts, parse
     from meshbook.mesh.driven import start_hosts, this_host
 
-    ranks = args.gpus if args.gpus is not None else _count_devices()
+    ranks = args.gpus if args.gpus is not None else count_cuda_devices() or 1
     if ranks < 1 or (args.hosts is not None and args.hosts < 1):
         raise UsageError("--gpus and --hosts are numbers from 1 on.")
     asked = Asked(
@@ -80,12 +81,6 @@ def _spawn(args: argparse.Namespace) -> ProcMesh:
     hosts = count_hosts(launcher, args.hosts)
     place = this_host() if hosts is None else start_hosts({"hosts": hosts}, launcher)
     return place.spawn_procs({"gpus": ranks}, device=args.device, owns_hosts=hosts is not None)
-
-
-def _count_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() or 1
 
 
 def _run(procs: ProcMesh, script: Script, timeout_s: float | None) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -28,8 +27,8 @@ from typing import NamedTuple
 
 from meshbook.errors import ScriptExit, UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.source.location import Program, add_script
-from meshbook.workspace.modules import is_installed, script_folders
+from meshbook.source.location import USER, Program, add_script, kind_of_file
+from meshbook.workspace.modules import script_folders
 
 EXAMPLE = "train.py --lr 0.1, or -m package.train --lr 0.1"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -47,9 +46,6 @@ class Script(NamedTuple):
     source: bytes = b""
     keep: bool = False
     """Whether its global names become names of the rank."""
-
-    def __str__(self) -> str:
-        return shlex.join([*([] if self.path else ["-m"]), self.name, *self.arguments])
 
 
 def read_script(words: Sequence[str], *, keep: bool = False) -> Script:
@@ -172,9 +168,6 @@ def _as_it_was(beside: str) -> Iterator[None]:
                 del os.environ[name]
             os.environ.update(environment)
             for name in set(sys.modules) - known:
-                if _lies_below(getattr(sys.modules[name], "__file__", None), beside):
+                file = getattr(sys.modules[name], "__file__", None) or ""
+                if file.endswith(".py") and Path(file).is_relative_to(beside) and kind_of_file(file) == USER:
                     del sys.modules[name]
-
-
-def _lies_below(file: str | None, folder: str) -> bool:
-    return bool(file and file.endswith(".py") and Path(file).is_relative_to(folder) and not is_installed(Path(file)))
