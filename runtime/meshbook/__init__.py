@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshbook.shape.ndslice import NDSlice, Shape, Slice
     from meshbook.shape.value_mesh import ValueMesh
     from meshbook.tensors.data.streams import stream
+    from meshbook.tensors.handles.checkpoints import restore, save
     from meshbook.tensors.handles.distributed_mesh import Mesh, current_mesh, from_ranks
     from meshbook.tensors.handles.factories import (
         arange,
@@ -137,6 +138,8 @@ __all__ = [
     "reduce_",
     "remember",
     "remote",
+    "restore",
+    "save",
     "sessions",
     "show",
     "shutdown",
@@ -168,6 +171,7 @@ _FOUND_IN = {
     "shape.ndslice": ("NDSlice", "Shape", "Slice"),
     "shape.value_mesh": ("ValueMesh",),
     "tensors.data.streams": ("stream",),
+    "tensors.handles.checkpoints": ("restore", "save"),
     "tensors.handles.distributed_mesh": ("Mesh", "current_mesh", "from_ranks"),
     "tensors.handles.factories": ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "zeros"),
     "tensors.handles.mesh_tensor": ("MeshTensor",),

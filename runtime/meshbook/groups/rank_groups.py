@@ -108,6 +108,23 @@ class RankGroups:
         """Whether the mesh's default group was destroyed, and there is no other."""
         return self._default.destroyed
 
+    @property
+    def place(self) -> Identity:
+        """The rank's place in the mesh. Raises: UsageError before the ranks have met."""
+        if self._place is None:
+            raise UsageError("the ranks of this mesh have not met: it was spawned without process groups")
+        return self._place
+
+    @property
+    def store(self) -> LinkStore:
+        """The ranks' store; waits in it end when the groups are aborted or formed again."""
+        return self._our_link
+
+    @property
+    def scope(self) -> str:
+        """The prefix for keys in the store that are dropped when the groups are formed again."""
+        return self._meeting.scope
+
     def require(self) -> None:
         """Raise UsageError if there is no default group."""
         if not self.formed:

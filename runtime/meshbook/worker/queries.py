@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from meshbook.actor.identity import ActorState
 from meshbook.calls.mailboxes import pack_failure
 from meshbook.calls.rank_state import Completions, Peeked, Reaction, StatusAnswer
+from meshbook.checkpoint.folder import SavingState
 from meshbook.curves.nan_watch import nan_watch
 from meshbook.groups.progress import Collectives
 from meshbook.source.location import (
@@ -272,6 +273,14 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
     return tuple(threads)
 
 
+def saving(worker: Worker, name: str) -> SavingState:
+    """Return how far the rank is with a save that it writes aside."""
+    if (module := sys.modules.get("meshbook.checkpoint.saving")) is None:
+        return SavingState(True, "the rank was started again meanwhile")
+    state: SavingState = module.progress(name)
+    return state
+
+
 def watch_nan(worker: Worker, is_on: bool) -> bool:
     """Watch modules and gradients for values that are not finite, or do not any more; return whether it is done."""
     if not is_on:
@@ -296,7 +305,7 @@ def _describe(frame: FrameType) -> Frame:
     return make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
 
 
-_QUICK = (where, reaction, status, collectives, clock, actors, versions, way, watch_nan, *debug_queries.QUICK)
+_QUICK = (where, reaction, status, collectives, clock, actors, versions, way, watch_nan, saving, *debug_queries.QUICK)
 _SLOW = (complete, inspect, user_names, peek, progress, stacks, source_lines, *debug_queries.SLOW)
 
 QUERIES: dict[str, Callable[..., object]] = {function.__name__: function for function in (*_QUICK, *_SLOW)}

@@ -1,0 +1,217 @@
+"""The files of a save: who writes which part of them, and the copy that each rank makes of its part.
+
+Entries have a key each: a tensor, or a pickled value. Ranks tell each other a hash of each entry (`hashes`): one that
+is equal on all ranks is written by one of them, and an entry that differs once for each of its values, as
+``KEY@FIRST_RANK``. Parts of a DTensor are not compared: the ranks of its mesh hold one value together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from meshbook.errors import UsageError
+from meshbook.formatting import group_ranks
+
+Entry: TypeAlias = "torch.Tensor | bytes"
+Copies: TypeAlias = dict[str, list[list[int]]]
+
+HASHED_BYTES = 1 << 16
+"""Tensors up to this size are hashed whole, larger ones by sums over parts of their memory."""
+SUMS = 1024
+SAFETENSORS_FILE = "{}.safetensors"
+NAMED_TENSORS = "tensors"
+"""The file for tensors that have a name of their own, beside one for each module."""
+
+
+class SaveFiles(Protocol):
+    """The files of one save in one format, as a rank sees them. The methods are called in this order."""
+
+    def hashes(self) -> dict[str, str]:
+        """Return a hash of each entry of this rank, by its key."""
+
+    def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
+        """Decide with the other ranks who writes what. told: the hashes of each rank. Returns: `Manifest.copies`."""
+
+    def stage(self) -> int:
+        """Copy what this rank is to write; return the bytes."""
+
+    def write(self) -> Any:
+        """Write it; return what rank 0 is to know of it. On any thread."""
+
+    def finish(self, written: Sequence[Any]) -> None:
+        """Write, on rank 0, what says where everything is. written: what each rank has returned."""
+
+
+def find_copies(told: Sequence[Mapping[str, str]]) -> Copies:
+    """Return the keys whose entries are not the same on all ranks, with the ranks of each copy."""
+    keys = dict.fromkeys(key for each in told for key in each)
+    copies = {}
+    for key in keys:
+        groups = list(group_ranks((rank, each[key]) for rank, each in enumerate(told) if key in each).values())
+        if len(groups) > 1 or len(groups[0]) < len(told):
+            copies[key] = groups
+    return copies
+
+
+def key_of_copy(key: str, copies: Copies, rank: int) -> str | None:
+    """Return the key under which a rank's copy of an entry is written; None where the rank had none."""
+    if key not in copies:
+        return key
+    for ranks in copies[key]:
+        if rank in ranks:
+            return key if len(copies[key]) == 1 else f"{key}@{ranks[0]}"
+    return None
+
+
+class DcpFiles:
+    """The files of torch.distributed.checkpoint."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._writer = FileSystemWriter(path)
+        self._planner = _StagedPlanner()
+        self._plan = SavePlan([])
+        self._metadata: Metadata | None = None
+
+    def hashes(self) -> dict[str, str]:
+        return {key: hash_entry(entry) for key, entry in self._entries.items()}
+
+    def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
+        copies, rank = find_copies(told), dist.get_rank()
+        mine = {key_of_copy(key, copies, rank) or key: entry for key, entry in self._entries.items()}
+        self._planner.set_up_planner(mine, is_coordinator=rank == 0)
+        self._writer.set_up_storage_writer(rank == 0)
+        local = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        plans: list[Any] = [None] * len(told)
+        dist.gather_object(local, plans if rank == 0 else None)
+        if rank == 0:
+            plans, self._metadata = self._planner.create_global_plan(plans)
+            plans = self._writer.prepare_global_plan(plans)
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, plans if rank == 0 else None)
+        self._plan = self._planner.finish_plan(box[0])
+        return copies
+
+    def stage(self) -> int:
+        return self._planner.stage(self._plan.items)
+
+    def write(self) -> Any:
+        return self._writer.write_data(self._plan, self._planner).value()
+
+    def finish(self, written: Sequence[Any]) -> None:
+        assert self._metadata is not None
+        self._writer.finish(self._metadata, list(written))
+
+
+class _StagedPlanner(DefaultSavePlanner):
+    """A planner that writes copies on the CPU; values are pickled already."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged: dict[str, Any] = {}
+
+    def stage(self, items: Sequence[WriteItem]) -> int:
+        """Copy what the items are to write; return the bytes."""
+        for item in items:
+            entry = super().lookup_object(item.index)
+            self._staged[item.index.fqn] = copy_to_host(entry) if isinstance(entry, torch.Tensor) else entry
+        if any(getattr(each, "is_cuda", False) for each in self.state_dict.values()):
+            torch.cuda.synchronize()
+        self.state_dict = {}  # what ranks do with the originals is no concern of ours
+        return sum(each.nbytes for each in self._staged.values() if isinstance(each, torch.Tensor))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._staged[index.fqn]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
+
+
+class SafetensorsFiles:
+    """A file for each module, and one for tensors with names of their own; rank 0 writes them."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry], modules: Sequence[str]) -> None:
+        """modules: the names of modules."""
+        self._path, self._modules = path, modules
+        self._whole = {key: _whole(entry) for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
+
+    def hashes(self) -> dict[str, str]:
+        return dict.fromkeys(self._whole, "")
+
+    def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
+        for rank, each in enumerate(told):
+            if each.keys() != told[0].keys():
+                raise UsageError(f"rank {rank} has other tensors than rank 0, which safetensors cannot say")
+        return {}
+
+    def stage(self) -> int:
+        if dist.get_rank() == 0:
+            for key, tensor in self._whole.items():
+                file, short = place_of(key, self._modules)
+                self._files.setdefault(file, {})[short] = copy_to_host(tensor)
+        self._whole = {}
+        return sum(each.nbytes for file in self._files.values() for each in file.values())
+
+    def write(self) -> Any:
+        from safetensors.torch import save_file
+
+        for name, tensors in self._files.items():
+            file = self._path / SAFETENSORS_FILE.format(name)
+            save_file(tensors, file, metadata={"format": "pt"})
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        return None
+
+    def finish(self, written: Sequence[Any]) -> None:
+        pass
+
+
+def place_of(key: str, modules: Sequence[str]) -> tuple[str, str]:
+    """Return the name of the safetensors file that has a tensor, and the tensor's name there."""
+    module = next((name for name in modules if key.startswith(f"{name}.")), None)
+    return (NAMED_TENSORS, key) if module is None else (module, key.removeprefix(f"{module}."))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense copy in memory of the machine. On a GPU it is there after the device's synchronization."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.detach(), non_blocking=True)
+
+
+def hash_entry(entry: Entry) -> str:
+    """Return a hash of a value; for a DTensor the ranks that hold it together."""
+    if isinstance(entry, DTensor):
+        return f"on {entry.device_mesh.mesh.flatten().tolist()}"
+    digest = hashlib.blake2b(digest_size=16)
+    if isinstance(entry, bytes):
+        digest.update(entry)
+        return digest.hexdigest()
+    digest.update(f"{entry.dtype} {tuple(entry.shape)}".encode())
+    octets = entry.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.numel() > HASHED_BYTES:
+        if octets.data_ptr() % 8:
+            octets = octets.clone()
+        width = octets.numel() // 8 // SUMS
+        whole = SUMS * width * 8
+        sums = octets[:whole].view(torch.int64).view(SUMS, width).sum(1)
+        octets = torch.cat([sums.view(torch.uint8), octets[whole:]])
+    digest.update(octets.cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,422 @@
+"""A rank's part in restoring a save: everything is checked on all ranks before the first value changes.
+
+Tensors are read into the memory of those that are there, each rank what it holds, whatever the number of ranks and the
+layout when they were saved. A value that differed between ranks goes back to its rank; on a mesh of another size the
+ranks of a module or an optimizer without a copy of their own take the first one, and other values are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshbook.checkpoint import folder as folders
+from meshbook.checkpoint.files import SAFETENSORS_FILE, key_of_copy
+from meshbook.checkpoint.folder import SAFETENSORS, Layout, Saved
+from meshbook.checkpoint.saving import variables
+from meshbook.checkpoint.state import RANDOM, Held, HeldModule, HeldOptimizer, HeldRandom, Tensors, hold, missing
+from meshbook.errors import UsageError
+from meshbook.formatting import did_you_mean, group_ranks, name_ranks
+from meshbook.groups.rank_groups import own_groups
+from meshbook.system.os_errors import explain
+from meshbook.torch_internals import local_shape_and_offset
+
+SHOWN = 3
+"""The most keys that an error lists."""
+
+
+class _Told(NamedTuple):
+    """The word of a rank to the others before anything is restored, and after it."""
+
+    why: str
+    notes: list[str]
+
+
+class Description(NamedTuple):
+    """A save as the notebook is told of it."""
+
+    saved: Saved
+    forms: dict[str, tuple[torch.Size, torch.dtype]]
+    values: dict[str, Any]
+    """The pickled values by their keys."""
+
+
+def restore_objects(
+    folder: str,
+    names: MutableMapping[str, Any],
+    *,
+    only: Collection[str] = (),
+    strict: bool = True,
+    step: float | None = None,
+) -> Saved:
+    """Restore named objects in place; all ranks call it. Plain values are bound in ``names``.
+
+    only: the names to restore, all that were saved by default. strict: all names must have been saved, and no others
+    are bound. step: restore the last save of this step. Returns: the save, with the plain values.
+    Raises: UsageError, before anything has changed unless it says so.
+    """
+    own_groups().require()
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [folders.find(Path(folder), step)]
+        except UsageError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], UsageError):
+        raise box[0]
+    saved: Saved = box[0]
+    values: dict[str, Any] = {}
+    plan = None
+    try:
+        folders.read(saved.path)  # as this host sees it
+        files, only = read_files(saved), list(names) if strict else only
+        plan = files, Restoring(saved, files, names, values, only=only, random=RANDOM if strict or not only else "")
+        told = _Told("", plan[1].notes)
+    except UsageError as error:
+        told = _Told(str(error), [])
+    notes = _agree(told)
+    assert plan is not None
+    files, restoring = plan
+    _load(files, restoring.sources)
+    restoring.give()
+    return Saved(saved.path, saved.manifest, values, tuple(notes))
+
+
+def restore_ranks(folder: str, only: Sequence[str], step: float | None) -> Saved:
+    """Restore this rank's variables. only: these; all that were saved, and are on the ranks, by default."""
+    saved = restore_objects(folder, variables(), only=only, strict=False, step=step)
+    vars(sys.modules["__main__"]).update(saved.values)
+    return saved
+
+
+def describe_save(folder: str, step: float | None) -> Description:
+    """Return what a save has, for the notebook; on any rank. Raises: UsageError."""
+    saved = folders.find(Path(folder), step)
+    files = read_files(saved)
+    forms, values = {}, {}
+    for key in files.keys:
+        if (form := files.form(key)) is None:
+            values[key] = files.value(key)
+        else:
+            forms[key] = form
+    return Description(saved, forms, values)
+
+
+def load_tensors(path: str, tensors: Tensors) -> None:
+    """Read tensors of a save into place; all ranks that hold them call it. tensors: by their keys in the save."""
+    _load(read_files(folders.read(Path(path))), tensors)
+
+
+def read_tensors(path: str, keys: Sequence[str]) -> Tensors:
+    """Read whole tensors of a save; on any rank."""
+    files = read_files(folders.read(Path(path)))
+    tensors: Tensors = {}
+    for key in keys:
+        form = files.form(key)
+        assert form is not None
+        tensors[key] = torch.empty(form[0], dtype=form[1], device="cpu")
+    files.load(tensors)
+    return tensors
+
+
+def _load(files: SavedFiles, tensors: Tensors) -> None:
+    try:
+        with torch.no_grad():
+            files.load(tensors)
+        told = _Told("", [])
+    except (OSError, RuntimeError, ValueError) as error:
+        why = explain(error) if isinstance(error, OSError) else str(error)
+        told = _Told(f"{why}. What is restored is half old and half new now: restore a save again", [])
+    _agree(told)
+
+
+def _agree(mine: _Told) -> list[str]:
+    """Tell the other ranks. Returns: the notes of all. Raises: UsageError if one of them cannot go on."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    if whys := group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why):
+        everywhere = len(whys) == 1 and len(next(iter(whys.values()))) == len(told)
+        raise UsageError("; ".join(why if everywhere else f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items()))
+    notes = group_ranks((rank, note) for rank, each in enumerate(told) for note in each.notes)
+    return [note.format(ranks=name_ranks(ranks)) for note, ranks in notes.items()]
+
+
+class Restoring:
+    """The plan for one process: which tensors are read into place, and which values objects are given after that."""
+
+    def __init__(
+        self,
+        saved: Saved,
+        files: KnownFiles,
+        names: MutableMapping[str, Any],
+        values: MutableMapping[str, Any],
+        *,
+        only: Collection[str],
+        random: str = RANDOM,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """names: objects, which get new values. values: gets plain ones too. only: these names; empty: all of the save.
+
+        random: the name of this process's random states. place: the rank that it restores for, and the number of ranks;
+        its own by default. Raises: UsageError.
+        """
+        self.saved, self.manifest, self.files = saved, saved.manifest, files
+        self.rank, self.world_size = place or (dist.get_rank(), dist.get_world_size())
+        self.values = values
+        self.sources: Tensors = {}
+        """The tensors to be read into, by their keys in the save."""
+        self.notes: list[str] = []
+        self._targets: dict[str, Tensors] = {}
+        self._rest: dict[str, Any] = {}
+
+        def bind(name: str, value: object) -> None:
+            values[name] = names[name] = value
+
+        self._bind = bind
+        kinds = {
+            name: kind
+            for name, kind in self.manifest.kinds.items()
+            if name in only or not (only or name in self.manifest.of_notebook)
+        }
+        for name in only:
+            self._check_known(name)
+        self._held = hold({name: value for name, value in names.items() if name in kinds}, bind=bind).held
+        for name, kind in kinds.items():
+            if name not in self._held and kind != HeldRandom.kind and (name in only or self._is_here(name)):
+                self._make_place(name, kind)
+            if name in self._held:
+                self._prepare(name, self._held[name], kind)
+        if random in self.manifest.kinds:
+            self._held[random] = HeldRandom(random)
+            self._prepare(random, self._held[random], HeldRandom.kind)
+
+    def give(self) -> None:
+        """Give all objects what was read."""
+        for name, targets in self._targets.items():
+            self._held[name].give(targets, self._rest.get(name))
+
+    def _check_known(self, name: str) -> None:
+        """Raises: UsageError for a name that was not saved."""
+        if name not in self.manifest.kinds:
+            near = did_you_mean(name, self.manifest.kinds)
+            known = ", ".join(each for each in self.manifest.kinds if not each.startswith("_"))
+            raise UsageError(f"{self.saved.title} has no {name}.{near} It has {known}")
+
+    def _is_here(self, name: str) -> bool:
+        """Whether this rank had the name."""
+        copies = self.manifest.copies
+        keys = [key for key in self.files.keys if key == name or key.startswith((f"{name}.", f"{name}@"))]
+        bare = {key.partition("@")[0] for key in keys}
+        return any(key_of_copy(key, copies, self.rank) is not None for key in bare)
+
+    def _make_place(self, name: str, kind: str) -> None:
+        made = missing(name, kind, self._bind)
+        if made is None:
+            raise UsageError(
+                f"the save has the {kind} {name}, which is not there: run the cell that makes it, then restore"
+            )
+        self._held[name] = made
+
+    def _prepare(self, name: str, held: Held, kind: str) -> None:
+        if held.kind != kind:
+            raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
+        here = held.tensors()
+        keys = {key.partition("@")[0] for key in self.files.keys if key.startswith(f"{name}.")}
+        keys |= {name} if kind == "tensor" else set()
+        sources = {key: found for key in keys if (found := self._find(key, held)) is not None}
+        rest = self._find(name, held) if kind != "tensor" and self._has_rest(name) else None
+        if not sources and rest is None:
+            return
+        if held.is_strict:
+            self._check_keys(name, held, here, sources)
+        targets: Tensors = {}
+        for key, source in sources.items():
+            form = self.files.form(source)
+            assert form is not None
+            size, dtype = form
+            there = here.get(key)
+            fits = there is not None and there.size() == size
+            if there is not None and not fits and held.is_strict:
+                raise UsageError(f"{key} has shape {tuple(there.size())}, and {tuple(size)} in the save")
+            if there is None or not fits or (not held.is_strict and not (there.dtype == dtype and _is_writable(there))):
+                there = self._empty(held, key, size, dtype)
+            targets[key] = self.sources[source] = there
+        self._targets[name] = targets
+        if rest is not None:
+            self._rest[name] = self.files.value(rest)
+            why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
+            if why:
+                raise UsageError(why)
+
+    def _has_rest(self, name: str) -> bool:
+        return name in self.files.keys or name in self.manifest.copies
+
+    def _empty(self, held: Held, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        layout = self.manifest.layouts.get(key)
+        return held.like(key, size, dtype) if layout is None else _make_dtensor(key, layout, size, dtype)
+
+    def _find(self, key: str, held: Held) -> str | None:
+        """Return the key of this rank's copy of an entry; None where it is to have none."""
+        copies, has_moved = self.manifest.copies, self.world_size != self.manifest.world_size
+        found = key_of_copy(key, copies, self.rank)
+        if found is None and has_moved and held.is_strict:
+            first = copies[key][0][0]
+            self.notes.append(
+                f"{held.name} of {{ranks}}: that of rank {first}, since it differed between ranks when it was saved"
+            )
+            found = key_of_copy(key, copies, first)
+        if found is None and has_moved and held.kind != HeldRandom.kind:
+            self.notes.append(
+                f"{held.name} of {{ranks}}: not restored, since it differed between ranks when it was saved"
+            )
+        if self.rank == 0 and has_moved and len(copies.get(key, ())) > 1:
+            lost = [rank for group in copies[key] for rank in group if rank >= self.world_size]
+            if lost and held.kind != HeldRandom.kind:
+                self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
+        return found
+
+    def _check_keys(self, name: str, held: Held, here: Tensors, sources: Mapping[str, str]) -> None:
+        lacking = [key for key in here if key not in sources] if isinstance(held, HeldModule) else []
+        foreign = [key for key in sources if key not in here] if isinstance(held, HeldModule) else []
+        for keys, text in ((lacking, "the save does not have"), (foreign, "only the save has")):
+            if keys:
+                more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+                raise UsageError(f"{name} is another model than was saved: {text} {', '.join(keys[:SHOWN])}{more}")
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether values can be written into a tensor: each of its elements has memory of its own."""
+    return all(stride or size < 2 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _make_dtensor(name: str, layout: Layout, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    from torch.distributed.tensor import zeros
+
+    place = own_groups().place
+    axes = dict(zip(place.axes, place.sizes, strict=True))
+    if any(axis not in axes for axis in layout.axes):
+        raise UsageError(
+            f"{name} lies along {', '.join(layout.axes)}, and this mesh has {', '.join(axes)}: make it first"
+        )
+    mesh = own_groups().device_mesh(place.axes, place.sizes)
+    dims = dict(zip(layout.axes, layout.dims, strict=True))
+    placements = [Replicate() if (dim := dims.get(axis)) is None else Shard(dim) for axis in axes]
+    return zeros(size, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
+class KnownFiles(Protocol):
+    """The content of a save's files, by its keys."""
+
+    keys: Collection[str]
+
+    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Return the size and the type of a tensor; None for a pickled value."""
+
+    def value(self, key: str) -> Any:
+        """Return a pickled value."""
+
+
+class SavedFiles(KnownFiles, Protocol):
+    """The files of a save."""
+
+    def load(self, tensors: Tensors) -> None:
+        """Read tensors into place."""
+
+
+def read_files(saved: Saved) -> SavedFiles:
+    """Return the files of a save. Raises: UsageError."""
+    return SafetensorsOnDisk(saved) if saved.manifest.format == SAFETENSORS else DcpOnDisk(saved)
+
+
+class DcpOnDisk:
+    """The files of torch.distributed.checkpoint."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._reader = FileSystemReader(saved.path)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except Exception as error:  # of a pickle
+            raise UsageError(f"{saved.path / '.metadata'} cannot be read ({error}); restore another save") from None
+        self.keys: Collection[str] = self._metadata.state_dict_metadata.keys()
+
+    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        about = self._metadata.state_dict_metadata[key]
+        return (about.size, about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
+
+    def value(self, key: str) -> Any:
+        values: dict[str, Any] = {key: io.BytesIO()}
+        self.load(values)
+        return values[key]
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(tensors, self._metadata, is_coordinator=False)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class SafetensorsOnDisk:
+    """The files of safetensors, of which each rank reads what it holds."""
+
+    def __init__(self, saved: Saved) -> None:
+        try:
+            import safetensors
+        except ImportError:
+            raise UsageError("the save has the format safetensors: pip install safetensors on the ranks") from None
+        modules = [name for name, kind in saved.manifest.kinds.items() if kind == HeldModule.kind]
+        self._open: dict[str, Any] = {
+            file: safetensors.safe_open(saved.path / file, "pt")
+            for file in saved.manifest.files
+            if file.endswith(SAFETENSORS_FILE.format(""))
+        }
+        self._places: dict[str, tuple[str, str]] = {}
+        for file, opened in self._open.items():
+            stem = file.removesuffix(SAFETENSORS_FILE.format(""))
+            for short in list(opened.keys()):
+                self._places[f"{stem}.{short}" if stem in modules else short] = file, short
+        self.keys: Collection[str] = self._places.keys()
+
+    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        file, short = self._places[key]
+        part = self._open[file].get_slice(short)
+        size = torch.Size(part.get_shape())
+        return size, (part[:0] if size else self._open[file].get_tensor(short)).dtype
+
+    def value(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def load(self, tensors: Tensors) -> None:
+        for key, tensor in tensors.items():
+            file, short = self._places[key]
+            if isinstance(tensor, DTensor):
+                shape, offset = local_shape_and_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+                box = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+                tensor.to_local().copy_(self._open[file].get_slice(short)[box])
+            else:
+                tensor.copy_(self._open[file].get_tensor(short))
+
+
+class DescribedFiles:
+    """The files of a save as a rank has told of them; ranks alone can read its tensors."""
+
+    def __init__(self, told: Description) -> None:
+        self._told = told
+        self.keys: Collection[str] = [*told.forms, *told.values]
+
+    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        return self._told.forms.get(key)
+
+    def value(self, key: str) -> Any:
+        return self._told.values[key]

@@ -1,0 +1,406 @@
+"""A rank's part in a save: a moment on the main thread, the writing aside.
+
+    main thread   1. rank 0 makes the folder; each host shows that it sees it
+                  2. all tell the others a hash of each value: equal ones are written once, others once for each value
+                  3. rank 0 plans who writes what, as torch.distributed.checkpoint does
+                  4. each rank copies its own share: now the ranks are free
+    aside         5. each writes its copy and tells rank 0, by the runtime's store
+                  6. rank 0 writes the metadata, renames the folder and tells the others
+
+Collectives run on the main thread only, where an interrupt and a failed rank end them. What happens aside ends with an
+error if the process groups are formed again meanwhile, as after the death of a rank; the folder is removed then.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from meshbook.checkpoint import folder as folders
+from meshbook.checkpoint.files import DcpFiles, Entry, SafetensorsFiles, SaveFiles
+from meshbook.checkpoint.folder import DCP, SAFETENSORS, Layout, Saved, SaveFailed, SavingState, TemporaryFolder
+from meshbook.checkpoint.state import RANDOM, Found, Held, HeldModule, HeldRandom, HeldTensor, hold
+from meshbook.concurrency.background import run_in_background
+from meshbook.concurrency.future import Future
+from meshbook.curves.recorder import recorder
+from meshbook.errors import GroupAborted, UsageError
+from meshbook.formatting import did_you_mean, group_ranks, name_ranks
+from meshbook.groups.rank_groups import own_groups
+from meshbook.groups.store_client import LinkStore
+from meshbook.system.os_errors import explain
+
+WRITE_TIMEOUT_S = 24 * 3600.0
+"""The longest that ranks wait for each other's files. A rank that ends is known at once."""
+
+
+class SavingJob:
+    """A save, on one rank, from its begin to its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held_s = 0.0
+        """The time that the main thread was held."""
+        self.copied_bytes = 0
+        self.written: Future[Saved] = Future()
+        """Done when it is on disk under its name. Raises: SaveFailed."""
+
+    @property
+    def state(self) -> SavingState:
+        """How far it is; from any thread."""
+        if not self.written.done():
+            return SavingState(False)
+        if (error := self.written.exception(0)) is not None:
+            return SavingState(True, str(error))
+        saved = self.written.result(0)
+        return SavingState(True, "", str(saved.path), saved.manifest)
+
+
+last: SavingJob | None = None
+"""The last save of this process."""
+_calls: dict[str, int] = {}
+_saved_at: dict[str, float] = {}
+"""For `save_here` with ``every``: its calls, and the time of the last save, by folder."""
+
+
+def progress(name: str) -> SavingState:
+    """Return how far this rank is with a save; from any thread."""
+    job = last
+    if job is None or job.name != name:
+        return SavingState(True, "nothing was saved: the rank was started again meanwhile")
+    return job.state
+
+
+def save_here(
+    folder: str,
+    state: MutableMapping[str, Any],
+    *,
+    step: float | None = None,
+    keep: int | None = None,
+    every: int | timedelta | None = None,
+    wait: bool = True,
+    format: str = DCP,
+) -> Saved | Future[Saved] | None:
+    """Do `meshbook.save` on a rank: a collective of all ranks."""
+    if every is not None and not _is_due(folder, every):
+        return None
+    job = save_content(folder, lambda: collect(state, strict=True, format=format), step=step, keep=keep, format=format)
+    return job.written.result() if wait else job.written
+
+
+def _is_due(folder: str, every: int | timedelta) -> bool:
+    """Whether this call is to save. every: so many calls, or a time by rank 0's clock. Raises: UsageError."""
+    if isinstance(every, int):
+        if every < 1:
+            raise UsageError(f"every={every}: a number of calls from 1 on, or a timedelta")
+        _calls[folder] = _calls.get(folder, 0) + 1
+        return _calls[folder] % every == 0
+    own_groups().require()
+    now = time.monotonic()
+    is_due = now - _saved_at.setdefault(folder, now) >= every.total_seconds()
+    due = torch.tensor([is_due], device="cpu", dtype=torch.uint8)
+    dist.broadcast(due, src=0)
+    if due.item():
+        _saved_at[folder] = now
+    return bool(due.item())
+
+
+def save_ranks(
+    folder: str,
+    only: Sequence[str] | None,
+    sent: Content | None,
+    step: float | None,
+    keep: int | None,
+    format: str,
+) -> tuple[str, float, int]:
+    """Begin a save of this rank's variables, and of what the notebook holds on the mesh.
+
+    only: these variables; empty: all of the person's; None: none of them. sent: the notebook's content.
+    Returns: the save's name, the seconds that it held the rank, and the bytes that were copied.
+    """
+
+    def everything() -> Content:
+        own = Content() if only is None else collect(variables(only), strict=bool(only), format=format)
+        return own if sent is None else own.with_sent(sent)
+
+    names = list(sent.kinds) if sent else []
+    job = save_content(folder, everything, step=step, keep=keep, format=format, of_notebook=names)
+    return job.name, job.held_s, job.copied_bytes
+
+
+def variables(only: Sequence[str] = ()) -> MutableMapping[str, Any]:
+    """Return the person's variables on this rank by name. Raises: UsageError for one that is not there."""
+    main = vars(sys.modules["__main__"])
+    hidden = main["get_ipython"]().user_ns_hidden
+    known = {name: value for name, value in main.items() if not name.startswith("_") and name not in hidden}
+    for name in only:
+        if name not in known:
+            raise UsageError(f"there is no variable {name}.{did_you_mean(name, known)}")
+    return {name: known[name] for name in only} if only else known
+
+
+def save_content(
+    folder: str,
+    collect: Callable[[], Content],
+    *,
+    step: float | None,
+    keep: int | None,
+    format: str,
+    of_notebook: Sequence[str] = (),
+) -> SavingJob:
+    """Begin a save. All ranks call it, and have their main threads back when it returns.
+
+    of_notebook: the names that the notebook holds.
+    Raises: UsageError, SaveFailed.
+    """
+    global last
+    groups = own_groups()
+    groups.require()
+    if last is not None:
+        last.written.wait()
+    began = time.monotonic()
+    rank = dist.get_rank()
+    temporary, word = _begin(folder) if rank == 0 else (None, None)
+    box: list[Any] = [word]
+    try:
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], UsageError):
+            raise box[0]
+        path, name = Path(box[0][0]), box[0][1]
+        place, content, why = groups.place, Content(), ""
+        try:
+            content = collect()
+        except UsageError as error:
+            why = str(error)
+        if place.local_rank == 0:
+            why = folders.leave_token(path, str(place.host_rank)) or why
+        modules = [name for name, kind in content.kinds.items() if kind == HeldModule.kind]
+        dcp = format == DCP or why
+        files: SaveFiles = DcpFiles(path, content.entries) if dcp else SafetensorsFiles(path, content.entries, modules)
+        told: list[Any] = [None] * dist.get_world_size()
+        about = content.kinds, content.layouts, content.skipped
+        dist.all_gather_object(told, _Told(why, place.host_rank, place.host, files.hashes(), *about))
+        _check(told, path)
+        copies = files.plan([each.hashes for each in told])
+        job = last = SavingJob(name)
+        job.copied_bytes = files.stage()
+    except BaseException:
+        if temporary is not None:
+            temporary.discard()
+        raise
+    kinds, layouts, skipped = (_merged([each[at] for each in told]) for at in (-3, -2, -1))
+    fields = {
+        "format": format, "step": content.step if step is None else step, "world_size": len(told), "kinds": kinds,
+        "copies": copies, "layouts": layouts, "skipped": skipped, "of_notebook": list(of_notebook),
+    }  # fmt: skip
+    job.held_s = time.monotonic() - began
+    scope = f"{groups.scope}/save/{name}"
+    run_in_background(_Writing(rank, job, files, groups.store, scope, temporary, fields, keep).run)
+    return job
+
+
+def _begin(folder: str) -> tuple[TemporaryFolder | None, UsageError | tuple[str, str]]:
+    """Make the folder, and return it with the word of rank 0 to the others: where it is, and the save's name."""
+    try:
+        temporary = folders.begin(Path(folder))
+    except UsageError as error:
+        return None, error
+    return temporary, (str(temporary.path), secrets.token_hex(6))
+
+
+class _Told(NamedTuple):
+    """The word of a rank to the others before anything is written."""
+
+    why: str
+    """Why it cannot take part; empty if it can."""
+    host: int
+    host_name: str
+    hashes: dict[str, str]
+    kinds: dict[str, str]
+    layouts: dict[str, Layout]
+    skipped: dict[str, str]
+
+
+class Content(NamedTuple):
+    """The content of a save, as one process has it."""
+
+    entries: dict[str, Entry] = {}
+    kinds: dict[str, str] = {}
+    layouts: dict[str, Layout] = {}
+    skipped: dict[str, str] = {}
+    step: float | None = None
+
+    def with_sent(self, sent: Content) -> Content:
+        """Return this rank's content with that of the notebook. Raises: UsageError for a name that both have."""
+        if both := [name for name in sent.kinds if name in self.kinds]:
+            raise UsageError(
+                f"the notebook and the ranks both have {both[0]}: rename one, or save one of the two alone"
+            )
+        return Content(
+            {**self.entries, **sent.entries},
+            {**self.kinds, **sent.kinds},
+            {**self.layouts, **sent.layouts},
+            {**self.skipped, **sent.skipped},
+            sent.step if self.step is None else self.step,
+        )
+
+
+def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, random: str = RANDOM) -> Content:
+    """Return the content for a save of named objects. strict: as of `hold`. random: the name of the random states.
+
+    Raises: UsageError.
+    """
+    found = hold(names, strict=strict)
+    if format == SAFETENSORS:
+        found = _tensors_alone(found, strict)
+    else:
+        found.held[random] = HeldRandom(random)
+    entries: dict[str, Entry] = {}
+    layouts = {}
+    for name, held in found.held.items():
+        entries.update(held.tensors())
+        if (rest := held.rest()) is not None and format == DCP:
+            entries[name] = _pickled(rest)
+        if isinstance(held, HeldTensor) and (layout := _layout_of(held.tensors()[name])):
+            layouts[name] = layout
+    kinds = {name: held.kind for name, held in found.held.items()}
+    return Content(entries, kinds, layouts, found.skipped, _step_of(names))
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entries of all; of the first that has one."""
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def _pickled(value: object) -> bytes:
+    """Pickle a value as torch.distributed.checkpoint does."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _tensors_alone(found: Found, strict: bool) -> Found:
+    try:
+        import safetensors  # noqa: F401
+    except ImportError:
+        raise UsageError("the format safetensors needs that package: pip install safetensors") from None
+    fit: dict[str, Held] = {
+        name: held for name, held in found.held.items() if isinstance(held, HeldModule | HeldTensor)
+    }
+    others = {
+        name: "safetensors holds modules and tensors alone" for name, held in found.held.items() if name not in fit
+    }
+    if strict and others:
+        name, why = next(iter(others.items()))
+        raise UsageError(f"{name} cannot be saved: {why}")
+    return Found(fit, {**found.skipped, **others})
+
+
+def _layout_of(tensor: torch.Tensor) -> Layout | None:
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.mesh_dim_names is None:
+        return None
+    dims = [each.dim if isinstance(each, Shard) else None for each in tensor.placements]
+    return Layout(list(tensor.device_mesh.mesh_dim_names), dims)
+
+
+def _step_of(names: MutableMapping[str, Any]) -> float | None:
+    """Return the value called ``step``, else the last step that `meshbook.log` was told."""
+    step = names.get("step")
+    if isinstance(step, int | float) and not isinstance(step, bool):
+        return float(step)
+    return None if recorder.stepped is None else recorder.stepped[1]
+
+
+class _Writing(NamedTuple):
+    """The part of a save that happens aside."""
+
+    rank: int
+    job: SavingJob
+    files: SaveFiles
+    store: LinkStore
+    scope: str
+    """The prefix of the keys by which the ranks tell each other that they have written."""
+    temporary: TemporaryFolder | None
+    """On rank 0: the folder, its content, and how many saves are kept."""
+    about: dict[str, Any]
+    keep: int | None
+
+    def run(self) -> None:
+        """Write this rank's part, and end the job when all have written theirs; raise nothing."""
+        try:
+            path, why = self._write()
+        except GroupAborted:
+            path, why = "", "a rank ended, or the process groups were formed again, before it was written"
+        except Exception as fault:  # of ours: the save must end
+            path, why = "", f"{type(fault).__name__}: {fault}"
+        if why:
+            if self.temporary is not None:
+                self.temporary.discard()
+            self.job.written.set_exception(SaveFailed(why))
+            return
+        try:
+            self.job.written.set_result(folders.read(Path(path)))
+        except UsageError as error:  # it was removed meanwhile
+            self.job.written.set_exception(error)
+
+    def _write(self) -> tuple[str, str]:
+        try:
+            word = pickle.dumps(("", self.files.write()))
+        except Exception as fault:
+            why = explain(fault) if isinstance(fault, OSError) else str(fault)
+            word = pickle.dumps((f"rank {self.rank} could not write its part: {why}", None))
+        self.store.set(f"{self.scope}/{self.rank}", word)
+        if self.temporary is None:
+            self.store.wait([f"{self.scope}/end"], timedelta(seconds=WRITE_TIMEOUT_S))
+            path, error = pickle.loads(self.store.get(f"{self.scope}/end"))
+            return path, error
+        try:
+            end = self._finish(self.temporary), ""
+        except OSError as fault:
+            end = "", explain(fault)
+        except SaveFailed as failed:
+            end = "", failed.why
+        self.store.set(f"{self.scope}/end", pickle.dumps(end))
+        return end
+
+    def _finish(self, temporary: TemporaryFolder) -> str:
+        keys = [f"{self.scope}/{rank}" for rank in range(self.about["world_size"])]
+        self.store.wait(keys, timedelta(seconds=WRITE_TIMEOUT_S))
+        words = [pickle.loads(each) for each in self.store.multi_get(keys)]
+        self.store.delete_keys(keys)
+        for why, _ in words:
+            if why:
+                raise SaveFailed(why)
+        self.files.finish([written for _, written in words])
+        folders.write_manifest(temporary.path, **self.about)
+        path = temporary.commit()
+        if self.keep:
+            folders.keep_last(temporary.folder, self.keep)
+        return str(path)
+
+
+def _check(told: Sequence[_Told], path: Path) -> None:
+    """Raises: UsageError if a rank cannot take part, on all ranks alike."""
+    whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0 and not whys:
+        names = {str(each.host): each.host_name for each in told}
+        box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
+    if whys:
+        raise UsageError("; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items()))
+    dist.broadcast_object_list(box, src=0)
+    if box[0]:
+        raise UsageError(
+            f"{path.parent} is not the same folder everywhere: what {', '.join(box[0])} writes there is not seen from "
+            f"{told[0].host_name}. Save to a folder that all hosts share."
+        )

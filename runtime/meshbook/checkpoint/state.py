@@ -1,0 +1,345 @@
+"""The state of objects as tensors and plain values under keys, taken for a save and given back after it.
+
+    name -> Held ── tensors() ──> {"model.0.weight": tensor, ...}     loaded in place
+                 ── rest()    ──> a plain value under the name        given back by give()
+
+A module has the keys of its ``state_dict``, without the prefixes of DDP and ``torch.compile``. An optimizer's are
+``NAME.state.PARAMETER.exp_avg``, by the names of its parameters in their module, so that a mesh of another size and
+another program find them.
+"""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import random
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from meshbook.errors import UsageError
+
+RANDOM = "_random"
+"""The name of the random states."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, range,
+          datetime.datetime, datetime.date, datetime.timedelta)  # fmt: skip
+_CODE = (ModuleType, type, property, staticmethod, classmethod)
+_DEEPEST = 20
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Held(abc.ABC):
+    """The state of one named object."""
+
+    kind: str
+    is_strict = False
+    """Whether a save has to have just the tensors that the object has now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abc.abstractmethod
+    def tensors(self) -> Tensors:
+        """Return its tensors by key, sharing their memory."""
+
+    def rest(self) -> object:
+        """Return all else, as a plain value; None if there is nothing else."""
+        return None
+
+    @abc.abstractmethod
+    def give(self, tensors: Tensors, rest: Any) -> None:
+        """Take a state. tensors: those of `tensors` have the new values already."""
+
+    def like(self, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor to be loaded, for a key that the object does not have yet."""
+        return torch.empty(size, dtype=dtype, device="cpu")
+
+
+class HeldModule(Held):
+    kind = "module"
+    is_strict = True
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        super().__init__(name)
+        self.module = unwrapped(module)
+
+    def _state(self) -> dict[str, Any]:
+        return {f"{self.name}.{key}": value for key, value in self.module.state_dict().items()}
+
+    def tensors(self) -> Tensors:
+        return {key: value for key, value in self._state().items() if isinstance(value, torch.Tensor)}
+
+    def rest(self) -> object:
+        return {
+            key.removeprefix(f"{self.name}."): value
+            for key, value in self._state().items()
+            if not isinstance(value, torch.Tensor)
+        } or None
+
+    def give(self, tensors: Tensors, rest: Any) -> None:
+        if rest:
+            self.module.load_state_dict(rest, strict=False)
+
+
+class HeldOptimizer(Held):
+    kind = "optimizer"
+    is_strict = True
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+        """known: the names of parameters, by their identities."""
+        super().__init__(name)
+        self.optimizer = optimizer
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.groups: list[list[str]] = []
+        for at, group in enumerate(optimizer.param_groups):
+            names = [known.get(id(each), f"{at}.{number}") for number, each in enumerate(group["params"])]
+            self.groups.append(names)
+            self.parameters.update(zip(names, group["params"], strict=True))
+
+    def tensors(self) -> Tensors:
+        return {
+            f"{self.name}.state.{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def rest(self) -> object:
+        state = {
+            name: {key: value for key, value in known.items() if not isinstance(value, torch.Tensor)}
+            for name, parameter in self.parameters.items()
+            if (known := self.optimizer.state.get(parameter))
+        }
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self.groups, strict=True)
+        ]
+        return {"class": type(self.optimizer).__name__, "state": state, "groups": groups}
+
+    def give(self, tensors: Tensors, rest: Any) -> None:
+        prefix = f"{self.name}.state."
+        state: dict[str, dict[str, Any]] = {name: dict(known) for name, known in rest["state"].items()}
+        for key, value in tensors.items():
+            name, _, entry = key.removeprefix(prefix).rpartition(".")
+            state.setdefault(name, {})[entry] = value
+        self.optimizer.state.clear()
+        for name, known in state.items():
+            self.optimizer.state[self.parameters[name]] = known
+        for group, saved in zip(self.optimizer.param_groups, rest["groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def check(self, rest: Any) -> str:
+        """Return why a saved state is not of this optimizer; empty if it is."""
+        kind = type(self.optimizer).__name__
+        if rest["class"] != kind:
+            return f"{self.name} is {kind}, and the save has {rest['class']}"
+        if [group["params"] for group in rest["groups"]] != self.groups:
+            return f"{self.name} has other parameters than in the save"
+        return ""
+
+    def like(self, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        name = key.removeprefix(f"{self.name}.state.").rpartition(".")[0]
+        parameter = self.parameters.get(name)
+        if parameter is not None and parameter.size() == size:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return super().like(key, size, dtype)  # a step counter, which lies on the CPU
+
+
+class HeldTensor(Held):
+    kind = "tensor"
+
+    def __init__(self, name: str, tensor: torch.Tensor | None, bind: Bind) -> None:
+        super().__init__(name)
+        self._tensor = None if tensor is None else tensor.detach()
+        self._bind = bind
+
+    def tensors(self) -> Tensors:
+        return {} if self._tensor is None else {self.name: self._tensor}
+
+    def give(self, tensors: Tensors, rest: Any) -> None:
+        if tensors[self.name] is not self._tensor:
+            self._bind(self.name, tensors[self.name])
+
+
+Bind = Callable[[str, object], object]
+
+
+class HeldValue(Held):
+    """A plain value, or containers of these and of tensors; a list or a dict is filled again in place."""
+
+    kind = "value"
+
+    def __init__(self, name: str, value: object, bind: Bind) -> None:
+        super().__init__(name)
+        self._value, self._bind = value, bind
+        self._tensors: Tensors = {}
+        self._rest = _split(name, value, self._tensors)
+
+    def tensors(self) -> Tensors:
+        return {key: value.detach() for key, value in self._tensors.items()}
+
+    def rest(self) -> object:
+        return {"value": self._rest}
+
+    def give(self, tensors: Tensors, rest: Any) -> None:
+        self.take(_join(rest["value"], tensors))
+
+    def take(self, value: Any) -> None:
+        target = self._value
+        if isinstance(target, list) and isinstance(value, list):
+            target[:] = value
+        elif isinstance(target, dict) and isinstance(value, dict):
+            target.clear()
+            target.update(value)
+        self._bind(self.name, target if isinstance(target, list | dict) and type(target) is type(value) else value)
+
+
+class HeldObject(HeldValue):
+    """An object with ``state_dict`` and ``load_state_dict``: a scheduler, a sampler, a loader that can be resumed."""
+
+    kind = "object"
+
+    def __init__(self, name: str, object: Any) -> None:
+        super().__init__(name, object.state_dict(), lambda name, value: None)
+        self._object = object
+
+    def take(self, value: Any) -> None:
+        self._object.load_state_dict(value)
+
+
+class HeldRandom(HeldValue):
+    """The random states of this process: of torch, of its device, of numpy, of Python."""
+
+    kind = "random"
+
+    def __init__(self, name: str = RANDOM) -> None:
+        states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            states["numpy"] = numpy.random.get_state()
+        super().__init__(name, states, lambda name, value: None)
+
+    def take(self, value: Any) -> None:
+        torch.set_rng_state(value["torch"])
+        random.setstate(value["python"])
+        if "cuda" in value and torch.cuda.is_available():
+            torch.cuda.set_rng_state(value["cuda"])
+        if "numpy" in value and (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.set_state(value["numpy"])
+
+
+class Found(NamedTuple):
+    """What a namespace holds."""
+
+    held: dict[str, Held]
+    skipped: dict[str, str]
+    """Other names, and why they cannot be saved."""
+
+
+def hold(names: MutableMapping[str, Any], *, strict: bool = False, bind: Bind | None = None) -> Found:
+    """Return the state of named objects. A name for a part of another name's object is left out.
+
+    strict: all names are meant. bind: takes new values of names; they are bound in ``names`` by default.
+    Raises: UsageError for a name that cannot be saved, with ``strict``.
+    """
+    bind = bind or names.__setitem__
+    held: dict[str, Held] = {}
+    skipped: dict[str, str] = {}
+    known: dict[int, str] = {}
+    modules = {name: unwrapped(value) for name, value in names.items() if isinstance(value, torch.nn.Module)}
+    parts = {id(part) for module in modules.values() for part in module.modules() if part is not module}
+    for name, module in modules.items():
+        if id(module) in parts or id(module) in known:
+            continue
+        if type(module).__name__ == "FullyShardedDataParallel":
+            skipped[name] = "FSDP1 is not saved; fully_shard (FSDP2) is"
+            continue
+        known[id(module)] = name
+        for part, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            known.setdefault(id(tensor), part)
+        held[name] = HeldModule(name, module)
+    for name, value in names.items():
+        if not isinstance(value, torch.Tensor) or id(value) in known:
+            continue
+        known[id(value)] = name
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            skipped[name] = f"a tensor without dense values ({value.type()})"
+        else:
+            held[name] = HeldTensor(name, value, bind)
+    for name, value in names.items():
+        if name in held or name in skipped or id(value) in known or name in modules:
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            held[name] = HeldOptimizer(name, value, known)
+        elif isinstance(value, _CODE):
+            if strict:
+                skipped[name] = "it is code"
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            try:
+                held[name] = HeldObject(name, value)
+            except Exception as error:  # of a user's class
+                skipped[name] = f"{type(value).__name__}.state_dict() failed: {error}"
+        elif _is_plain(value, _DEEPEST):
+            held[name] = HeldValue(name, value, bind)
+        elif strict or not callable(value):
+            skipped[name] = f"{type(value).__name__} has no state_dict"
+    if strict and skipped:
+        name, why = next(iter(skipped.items()))
+        raise UsageError(f"{name} cannot be saved: {why}")
+    return Found(dict(sorted(held.items(), key=lambda item: list(names).index(item[0]))), skipped)
+
+
+def missing(name: str, kind: str, bind: Bind) -> Held | None:
+    """Return a place for a saved name that is not bound; None for a kind that has to be there."""
+    if kind == HeldTensor.kind:
+        return HeldTensor(name, None, bind)
+    return HeldValue(name, None, bind) if kind == HeldValue.kind else None
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of DDP's and ``torch.compile``'s wrappers."""
+    while type(module).__name__ in ("DistributedDataParallel", "OptimizedModule"):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module  # type: ignore[assignment]
+    return module
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    if isinstance(value, (*_PLAIN, torch.Tensor)):
+        return True
+    if type(value).__module__ == "numpy":
+        return not getattr(getattr(value, "dtype", None), "hasobject", True)
+    if not depth or not isinstance(value, list | tuple | set | frozenset | dict):
+        return False
+    parts: Sequence[object] = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    return all(_is_plain(part, depth - 1) for part in parts)
+
+
+_TENSOR = "__tensor__"
+
+
+def _split(path: str, value: Any, tensors: Tensors) -> Any:
+    """Return a value with the keys of its tensors in their places, which are put into ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        return {key: _split(f"{path}.{key}", each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_split(f"{path}.{at}", each, tensors) for at, each in enumerate(value))
+    return value
+
+
+def _join(value: Any, tensors: Tensors) -> Any:
+    """Return a value with its tensors in their places again."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _join(each, tensors) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_join(each, tensors) for each in value)
+    return value
