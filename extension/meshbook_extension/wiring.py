@@ -23,11 +23,13 @@ from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell, tell_news
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import dispatch, help_tables
+from meshbook_extension.commands.checkpoints import save_due
 from meshbook_extension.commands.packages import SentModules
 from meshbook_extension.commands.spawn import give_procs
 from meshbook_extension.completion.completer import Completer
 from meshbook_extension.completion.hooks import Hooks
 from meshbook_extension.notebook.error_log import name_notebook_cells
+from meshbook_extension.notebook.saves import MeshSaves
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.output.publisher import ProgressLine, kernel_of, served_cell
@@ -135,6 +137,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
         for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
+        session.part(MeshSaves).take_up(earlier.part(MeshSaves).last, earlier.part(MeshSaves).regular)
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     calls = session.add_part(CallOutput(session))
     state_writer = session.add_part(StateWriter(session))
@@ -164,6 +167,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         partial(tell_news, session),
     ]
     after: list[Callable[..., object]] = [
+        partial(save_due, session),
         calls.finish,
         curves.end_cell,
         state_writer.save,
@@ -180,6 +184,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
             shell.events.register(event, listener)
             closing.callback(shell.events.unregister, event, listener)
     session.on_change.append(state_writer.save)
+    session.on_forget.append(session.part(MeshSaves).forget)
     if earlier is None:
         session.add_part(AutoAttach(session)).start()
     return session

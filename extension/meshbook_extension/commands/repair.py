@@ -12,24 +12,28 @@ from meshbook.mesh.resize import Change, resize
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
+from meshbook_extension.commands.checkpoints import restore_mesh, tell_restored
 from meshbook_extension.commands.packages import send_again
 from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_engine
 from meshbook_extension.notebook.grammar import Arguments, Option
+from meshbook_extension.notebook.saves import MeshSaves
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
 
 FORCE = Option("--force", "also a rank that ends again and again, and ranks whose host is silent")
+RESTORE = Option("--restore", "bring all ranks back to the last %mesh save")
 REPLAY = Option("--replay", "run the cells marked %%mesh --setup on the new ranks")
 
 
 @Command(
     name="%mesh heal",
     summary="Start the ranks that ended again, in their places; %%mesh --setup cells run there again.",
-    options=(FORCE, ON, PYTHON, WITHIN),
+    options=(FORCE, RESTORE, ON, PYTHON, WITHIN),
     rest="ENGINE OPTIONS",
-    examples=("%mesh heal", "%mesh heal --force", "%mesh heal --on ssh:nodeC -- -p 2222"),
+    examples=("%mesh heal", "%mesh heal --restore", "%mesh heal --force", "%mesh heal --on ssh:nodeC -- -p 2222"),
     notes="""
-The other ranks keep their variables. Hosts whose agent is lost are started again too, where they were or, of a
+The other ranks keep their variables; nothing is restored without --restore, which is for all ranks, since an old
+replica beside newer ones would be wrong. Hosts whose agent is lost are started again too, where they were or, of a
 cluster that has taken that, where it gives another; --on has an engine of your choice start others in their places.
 A rank that ended more than 3 times within 60 s is left alone, unless --force is given.
 A host that is silent but not known to have ended keeps its ranks; --force gives it up and starts another.""",
@@ -38,11 +42,22 @@ def heal(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
     force, within_s = arguments.flag("--force"), arguments.number(WITHIN.name)
+    last = session.part(MeshSaves).last.get(procs.name)
+    if arguments.flag(RESTORE.name) and last is None:
+        raise arguments.grammar.refuse(
+            "there is no save of this mesh. From a folder: %mesh heal, then %mesh restore DIR"
+        )
     with _interrupts_told():
         repaired = procs.base().heal(force=force, note=_note, launcher=launcher, within_s=within_s)
     print(repaired)
     send_again(session, procs, repaired.ranks)
     _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
+    if last is not None and arguments.flag(RESTORE.name):
+        with _interrupts_told():
+            saved = restore_mesh(session, procs.base(), last.path)
+        tell_restored(session, procs.base(), saved)
+    elif last is not None and repaired.ranks:
+        print(f"  last save: {last}: %mesh heal --restore")
 
 
 @Command(

@@ -25,6 +25,7 @@ from meshbook.system.user_folders import private_folder, read_private, state_bas
 from meshbook.wire.messages import utf8_data
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.notebook.error_log import LoggedError
+from meshbook_extension.notebook.saves import LastSave, MeshSaves, RegularSave
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup
 from meshbook_extension.notebook.time_limits import Limit, TimeLimits
@@ -76,6 +77,9 @@ class NotebookState(msgspec.Struct, frozen=True):
     """The limits of meshes that stop by themselves."""
     errors: tuple[LoggedError, ...] = ()
     """The last failures of the session's ranks."""
+    saves: dict[str, LastSave] = {}
+    regular_saves: dict[str, RegularSave] = {}
+    """The last save of each mesh, and those that are due from time to time."""
     cut: str = ""
     """The cell that the end of the kernel has interrupted, and where, in words."""
 
@@ -190,6 +194,8 @@ class StateWriter:
             jobs={job.cell.run.id: job.number for job in session.part(Jobs).running() if job.mesh in meshes},
             next_job=session.part(Jobs).next_number,
             errors=session.errors.saved(meshes),
+            saves={name: last for name, last in session.part(MeshSaves).last.items() if name in meshes},
+            regular_saves={name: plan for name, plan in session.part(MeshSaves).regular.items() if name in meshes},
             cut=self._cut,
             limits={name: limit for name, procs in meshes.items() if (limit := limits.of(procs)) != Limit()},
         )

@@ -25,6 +25,7 @@ from meshbook.system.user_folders import log_base
 from meshbook_extension.cells.output import open_output
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
+from meshbook_extension.notebook.saves import MeshSaves
 from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.time_limits import TimeLimits
 from meshbook_extension.notebook.waiting import wait_until_done
@@ -63,6 +64,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
     for setup in notebook_state.setups:
         session.setups.add(setup)
     session.errors.take_up(notebook_state.errors)
+    session.part(MeshSaves).take_up(notebook_state.saves, notebook_state.regular_saves)
     gone = _restore_slices(session, attachment, notebook_state)
     ended: list[tuple[ResumedCall, ProcMesh]] = []
     deadline = time.monotonic() + ANSWERS_S

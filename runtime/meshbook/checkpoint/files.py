@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshbook.errors import UsageError
 from meshbook.formatting import group_ranks
 
-Entry: TypeAlias = "torch.Tensor | bytes"
+SavedEntry: TypeAlias = "torch.Tensor | bytes"
 Copies: TypeAlias = dict[str, list[list[int]]]
 
 HASHED_BYTES = 1 << 16
@@ -79,7 +79,7 @@ def key_of_copy(key: str, copies: Copies, rank: int) -> str | None:
 class DcpFiles:
     """The files of torch.distributed.checkpoint."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, SavedEntry]) -> None:
         self._entries = entries
         self._writer = FileSystemWriter(path)
         self._planner = _StagedPlanner()
@@ -143,7 +143,7 @@ class _StagedPlanner(DefaultSavePlanner):
 class SafetensorsFiles:
     """A file for each module, and one for tensors with names of their own; rank 0 writes them."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], modules: Sequence[str]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, SavedEntry], modules: Sequence[str]) -> None:
         """modules: the names of modules."""
         self._path, self._modules = path, modules
         self._whole = {key: _whole(entry) for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
@@ -196,7 +196,7 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor.detach(), non_blocking=True)
 
 
-def hash_entry(entry: Entry) -> str:
+def hash_entry(entry: SavedEntry) -> str:
     """Return a hash of a value; for a DTensor the ranks that hold it together."""
     if isinstance(entry, DTensor):
         return f"on {entry.device_mesh.mesh.flatten().tolist()}"

@@ -1,7 +1,7 @@
 """A folder of saves. Each save is a folder inside, which is there whole or not at all.
 
     DIR/.tmp-8f3c/   a save that is being written; .tmp-8f3c.lock is locked by its writer
-    DIR/save-12/     .metadata and __RANK_N.distcp of torch.distributed.checkpoint, or NAME.safetensors; meshbook.json
+    DIR/save-12/     .metadata and __RANK_N.distcp of torch.distributed.checkpoint, or NAME.safetensors; manifest.json
 
 A save is written and brought to disk under its first name, and then renamed. A writer that was killed leaves a folder
 whose lock is free: the next save removes that. Folders that go, because newer saves are kept in their place, are
@@ -31,7 +31,7 @@ from meshbook.system.os_errors import explain
 
 VERSION = 1
 """The version of `Manifest`; a save of a newer one is refused."""
-MANIFEST = "meshbook.json"
+MANIFEST = "manifest.json"
 DCP, SAFETENSORS = FORMATS = "dcp", "safetensors"
 TOKEN_TIMEOUT_S = 10.0
 """The longest that a host may take to see what another host has written: network file systems keep old listings."""
@@ -52,7 +52,7 @@ class SaveFailed(MeshError):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a save, as ``meshbook.json`` has it."""
+    """The content of a save, as ``manifest.json`` has it."""
 
     version: int = VERSION
     format: str = DCP
@@ -66,7 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Keys whose values differ between ranks: the ranks of each copy. A copy's key is ``KEY@FIRST_RANK``."""
     of_notebook: list[str] = []
     """The names that the notebook holds on the mesh; the others are variables of ranks."""
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, SavedLayout] = {}
     """The layouts of named DTensors, so that a rank without the name can make one."""
     skipped: dict[str, str] = {}
     """Names that were not saved, and why."""
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The size of each file in bytes."""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class SavedLayout(msgspec.Struct, frozen=True):
     """The layout of a DTensor: the axes of its mesh, and for each the dim that is cut along it, None where it is
     whole."""
 
@@ -233,7 +233,7 @@ def miss_tokens(path: Path, names: list[str]) -> list[str]:
 
 
 def write_manifest(path: Path, **about: Any) -> Manifest:
-    """Write ``meshbook.json`` beside the files of a save, and bring it to disk. about: fields of `Manifest`."""
+    """Write ``manifest.json`` beside the files of a save, and bring it to disk. about: fields of `Manifest`."""
     files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
     manifest = Manifest(saved_at=time.time(), files=files, **about)
     with open(path / MANIFEST, "wb") as file:
@@ -280,7 +280,8 @@ def find(folder: Path, step: float | None = None) -> Saved:
             return saved
         if saved.step is not None:
             steps.append(f"{saved.step:g}")
-    raise UsageError(f"there is no save of step {step:g} in {folder}; there are {', '.join(reversed(steps)) or 'none'}")
+    known = ", ".join(dict.fromkeys(reversed(steps))) or "none"
+    raise UsageError(f"there is no save of step {step:g} in {folder}; there are {known}")
 
 
 def read(path: Path) -> Saved:

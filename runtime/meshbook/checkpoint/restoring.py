@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import SAFETENSORS_FILE, key_of_copy
-from meshbook.checkpoint.folder import SAFETENSORS, Layout, Saved
-from meshbook.checkpoint.saving import variables
-from meshbook.checkpoint.state import RANDOM, Held, HeldModule, HeldOptimizer, HeldRandom, Tensors, hold, missing
+from meshbook.checkpoint.folder import SAFETENSORS, Saved, SavedLayout
+from meshbook.checkpoint.saving import join_reasons, variables
+from meshbook.checkpoint.state import RANDOM, HeldModule, HeldOptimizer, HeldRandom, HeldState, Tensors, hold, missing
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
@@ -35,14 +35,14 @@ SHOWN = 3
 """The most keys that an error lists."""
 
 
-class _Told(NamedTuple):
+class _Report(NamedTuple):
     """The word of a rank to the others before anything is restored, and after it."""
 
     why: str
     notes: list[str]
 
 
-class Description(NamedTuple):
+class SaveDescription(NamedTuple):
     """A save as the notebook is told of it."""
 
     saved: Saved
@@ -82,9 +82,9 @@ def restore_objects(
         folders.read(saved.path)  # as this host sees it
         files, only = read_files(saved), list(names) if strict else only
         plan = files, Restoring(saved, files, names, values, only=only, random=RANDOM if strict or not only else "")
-        told = _Told("", plan[1].notes)
+        told = _Report("", plan[1].notes)
     except UsageError as error:
-        told = _Told(str(error), [])
+        told = _Report(str(error), [])
     notes = _agree(told)
     assert plan is not None
     files, restoring = plan
@@ -100,7 +100,7 @@ def restore_ranks(folder: str, only: Sequence[str], step: float | None) -> Saved
     return saved
 
 
-def describe_save(folder: str, step: float | None) -> Description:
+def describe_save(folder: str, step: float | None) -> SaveDescription:
     """Return what a save has, for the notebook; on any rank. Raises: UsageError."""
     saved = folders.find(Path(folder), step)
     files = read_files(saved)
@@ -110,7 +110,7 @@ def describe_save(folder: str, step: float | None) -> Description:
             values[key] = files.value(key)
         else:
             forms[key] = form
-    return Description(saved, forms, values)
+    return SaveDescription(saved, forms, values)
 
 
 def load_tensors(path: str, tensors: Tensors) -> None:
@@ -134,20 +134,19 @@ def _load(files: SavedFiles, tensors: Tensors) -> None:
     try:
         with torch.no_grad():
             files.load(tensors)
-        told = _Told("", [])
+        told = _Report("", [])
     except (OSError, RuntimeError, ValueError) as error:
         why = explain(error) if isinstance(error, OSError) else str(error)
-        told = _Told(f"{why}. What is restored is half old and half new now: restore a save again", [])
+        told = _Report(f"{why}. What is restored is half old and half new now: restore a save again", [])
     _agree(told)
 
 
-def _agree(mine: _Told) -> list[str]:
+def _agree(mine: _Report) -> list[str]:
     """Tell the other ranks. Returns: the notes of all. Raises: UsageError if one of them cannot go on."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     if whys := group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why):
-        everywhere = len(whys) == 1 and len(next(iter(whys.values()))) == len(told)
-        raise UsageError("; ".join(why if everywhere else f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items()))
+        raise UsageError(join_reasons(whys, len(told)))
     notes = group_ranks((rank, note) for rank, each in enumerate(told) for note in each.notes)
     return [note.format(ranks=name_ranks(ranks)) for note, ranks in notes.items()]
 
@@ -228,7 +227,7 @@ class Restoring:
             )
         self._held[name] = made
 
-    def _prepare(self, name: str, held: Held, kind: str) -> None:
+    def _prepare(self, name: str, held: HeldState, kind: str) -> None:
         if held.kind != kind:
             raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
         here = held.tensors()
@@ -262,11 +261,11 @@ class Restoring:
     def _has_rest(self, name: str) -> bool:
         return name in self.files.keys or name in self.manifest.copies
 
-    def _empty(self, held: Held, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, held: HeldState, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         layout = self.manifest.layouts.get(key)
         return held.like(key, size, dtype) if layout is None else _make_dtensor(key, layout, size, dtype)
 
-    def _find(self, key: str, held: Held) -> str | None:
+    def _find(self, key: str, held: HeldState) -> str | None:
         """Return the key of this rank's copy of an entry; None where it is to have none."""
         copies, has_moved = self.manifest.copies, self.world_size != self.manifest.world_size
         found = key_of_copy(key, copies, self.rank)
@@ -286,7 +285,7 @@ class Restoring:
                 self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
         return found
 
-    def _check_keys(self, name: str, held: Held, here: Tensors, sources: Mapping[str, str]) -> None:
+    def _check_keys(self, name: str, held: HeldState, here: Tensors, sources: Mapping[str, str]) -> None:
         lacking = [key for key in here if key not in sources] if isinstance(held, HeldModule) else []
         foreign = [key for key in sources if key not in here] if isinstance(held, HeldModule) else []
         for keys, text in ((lacking, "the save does not have"), (foreign, "only the save has")):
@@ -300,7 +299,7 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     return all(stride or size < 2 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def _make_dtensor(name: str, layout: Layout, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _make_dtensor(name: str, layout: SavedLayout, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     from torch.distributed.tensor import zeros
 
     place = own_groups().place
@@ -411,7 +410,7 @@ class SafetensorsOnDisk:
 class DescribedFiles:
     """The files of a save as a rank has told of them; ranks alone can read its tensors."""
 
-    def __init__(self, told: Description) -> None:
+    def __init__(self, told: SaveDescription) -> None:
         self._told = told
         self.keys: Collection[str] = [*told.forms, *told.values]
 

@@ -18,7 +18,7 @@ import pickle
 import secrets
 import sys
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from meshbook.checkpoint import folder as folders
-from meshbook.checkpoint.files import DcpFiles, Entry, SafetensorsFiles, SaveFiles
-from meshbook.checkpoint.folder import DCP, SAFETENSORS, Layout, Saved, SaveFailed, SavingState, TemporaryFolder
-from meshbook.checkpoint.state import RANDOM, Found, Held, HeldModule, HeldRandom, HeldTensor, hold
+from meshbook.checkpoint.files import DcpFiles, SafetensorsFiles, SavedEntry, SaveFiles
+from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SaveFailed, SavingState, TemporaryFolder
+from meshbook.checkpoint.state import RANDOM, Found, HeldModule, HeldRandom, HeldState, HeldTensor, hold
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.curves.recorder import recorder
@@ -118,7 +118,7 @@ def _is_due(folder: str, every: int | timedelta) -> bool:
 def save_ranks(
     folder: str,
     only: Sequence[str] | None,
-    sent: Content | None,
+    sent: SaveContent | None,
     step: float | None,
     keep: int | None,
     format: str,
@@ -129,8 +129,8 @@ def save_ranks(
     Returns: the save's name, the seconds that it held the rank, and the bytes that were copied.
     """
 
-    def everything() -> Content:
-        own = Content() if only is None else collect(variables(only), strict=bool(only), format=format)
+    def everything() -> SaveContent:
+        own = SaveContent() if only is None else collect(variables(only), strict=bool(only), format=format)
         return own if sent is None else own.with_sent(sent)
 
     names = list(sent.kinds) if sent else []
@@ -151,7 +151,7 @@ def variables(only: Sequence[str] = ()) -> MutableMapping[str, Any]:
 
 def save_content(
     folder: str,
-    collect: Callable[[], Content],
+    collect: Callable[[], SaveContent],
     *,
     step: float | None,
     keep: int | None,
@@ -177,7 +177,7 @@ def save_content(
         if isinstance(box[0], UsageError):
             raise box[0]
         path, name = Path(box[0][0]), box[0][1]
-        place, content, why = groups.place, Content(), ""
+        place, content, why = groups.place, SaveContent(), ""
         try:
             content = collect()
         except UsageError as error:
@@ -227,26 +227,26 @@ class _Told(NamedTuple):
     host_name: str
     hashes: dict[str, str]
     kinds: dict[str, str]
-    layouts: dict[str, Layout]
+    layouts: dict[str, SavedLayout]
     skipped: dict[str, str]
 
 
-class Content(NamedTuple):
+class SaveContent(NamedTuple):
     """The content of a save, as one process has it."""
 
-    entries: dict[str, Entry] = {}
+    entries: dict[str, SavedEntry] = {}
     kinds: dict[str, str] = {}
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, SavedLayout] = {}
     skipped: dict[str, str] = {}
     step: float | None = None
 
-    def with_sent(self, sent: Content) -> Content:
+    def with_sent(self, sent: SaveContent) -> SaveContent:
         """Return this rank's content with that of the notebook. Raises: UsageError for a name that both have."""
         if both := [name for name in sent.kinds if name in self.kinds]:
             raise UsageError(
                 f"the notebook and the ranks both have {both[0]}: rename one, or save one of the two alone"
             )
-        return Content(
+        return SaveContent(
             {**self.entries, **sent.entries},
             {**self.kinds, **sent.kinds},
             {**self.layouts, **sent.layouts},
@@ -255,7 +255,7 @@ class Content(NamedTuple):
         )
 
 
-def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, random: str = RANDOM) -> Content:
+def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, random: str = RANDOM) -> SaveContent:
     """Return the content for a save of named objects. strict: as of `hold`. random: the name of the random states.
 
     Raises: UsageError.
@@ -265,7 +265,7 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
         found = _tensors_alone(found, strict)
     else:
         found.held[random] = HeldRandom(random)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, SavedEntry] = {}
     layouts = {}
     for name, held in found.held.items():
         entries.update(held.tensors())
@@ -274,7 +274,7 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
         if isinstance(held, HeldTensor) and (layout := _layout_of(held.tensors()[name])):
             layouts[name] = layout
     kinds = {name: held.kind for name, held in found.held.items()}
-    return Content(entries, kinds, layouts, found.skipped, _step_of(names))
+    return SaveContent(entries, kinds, layouts, found.skipped, _step_of(names))
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _tensors_alone(found: Found, strict: bool) -> Found:
         import safetensors  # noqa: F401
     except ImportError:
         raise UsageError("the format safetensors needs that package: pip install safetensors") from None
-    fit: dict[str, Held] = {
+    fit: dict[str, HeldState] = {
         name: held for name, held in found.held.items() if isinstance(held, HeldModule | HeldTensor)
     }
     others = {
@@ -306,11 +306,11 @@ def _tensors_alone(found: Found, strict: bool) -> Found:
     return Found(fit, {**found.skipped, **others})
 
 
-def _layout_of(tensor: torch.Tensor) -> Layout | None:
+def _layout_of(tensor: torch.Tensor) -> SavedLayout | None:
     if not isinstance(tensor, DTensor) or tensor.device_mesh.mesh_dim_names is None:
         return None
     dims = [each.dim if isinstance(each, Shard) else None for each in tensor.placements]
-    return Layout(list(tensor.device_mesh.mesh_dim_names), dims)
+    return SavedLayout(list(tensor.device_mesh.mesh_dim_names), dims)
 
 
 def _step_of(names: MutableMapping[str, Any]) -> float | None:
@@ -389,6 +389,13 @@ class _Writing(NamedTuple):
         return str(path)
 
 
+def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
+    """Return the reasons of ranks as one text; without the ranks where all have the same."""
+    if len(whys) == 1 and len(next(iter(whys.values()))) == world_size:
+        return next(iter(whys))
+    return "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
+
+
 def _check(told: Sequence[_Told], path: Path) -> None:
     """Raises: UsageError if a rank cannot take part, on all ranks alike."""
     whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
@@ -397,7 +404,7 @@ def _check(told: Sequence[_Told], path: Path) -> None:
         names = {str(each.host): each.host_name for each in told}
         box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
     if whys:
-        raise UsageError("; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items()))
+        raise UsageError(join_reasons(whys, len(told)))
     dist.broadcast_object_list(box, src=0)
     if box[0]:
         raise UsageError(

@@ -1,6 +1,6 @@
 """The state of objects as tensors and plain values under keys, taken for a save and given back after it.
 
-    name -> Held ── tensors() ──> {"model.0.weight": tensor, ...}     loaded in place
+    name -> HeldState ── tensors() ──> {"model.0.weight": tensor, ...}     loaded in place
                  ── rest()    ──> a plain value under the name        given back by give()
 
 A module has the keys of its ``state_dict``, without the prefixes of DDP and ``torch.compile``. An optimizer's are
@@ -32,7 +32,7 @@ _DEEPEST = 20
 Tensors = dict[str, torch.Tensor]
 
 
-class Held(abc.ABC):
+class HeldState(abc.ABC):
     """The state of one named object."""
 
     kind: str
@@ -59,7 +59,7 @@ class Held(abc.ABC):
         return torch.empty(size, dtype=dtype, device="cpu")
 
 
-class HeldModule(Held):
+class HeldModule(HeldState):
     kind = "module"
     is_strict = True
 
@@ -85,7 +85,7 @@ class HeldModule(Held):
             self.module.load_state_dict(rest, strict=False)
 
 
-class HeldOptimizer(Held):
+class HeldOptimizer(HeldState):
     kind = "optimizer"
     is_strict = True
 
@@ -149,7 +149,7 @@ class HeldOptimizer(Held):
         return super().like(key, size, dtype)  # a step counter, which lies on the CPU
 
 
-class HeldTensor(Held):
+class HeldTensor(HeldState):
     kind = "tensor"
 
     def __init__(self, name: str, tensor: torch.Tensor | None, bind: Bind) -> None:
@@ -168,7 +168,7 @@ class HeldTensor(Held):
 Bind = Callable[[str, object], object]
 
 
-class HeldValue(Held):
+class HeldValue(HeldState):
     """A plain value, or containers of these and of tensors; a list or a dict is filled again in place."""
 
     kind = "value"
@@ -236,7 +236,7 @@ class HeldRandom(HeldValue):
 class Found(NamedTuple):
     """What a namespace holds."""
 
-    held: dict[str, Held]
+    held: dict[str, HeldState]
     skipped: dict[str, str]
     """Other names, and why they cannot be saved."""
 
@@ -248,7 +248,7 @@ def hold(names: MutableMapping[str, Any], *, strict: bool = False, bind: Bind | 
     Raises: UsageError for a name that cannot be saved, with ``strict``.
     """
     bind = bind or names.__setitem__
-    held: dict[str, Held] = {}
+    held: dict[str, HeldState] = {}
     skipped: dict[str, str] = {}
     known: dict[int, str] = {}
     modules = {name: unwrapped(value) for name, value in names.items() if isinstance(value, torch.nn.Module)}
@@ -294,7 +294,7 @@ def hold(names: MutableMapping[str, Any], *, strict: bool = False, bind: Bind | 
     return Found(dict(sorted(held.items(), key=lambda item: list(names).index(item[0]))), skipped)
 
 
-def missing(name: str, kind: str, bind: Bind) -> Held | None:
+def missing(name: str, kind: str, bind: Bind) -> HeldState | None:
     """Return a place for a saved name that is not bound; None for a kind that has to be there."""
     if kind == HeldTensor.kind:
         return HeldTensor(name, None, bind)

@@ -26,7 +26,7 @@ from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
 
 if TYPE_CHECKING:
-    from meshbook.checkpoint.restoring import Description
+    from meshbook.checkpoint.restoring import SaveDescription
 
 OF_NOTEBOOK = "_random_of_notebook"
 """The name under which the notebook's random states are saved."""
@@ -36,7 +36,7 @@ _SILENT_MAX = 60
 """So many questions without an answer in a row end the wait for a save."""
 
 
-class Begun(NamedTuple):
+class BegunSave(NamedTuple):
     """A save that the ranks write aside."""
 
     written: Future[Saved]
@@ -98,7 +98,7 @@ def begin_save(
     step: float | None = None,
     keep: int | None = None,
     format: str = DCP,
-) -> Begun:
+) -> BegunSave:
     """Have the ranks copy what is to be saved; return when they are free.
 
     only: these variables of the ranks; empty: all of the person's; None: none. state: objects of the notebook.
@@ -115,7 +115,7 @@ def begin_save(
     arguments = folder, only, sent, step, keep, format
     told = _on_ranks(procs, mesh, "save", "saving", "save_ranks", arguments)
     names, held, copied = zip(*told, strict=True)
-    return Begun(in_background(lambda: _await_end(procs, names[0])), max(held), sum(copied))
+    return BegunSave(in_background(lambda: _await_end(procs, names[0])), max(held), sum(copied))
 
 
 def restore(
@@ -181,10 +181,10 @@ def restore_from(
     return Saved(saved.path, saved.manifest, plan.values if plan else saved.values, tuple(notes))
 
 
-def describe(folder: str, procs: ProcMesh, step: float | None = None) -> Description:
+def describe(folder: str, procs: ProcMesh, step: float | None = None) -> SaveDescription:
     """Return what the last save of a folder has, as rank 0 sees it. Raises: UsageError."""
     told = _on_ranks(procs.base().select([0]), None, "restore", "restoring", "describe_save", (folder, step))
-    return cast("Description", told[0])
+    return cast("SaveDescription", told[0])
 
 
 def _on_ranks(procs: ProcMesh, mesh: Mesh | None, what: str, module: str, function: str, arguments: Any) -> list[Any]:

@@ -1,0 +1,240 @@
+"""Commands that save what the ranks of a mesh hold, and restore it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshbook.checkpoint.folder import DCP, FORMATS, Saved
+from meshbook.concurrency.future import Future
+from meshbook.errors import MeshError, UsageError
+from meshbook.formatting import format_bytes, format_duration, name_ranks
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook_extension.cells.running import interrupted
+from meshbook_extension.commands import Command
+from meshbook_extension.notebook.grammar import Arguments, Option, check_identifier
+from meshbook_extension.notebook.saves import LastSave, MeshSaves, RegularSave
+from meshbook_extension.notebook.session import Session
+from meshbook_extension.output.labels import WARN, show_message
+from meshbook_extension.output.publisher import sink_for
+
+FORMAT = Option("--format", "dcp, which keeps all; safetensors, for modules and tensors alone", str, choices=FORMATS)
+STEP = Option("--step", "the training step", float, "N")
+
+
+@Command(
+    name="%mesh save",
+    summary="Save the variables of all ranks, and what the notebook holds on the mesh, to a folder that hosts share.",
+    words="[DIR] [NAME ...]",
+    options=(
+        Option("--step", "the training step; by default the variable step, or that of meshbook.log", float, "N"),
+        Option("--keep", "so many saves stay in the folder", int, "N"),
+        Option("--every", "save again between cells, after this time", float, "TIME"),
+        Option("--stop", "end --every"),
+        FORMAT,
+        Option("--async", "go on while the ranks write; a failure is told"),
+    ),
+    examples=(
+        "%mesh save ckpt",
+        "%mesh save ckpt model opt step",
+        "%mesh save ckpt --every 5m --keep 3",
+        "%mesh save weights model --format safetensors",
+        "%mesh save --stop",
+    ),
+    notes="""
+Modules, optimizers, tensors, schedulers and all else with a state_dict, numbers, texts and containers of these, random
+states. What differs between ranks is saved for each of them. Each save is a folder of its own in DIR, in the format of
+torch.distributed.checkpoint, and is there whole or not at all. Ranks are held while they copy, and write aside.
+Back: %mesh restore DIR, on a mesh of any size; after a rank was lost: %mesh heal --restore.""",
+)
+def save(session: Session, arguments: Arguments) -> object:
+    procs, saves = session.mesh().base(), session.part(MeshSaves)
+    if arguments.flag("--stop"):
+        if saves.regular.pop(procs.name, None) is None:
+            print("nothing is saved from time to time")
+        return None
+    if not arguments.words:
+        raise arguments.grammar.refuse("say to which folder.")
+    folder, names = arguments.words[0], [check_identifier(name, "%mesh save") for name in arguments.words[1:]]
+    keep, format = arguments.whole("--keep"), arguments.text("--format") or DCP
+    if keep == 0:
+        raise arguments.grammar.refuse("--keep 0: at least the new save stays.", "--keep")
+    every_s = arguments.number("--every")
+    path = str(Path(folder).expanduser().absolute())
+    plan = RegularSave(every_s or 0.0, path, tuple(names), keep, format)
+    with _interrupts_told():
+        begun = _begin(session, procs, plan, arguments.number("--step"))
+        if every_s is not None:
+            saves.regular[procs.name] = plan
+            saves.begun[procs.name] = time.monotonic()
+        if arguments.flag("--async"):
+            print(
+                f"saving {format_bytes(begun.copied_bytes)} to {folder}; the ranks were held for {begun.held_s:.2f} s"
+            )
+            return None
+        saved = begun.written.get()
+    print(f"saved {_described(saved)} to {saved.path}")
+    if saved.skipped:
+        print(f"  not saved: {_list_skipped(saved.skipped)}")
+    if every_s is not None:
+        print(f"  again every {format_duration(every_s)}, between cells; end that: %mesh save --stop")
+    return saved
+
+
+@contextlib.contextmanager
+def _interrupts_told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise interrupted("the ranks that write a save go on; the last one that is whole: %mesh restore DIR") from None
+
+
+def _begin(session: Session, procs: ProcMesh, plan: RegularSave, step: float | None = None) -> Any:
+    """Begin a save, and have its end noted. Raises: UsageError."""
+    from meshbook.tensors.handles.checkpoints import begin_save
+
+    saves = session.part(MeshSaves)
+    held = held_on_mesh(session, procs)
+    chosen = [name for name in plan.names if name not in held]
+    state = {name: value for name, value in held.items() if not plan.names or name in plan.names}
+    only = chosen if chosen or not plan.names else None
+    begun = begin_save(plan.folder, only, state or None, procs=procs, step=step, keep=plan.keep, format=plan.format)
+    saves.writing[procs.name] = begun.written
+    begun.written.add_done_callback(partial(_note_end, session, procs.name))
+    return begun
+
+
+def _note_end(session: Session, name: str, written: Future[Saved]) -> None:
+    saves = session.part(MeshSaves)
+    if saves.writing.get(name) is written:
+        del saves.writing[name]
+    if written.exception(0) is None:
+        saved = written.result(0)
+        saves.last[name] = LastSave(str(saved.path), saved.step, saved.manifest.saved_at)
+
+
+def held_on_mesh(session: Session, procs: ProcMesh) -> dict[str, Any]:
+    """Return the notebook's tensors on a mesh, and its modules, optimizers and schedulers with such tensors."""
+    if "meshbook.tensors.handles.mesh_tensor" not in sys.modules:
+        return {}
+    import torch
+
+    from meshbook.tensors.handles.mesh_tensor import MeshTensor
+
+    def is_there(tensor: object) -> bool:
+        return isinstance(tensor, MeshTensor) and tensor.mesh.procs.id == procs.id
+
+    names = session.shell.user_ns
+    known = {name: value for name, value in names.items() if not name.startswith("_")}
+    found: dict[str, Any] = {}
+    optimizers = set()
+    for name, value in known.items():
+        if isinstance(value, torch.nn.Module):
+            if any(map(is_there, value.parameters())):
+                found[name] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            if any(is_there(each) for group in value.param_groups for each in group["params"]):
+                found[name] = value
+                optimizers.add(id(value))
+        elif is_there(value):
+            found[name] = value
+    schedulers = {name: value for name, value in known.items() if id(getattr(value, "optimizer", None)) in optimizers}
+    return {**found, **schedulers}
+
+
+def save_due(session: Session, *_: object) -> None:
+    """Save, after a cell, the meshes whose time has come; tell of a failure."""
+    saves = session.part(MeshSaves)
+    for name, plan in list(saves.regular.items()):
+        procs = session.meshes.get(name)
+        if procs is None or not procs.alive or name in saves.writing or procs.base().lost:
+            continue
+        if time.monotonic() - saves.begun.get(name, 0.0) < plan.every_s:
+            continue
+        saves.begun[name] = time.monotonic()
+        tell = partial(show_message, sink_for(session.shell), WARN)
+        try:
+            _begin(session, procs.base(), plan).written.add_done_callback(partial(_tell_failure, tell))
+        except (MeshError, KeyboardInterrupt) as error:
+            tell(f"the regular save did not begin: {error or 'interrupted'}")
+
+
+def _tell_failure(tell: Any, written: Future[Saved]) -> None:
+    if (error := written.exception(0)) is not None:
+        tell(f"{error}. It is tried again; end that: %mesh save --stop")
+
+
+def _described(saved: Saved) -> str:
+    names = [name for name in saved.manifest.kinds if not name.startswith("_")]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    step = "" if saved.step is None else f" at step {saved.step:g}"
+    return f"{shown or 'nothing'}{step}: {format_bytes(saved.size_bytes)}"
+
+
+def _list_skipped(skipped: Mapping[str, str]) -> str:
+    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
+    return ", ".join(shown) + (f" and {len(skipped) - 5} more" if len(skipped) > 5 else "")
+
+
+@Command(
+    name="%mesh restore",
+    summary="Restore what was saved, on a mesh of this or another size, after all of it is checked.",
+    words="DIR [NAME ...]",
+    options=(STEP,),
+    examples=("%mesh restore ckpt", "%mesh restore ckpt model opt", "%mesh restore ckpt --step 1200"),
+    notes="""
+The last save in DIR, or DIR itself where it is one. Modules, optimizers and what else is made by code have to be there:
+run the cells that make them first. On a mesh of another size each rank reads its own part of sharded tensors; values
+that differed between ranks go back to the ranks that are left.""",
+)
+def restore(session: Session, arguments: Arguments) -> object:
+    folder, names = arguments.words[0], [check_identifier(name, "%mesh restore") for name in arguments.words[1:]]
+    path = str(Path(folder).expanduser().absolute())
+    with _interrupts_told():
+        saved = restore_mesh(session, session.mesh().base(), path, names, arguments.number("--step"))
+    tell_restored(session, session.mesh().base(), saved, names)
+    return saved
+
+
+def restore_mesh(
+    session: Session, procs: ProcMesh, folder: str, names: Sequence[str] = (), step: float | None = None
+) -> Saved:
+    """Restore a save on all ranks, and what the notebook holds on the mesh. Raises: UsageError."""
+    from meshbook.tensors.handles.checkpoints import describe, restore_from
+
+    told = describe(folder, procs, step)
+    of_notebook = [name for name in told.saved.manifest.of_notebook if not names or name in names]
+    state: dict[str, Any] = {}
+    for name in of_notebook:
+        if name.startswith("_"):
+            continue
+        if name not in session.shell.user_ns:
+            kind = told.saved.manifest.kinds[name]
+            raise UsageError(
+                f"the save has the notebook's {kind} {name}, which is not there: run the cell that makes it"
+            )
+        state[name] = session.shell.user_ns[name]
+    others = [name for name in names if name not in of_notebook]
+    has_others = any(name not in told.saved.manifest.of_notebook for name in told.saved.manifest.kinds)
+    only = others if names else []
+    saved = restore_from(
+        str(told.saved.path), only if others or (not names and has_others) else None, state or None, procs=procs
+    )
+    session.part(MeshSaves).last[procs.name] = LastSave(str(saved.path), saved.step, saved.manifest.saved_at)
+    return saved
+
+
+def tell_restored(session: Session, procs: ProcMesh, saved: Saved, names: Sequence[str] = ()) -> None:
+    """Say what was restored, and what was not."""
+    kinds = [name for name in saved.manifest.kinds if not name.startswith("_") and (not names or name in names)]
+    shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
+    was = saved.manifest.world_size
+    before = "" if was == len(procs) else f", saved from {was} ranks"
+    print(f"restored {shown} on {name_ranks(procs.ranks)} from {saved.title}, {saved.age} old{before}")
+    for note in saved.notes:
+        print(f"  {note}")
