@@ -14,6 +14,7 @@ from meshbook.checkpoint.folder import DCP, FORMATS, Saved
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError, UsageError
 from meshbook.formatting import format_bytes, format_duration, name_ranks
+from meshbook.mesh import states
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
@@ -227,6 +228,14 @@ def restore_mesh(
     )
     session.part(MeshSaves).last[procs.name] = LastSave(str(saved.path), saved.step, saved.manifest.saved_at)
     return saved
+
+
+def last_save(session: Session, procs: ProcMesh) -> LastSave | None:
+    """Return the last save of a mesh, by a command or by code on its ranks; None where there is none."""
+    known, found = session.part(MeshSaves).last.get(procs.name), states.last_save(procs)
+    if found is None or (known is not None and known.at >= found.manifest.saved_at):
+        return known
+    return LastSave(str(found.path), found.step, found.manifest.saved_at)
 
 
 def tell_restored(session: Session, procs: ProcMesh, saved: Saved, names: Sequence[str] = ()) -> None:

@@ -12,11 +12,10 @@ from meshbook.mesh.resize import Change, resize
 from meshbook_extension.cells.run import start, wait_for
 from meshbook_extension.cells.running import interrupted
 from meshbook_extension.commands import Command
-from meshbook_extension.commands.checkpoints import restore_mesh, tell_restored
+from meshbook_extension.commands.checkpoints import last_save, restore_mesh, tell_restored
 from meshbook_extension.commands.packages import send_again
 from meshbook_extension.commands.spawn import ON, PYTHON, WITHIN, read_other_engine
 from meshbook_extension.notebook.grammar import Arguments, Option
-from meshbook_extension.notebook.saves import MeshSaves
 from meshbook_extension.notebook.session import Session
 from meshbook_extension.notebook.targets import Setup, follow_ranks, view_after
 
@@ -42,7 +41,7 @@ def heal(session: Session, arguments: Arguments) -> None:
     procs = session.mesh()
     launcher = read_other_engine(arguments, procs.base())
     force, within_s = arguments.flag("--force"), arguments.number(WITHIN.name)
-    last = session.part(MeshSaves).last.get(procs.name)
+    last = last_save(session, procs) if procs.lost or arguments.flag(RESTORE.name) else None
     if arguments.flag(RESTORE.name) and last is None:
         raise arguments.grammar.refuse(
             "there is no save of this mesh. From a folder: %mesh heal, then %mesh restore DIR"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshbook.errors import MeshError, UsageError
+from meshbook.errors import UsageError
 from meshbook.formatting import format_bytes, format_duration, name_ranks
 from meshbook.system.os_errors import explain
 
@@ -36,19 +36,6 @@ DCP, SAFETENSORS = FORMATS = "dcp", "safetensors"
 TOKEN_TIMEOUT_S = 10.0
 """The longest that a host may take to see what another host has written: network file systems keep old listings."""
 _SAVE, _TEMPORARY, _OLD, _LOCK = "save-", ".tmp-", ".old-", ".lock"
-
-
-class SaveFailed(MeshError):
-    """A save that was not written; the folder has the saves that it had. why: the reason, in words."""
-
-    BEGIN = "nothing was saved: "
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
-
-    def __str__(self) -> str:
-        return f"{self.BEGIN}{self.why}"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

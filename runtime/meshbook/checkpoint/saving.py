@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import DcpFiles, SafetensorsFiles, SavedEntry, SaveFiles
-from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SaveFailed, SavingState, TemporaryFolder
+from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SavingState, TemporaryFolder
 from meshbook.checkpoint.state import RANDOM, Found, HeldModule, HeldRandom, HeldState, HeldTensor, hold
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.curves.recorder import recorder
-from meshbook.errors import GroupAborted, UsageError
+from meshbook.errors import GroupAborted, SaveFailed, UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
 from meshbook.groups.store_client import LinkStore
@@ -67,14 +67,18 @@ class SavingJob:
 
 
 last: SavingJob | None = None
-"""The last save of this process."""
+"""The last save of this process, and the last one that was written."""
+last_written: Saved | None = None
 _calls: dict[str, int] = {}
 _saved_at: dict[str, float] = {}
 """For `save_here` with ``every``: its calls, and the time of the last save, by folder."""
 
 
 def progress(name: str) -> SavingState:
-    """Return how far this rank is with a save; from any thread."""
+    """Return how far this rank is with a save; from any thread. name: empty for the last one that was written."""
+    if not name:
+        known = last_written
+        return SavingState(True, "", str(known.path), known.manifest) if known else SavingState(True, "no save")
     job = last
     if job is None or job.name != name:
         return SavingState(True, "nothing was saved: the rank was started again meanwhile")
@@ -348,8 +352,10 @@ class _Writing(NamedTuple):
                 self.temporary.discard()
             self.job.written.set_exception(SaveFailed(why))
             return
+        global last_written
         try:
-            self.job.written.set_result(folders.read(Path(path)))
+            last_written = folders.read(Path(path))
+            self.job.written.set_result(last_written)
         except UsageError as error:  # it was removed meanwhile
             self.job.written.set_exception(error)
 

@@ -9,6 +9,7 @@
     │   ├── NotOwnerError       a reference to hosts, which only their owner shuts down; a RuntimeError too
     │   └── PeekRefused         a peek into a busy rank would wait there; raised on the rank
     ├── PromptRefused           a question of a rank that no person can answer; an EOFError too; raised on the rank
+    ├── SaveFailed              a save that was not written; the folder has the saves that it had
     ├── ScriptExit              a program ended with an exit code; a RuntimeError too; raised on the rank
     ├── SpawnError              hosts or workers that did not come up
     │   ├── HostsEndedError     hosts that were shut down; a RuntimeError too
@@ -64,6 +65,7 @@ from meshbook.errors.base import (
     ProtocolError,
     RankError,
     RanksLeft,
+    SaveFailed,
     ScriptExit,
     SerializationError,
     SessionInUse,

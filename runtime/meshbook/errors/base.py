@@ -59,6 +59,19 @@ class PeekRefused(UsageError):
         )
 
 
+class SaveFailed(MeshError):
+    """A save that was not written; the folder has the saves that it had. why: the reason, in words."""
+
+    BEGIN = "nothing was saved: "
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.BEGIN}{self.why}"
+
+
 class PromptRefused(MeshError, EOFError):
     """A question of a rank that no person can answer. asks: the function that asks. why: why nobody can answer."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from meshbook.actor.identity import ActorState
 from meshbook.calls.call import OpenCall
 from meshbook.calls.rank_state import State, StatusAnswer, StoppedRanks, Unresponsive
+from meshbook.checkpoint.folder import Saved, SavingState
 from meshbook.controller.host_state import HostState
 from meshbook.controller.queries import LogFollower, ask_rank, look
 from meshbook.curves.series import Metrics
@@ -240,3 +242,11 @@ def type_line(procs: ProcView, line: str, prompts: Mapping[int, int]) -> None:
     for number in set(prompts.values()):
         ranks = [rank for rank, its in prompts.items() if its == number]
         procs._controller.questions.tell(procs._mesh, ranks, ask_rank("pdb_command", number, line))
+
+
+def last_save(procs: ProcView) -> Saved | None:
+    """Return the last save that a living rank of the mesh has taken part in; None where there is none."""
+    question, ranks = ask_rank("saving", ""), range(procs._mesh.extent.nelements)
+    told = procs._controller.questions.gather(procs._mesh, ranks, question, SavingState, HOST_ANSWER_S)
+    found = [Saved(Path(state.path), state.manifest) for state in told.values() if state.manifest is not None]
+    return max(found, key=lambda saved: saved.manifest.saved_at, default=None)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from meshbook.actor.router import is_rank
-from meshbook.checkpoint.folder import DCP, FORMATS, Saved, SaveFailed, SavingState
+from meshbook.checkpoint.folder import DCP, FORMATS, Saved, SavingState
 from meshbook.concurrency.future import Future, in_background
 from meshbook.controller.queries import ask_rank
-from meshbook.errors import CallFailed, UsageError
+from meshbook.errors import CallFailed, SaveFailed, UsageError
 from meshbook.formatting import did_you_mean
 from meshbook.mesh.driven import current_procs
 from meshbook.mesh.proc_mesh import ProcMesh
