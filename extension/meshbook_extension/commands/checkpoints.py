@@ -69,6 +69,7 @@ def save(session: Session, arguments: Arguments) -> object:
     path = str(Path(folder).expanduser().absolute())
     plan = RegularSave(every_s or 0.0, path, tuple(names), keep, format)
     with _interrupts_told():
+        tell_ahead(procs)
         begun = _begin(session, procs, plan, arguments.number("--step"))
         if every_s is not None:
             saves.regular[procs.name] = plan
@@ -85,6 +86,12 @@ def save(session: Session, arguments: Arguments) -> object:
     if every_s is not None:
         print(f"  again every {format_duration(every_s)}, between cells; end that: %mesh save --stop")
     return saved
+
+
+def tell_ahead(procs: ProcMesh) -> None:
+    """Say which cells the ranks run before."""
+    if ahead := [f"{what} on {name_ranks(ranks)}" for what, ranks in states.ahead(procs, is_sent=False).items()]:
+        print(f"waits behind {', '.join(ahead)}; an interrupt drops it", flush=True)
 
 
 @contextlib.contextmanager
@@ -153,7 +160,13 @@ def save_due(session: Session, *_: object) -> None:
     saves = session.part(MeshSaves)
     for name, plan in list(saves.regular.items()):
         procs = session.meshes.get(name)
-        if procs is None or not procs.alive or name in saves.writing or procs.base().lost:
+        if (
+            procs is None
+            or not procs.alive
+            or name in saves.writing
+            or procs.base().lost
+            or states.ahead(procs.base(), is_sent=False)
+        ):
             continue
         if time.monotonic() - saves.begun.get(name, 0.0) < plan.every_s:
             continue
@@ -197,6 +210,7 @@ def restore(session: Session, arguments: Arguments) -> object:
     folder, names = arguments.words[0], [check_identifier(name, "%mesh restore") for name in arguments.words[1:]]
     path = str(Path(folder).expanduser().absolute())
     with _interrupts_told():
+        tell_ahead(session.mesh().base())
         saved = restore_mesh(session, session.mesh().base(), path, names, arguments.number("--step"))
     tell_restored(session, session.mesh().base(), saved, names)
     return saved

@@ -69,9 +69,10 @@ class SavingJob:
 last: SavingJob | None = None
 """The last save of this process, and the last one that was written."""
 last_written: Saved | None = None
-_calls: dict[str, int] = {}
+_calls: dict[tuple[str, str], int] = {}
 _saved_at: dict[str, float] = {}
-"""For `save_here` with ``every``: its calls, and the time of the last save, by folder."""
+"""For `save_here` with ``every``: its calls, and the time of the last save, by folder. Ranks count from 0 again when
+their groups are formed, since one of them may be new then."""
 
 
 def progress(name: str) -> SavingState:
@@ -107,8 +108,9 @@ def _is_due(folder: str, every: int | timedelta) -> bool:
     if isinstance(every, int):
         if every < 1:
             raise UsageError(f"every={every}: a number of calls from 1 on, or a timedelta")
-        _calls[folder] = _calls.get(folder, 0) + 1
-        return _calls[folder] % every == 0
+        key = folder, own_groups().scope
+        _calls[key] = _calls.get(key, 0) + 1
+        return _calls[key] % every == 0
     own_groups().require()
     now = time.monotonic()
     is_due = now - _saved_at.setdefault(folder, now) >= every.total_seconds()
@@ -134,23 +136,31 @@ def save_ranks(
     """
 
     def everything() -> SaveContent:
-        own = SaveContent() if only is None else collect(variables(only), strict=bool(only), format=format)
+        known = {} if only is None else variables()
+        own = (
+            SaveContent()
+            if only is None
+            else collect(
+                {name: known[name] for name in only if name in known} if only else known,
+                strict=bool(only),
+                format=format,
+            )
+        )
+        for name in only or ():
+            if name not in known:
+                own.skipped[name] = f"the ranks have no variable {name}.{did_you_mean(name, known)}"
         return own if sent is None else own.with_sent(sent)
 
     names = list(sent.kinds) if sent else []
-    job = save_content(folder, everything, step=step, keep=keep, format=format, of_notebook=names)
+    job = save_content(folder, everything, step=step, keep=keep, format=format, required=only or (), of_notebook=names)
     return job.name, job.held_s, job.copied_bytes
 
 
-def variables(only: Sequence[str] = ()) -> MutableMapping[str, Any]:
-    """Return the person's variables on this rank by name. Raises: UsageError for one that is not there."""
+def variables() -> MutableMapping[str, Any]:
+    """Return the person's variables on this rank by name."""
     main = vars(sys.modules["__main__"])
     hidden = main["get_ipython"]().user_ns_hidden
-    known = {name: value for name, value in main.items() if not name.startswith("_") and name not in hidden}
-    for name in only:
-        if name not in known:
-            raise UsageError(f"there is no variable {name}.{did_you_mean(name, known)}")
-    return {name: known[name] for name in only} if only else known
+    return {name: value for name, value in main.items() if not name.startswith("_") and name not in hidden}
 
 
 def save_content(
@@ -160,11 +170,12 @@ def save_content(
     step: float | None,
     keep: int | None,
     format: str,
+    required: Sequence[str] = (),
     of_notebook: Sequence[str] = (),
 ) -> SavingJob:
     """Begin a save. All ranks call it, and have their main threads back when it returns.
 
-    of_notebook: the names that the notebook holds.
+    required: the names that one of the ranks has to have. of_notebook: the names that the notebook holds.
     Raises: UsageError, SaveFailed.
     """
     global last
@@ -194,7 +205,7 @@ def save_content(
         told: list[Any] = [None] * dist.get_world_size()
         about = content.kinds, content.layouts, content.skipped
         dist.all_gather_object(told, _Told(why, place.host_rank, place.host, files.hashes(), *about))
-        _check(told, path)
+        _check(told, path, required)
         copies = files.plan([each.hashes for each in told])
         job = last = SavingJob(name)
         job.copied_bytes = files.stage()
@@ -402,9 +413,12 @@ def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
     return "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
 
 
-def _check(told: Sequence[_Told], path: Path) -> None:
+def _check(told: Sequence[_Told], path: Path, required: Sequence[str]) -> None:
     """Raises: UsageError if a rank cannot take part, on all ranks alike."""
     whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
+    for name in required:
+        if not any(name in each.kinds for each in told):
+            raise UsageError(told[0].skipped[name])
     box: list[Any] = [None]
     if dist.get_rank() == 0 and not whys:
         names = {str(each.host): each.host_name for each in told}

@@ -85,11 +85,14 @@ def _waiting_in(procs: ProcView, is_meant: Callable[[OpenCall], bool]) -> tuple[
     return tuple(rank for rank in procs.ranks if any(rank in call.waiting for call in calls))
 
 
-def ahead(procs: ProcView) -> dict[str, list[int]]:
-    """Return the calls that others wait behind, by their names, each with the members on which it runs."""
+def ahead(procs: ProcView, *, is_sent: bool = True) -> dict[str, list[int]]:
+    """Return the calls that another waits behind, by their names, each with the members on which it runs.
+
+    is_sent: whether that other call was made already.
+    """
     calls = [call for call in procs._controller.open_calls(procs._mesh.id) if not call.mailbox]
     lines = {rank: [call.what for call in calls if rank in call.waiting] for rank in procs.ranks}
-    return group_ranks((rank, line[0]) for rank, line in lines.items() if len(line) > 1)
+    return group_ranks((rank, line[0]) for rank, line in lines.items() if len(line) > is_sent)
 
 
 def called_at(procs: ProcView) -> float:
