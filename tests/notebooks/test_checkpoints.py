@@ -14,6 +14,6 @@ SAID = {
     "restore": ["on ranks 0,1 from save-1, step 50, ", "saved from 4 ranks"],
     "close": ["the same 50 losses, to 1e-05"],
     "read": ["step 50 in this process: loss 0.5"],
-    "weights": ["model.safetensors"],
+    "weights": ["model-00001-of-00001.safetensors"],
 }
 cells, test_what_each_cell_says, test_outputs_in_git = checks_of("checkpoints.ipynb", SAID, faults=["kill"])

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from meshbook.errors import UsageError
+from meshbook.checkpoint.folder import DCP, SAFETENSORS
 from meshbook.formatting import group_ranks
 
 SavedEntry: TypeAlias = "torch.Tensor | bytes"
@@ -31,28 +31,6 @@ Copies: TypeAlias = dict[str, list[list[int]]]
 HASHED_BYTES = 1 << 16
 """Tensors up to this size are hashed whole, larger ones by sums over parts of their memory."""
 SUMS = 1024
-SAFETENSORS_FILE = "{}.safetensors"
-NAMED_TENSORS = "tensors"
-"""The file for tensors that have a name of their own, beside one for each module."""
-
-
-class SaveFiles(Protocol):
-    """The files of one save in one format, as a rank sees them. The methods are called in this order."""
-
-    def hashes(self) -> dict[str, str]:
-        """Return a hash of each entry of this rank, by its key."""
-
-    def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
-        """Decide with the other ranks who writes what. told: the hashes of each rank. Returns: `Manifest.copies`."""
-
-    def stage(self) -> int:
-        """Copy what this rank is to write; return the bytes."""
-
-    def write(self) -> Any:
-        """Write it; return what rank 0 is to know of it. On any thread."""
-
-    def finish(self, written: Sequence[Any]) -> None:
-        """Write, on rank 0, what says where everything is. written: what each rank has returned."""
 
 
 def find_copies(told: Sequence[Mapping[str, str]]) -> Copies:
@@ -76,20 +54,23 @@ def key_of_copy(key: str, copies: Copies, rank: int) -> str | None:
     return None
 
 
-class DcpFiles:
-    """The files of torch.distributed.checkpoint."""
+class SaveFiles:
+    """The files of one save, as a rank writes them. The methods are called in this order."""
 
-    def __init__(self, path: Path, entries: Mapping[str, SavedEntry]) -> None:
-        self._entries = entries
-        self._writer = FileSystemWriter(path)
+    def __init__(self, path: Path, entries: Mapping[str, SavedEntry], format: str) -> None:
+        """entries: what this rank has, by key."""
+        self._path, self._entries, self._format = path, entries, format
+        self._writer = FileSystemWriter(path) if format == DCP else _safetensors_writer(path)
         self._planner = _StagedPlanner()
         self._plan = SavePlan([])
         self._metadata: Metadata | None = None
 
     def hashes(self) -> dict[str, str]:
+        """Return a hash of each entry of this rank, by its key."""
         return {key: hash_entry(entry) for key, entry in self._entries.items()}
 
     def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
+        """Decide with the other ranks who writes what. told: the hashes of each rank. Returns: `Manifest.copies`."""
         copies, rank = find_copies(told), dist.get_rank()
         mine = {key_of_copy(key, copies, rank) or key: entry for key, entry in self._entries.items()}
         self._planner.set_up_planner(mine, is_coordinator=rank == 0)
@@ -106,14 +87,25 @@ class DcpFiles:
         return copies
 
     def stage(self) -> int:
+        """Copy what this rank is to write; return the bytes."""
         return self._planner.stage(self._plan.items)
 
     def write(self) -> Any:
+        """Write it; return what rank 0 is to know of it. On any thread."""
         return self._writer.write_data(self._plan, self._planner).value()
 
     def finish(self, written: Sequence[Any]) -> None:
+        """Write, on rank 0, what says where everything is. written: what each rank has returned."""
         assert self._metadata is not None
         self._writer.finish(self._metadata, list(written))
+        if self._format == SAFETENSORS:
+            shutil.rmtree(self._path / "sharded")  # of which whole files are made
+
+
+def _safetensors_writer(path: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    return HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
 
 
 class _StagedPlanner(DefaultSavePlanner):
@@ -138,56 +130,6 @@ class _StagedPlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
-
-
-class SafetensorsFiles:
-    """A file for each module, and one for tensors with names of their own; rank 0 writes them."""
-
-    def __init__(self, path: Path, entries: Mapping[str, SavedEntry], modules: Sequence[str]) -> None:
-        """modules: the names of modules."""
-        self._path, self._modules = path, modules
-        self._whole = {key: _whole(entry) for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
-        self._files: dict[str, dict[str, torch.Tensor]] = {}
-
-    def hashes(self) -> dict[str, str]:
-        return dict.fromkeys(self._whole, "")
-
-    def plan(self, told: Sequence[Mapping[str, str]]) -> Copies:
-        for rank, each in enumerate(told):
-            if each.keys() != told[0].keys():
-                raise UsageError(f"rank {rank} has other tensors than rank 0, which safetensors cannot say")
-        return {}
-
-    def stage(self) -> int:
-        if dist.get_rank() == 0:
-            for key, tensor in self._whole.items():
-                file, short = place_of(key, self._modules)
-                self._files.setdefault(file, {})[short] = copy_to_host(tensor)
-        self._whole = {}
-        return sum(each.nbytes for file in self._files.values() for each in file.values())
-
-    def write(self) -> Any:
-        from safetensors.torch import save_file
-
-        for name, tensors in self._files.items():
-            file = self._path / SAFETENSORS_FILE.format(name)
-            save_file(tensors, file, metadata={"format": "pt"})
-            with open(file, "rb+") as written:
-                os.fsync(written.fileno())
-        return None
-
-    def finish(self, written: Sequence[Any]) -> None:
-        pass
-
-
-def place_of(key: str, modules: Sequence[str]) -> tuple[str, str]:
-    """Return the name of the safetensors file that has a tensor, and the tensor's name there."""
-    module = next((name for name in modules if key.startswith(f"{name}.")), None)
-    return (NAMED_TENSORS, key) if module is None else (module, key.removeprefix(f"{module}."))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

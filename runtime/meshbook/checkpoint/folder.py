@@ -1,7 +1,7 @@
 """A folder of saves. Each save is a folder inside, which is there whole or not at all.
 
     DIR/.tmp-8f3c/   a save that is being written; .tmp-8f3c.lock is locked by its writer
-    DIR/save-12/     .metadata and __RANK_N.distcp of torch.distributed.checkpoint, or NAME.safetensors; manifest.json
+    DIR/save-12/     .metadata and __RANK_N.distcp of torch.distributed.checkpoint, or safetensors; manifest.json
 
 A save is written and brought to disk under its first name, and then renamed. A writer that was killed leaves a folder
 whose lock is free: the next save removes that. Folders that go, because newer saves are kept in their place, are
@@ -130,7 +130,7 @@ class TemporaryFolder:
 
     def commit(self) -> Path:
         """Bring the names of the files to disk, and give the save its name. Raises: OSError."""
-        _sync_folder(self.path)
+        _sync(self.path)
         for number in range(max(_numbers(self.folder), default=0) + 1, 1 << 62):
             path = self.folder / f"{_SAVE}{number}"
             try:
@@ -140,7 +140,7 @@ class TemporaryFolder:
                     raise
                 continue  # another session saves to this folder
             break
-        _sync_folder(self.folder)
+        _sync(self.folder)
         self.close()
         return path
 
@@ -220,13 +220,12 @@ def miss_tokens(path: Path, names: list[str]) -> list[str]:
 
 
 def write_manifest(path: Path, **about: Any) -> Manifest:
-    """Write ``manifest.json`` beside the files of a save, and bring it to disk. about: fields of `Manifest`."""
+    """Write ``manifest.json`` beside the files of a save, and bring all to disk. about: fields of `Manifest`."""
     files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
     manifest = Manifest(saved_at=time.time(), files=files, **about)
-    with open(path / MANIFEST, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(manifest)))
-        file.flush()
-        os.fsync(file.fileno())
+    (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for name in (*files, MANIFEST):
+        _sync(path / name)
     return manifest
 
 
@@ -305,8 +304,9 @@ def _numbers(folder: Path) -> list[int]:
     return [int(name.removeprefix(_SAVE)) for name in names if name.startswith(_SAVE) and name[len(_SAVE) :].isdigit()]
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

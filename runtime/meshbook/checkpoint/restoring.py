@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from meshbook.checkpoint import folder as folders
-from meshbook.checkpoint.files import SAFETENSORS_FILE, key_of_copy
-from meshbook.checkpoint.folder import SAFETENSORS, Saved, SavedLayout
+from meshbook.checkpoint.files import key_of_copy
+from meshbook.checkpoint.folder import DCP, Saved, SavedLayout
 from meshbook.checkpoint.saving import join_reasons, variables
 from meshbook.checkpoint.state import RANDOM, HeldModule, HeldOptimizer, HeldRandom, HeldState, Tensors, hold, missing
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.os_errors import explain
-from meshbook.torch_internals import local_shape_and_offset
 
 SHOWN = 3
 """The most keys that an error lists."""
@@ -80,7 +79,7 @@ def restore_objects(
     plan = None
     try:
         folders.read(saved.path)  # as this host sees it
-        files, only = read_files(saved), list(names) if strict else only
+        files, only = SavedFiles(saved), list(names) if strict else only
         plan = files, Restoring(saved, files, names, values, only=only, random=RANDOM if strict or not only else "")
         told = _Report("", plan[1].notes)
     except UsageError as error:
@@ -103,7 +102,7 @@ def restore_ranks(folder: str, only: Sequence[str], step: float | None) -> Saved
 def describe_save(folder: str, step: float | None) -> SaveDescription:
     """Return what a save has, for the notebook; on any rank. Raises: UsageError."""
     saved = folders.find(Path(folder), step)
-    files = read_files(saved)
+    files = SavedFiles(saved)
     forms, values = {}, {}
     for key in files.keys:
         if (form := files.form(key)) is None:
@@ -115,12 +114,12 @@ def describe_save(folder: str, step: float | None) -> SaveDescription:
 
 def load_tensors(path: str, tensors: Tensors) -> None:
     """Read tensors of a save into place; all ranks that hold them call it. tensors: by their keys in the save."""
-    _load(read_files(folders.read(Path(path))), tensors)
+    _load(SavedFiles(folders.read(Path(path))), tensors)
 
 
 def read_tensors(path: str, keys: Sequence[str]) -> Tensors:
     """Read whole tensors of a save; on any rank."""
-    files = read_files(folders.read(Path(path)))
+    files = SavedFiles(folders.read(Path(path)))
     tensors: Tensors = {}
     for key in keys:
         form = files.form(key)
@@ -326,27 +325,20 @@ class KnownFiles(Protocol):
         """Return a pickled value."""
 
 
-class SavedFiles(KnownFiles, Protocol):
-    """The files of a save."""
-
-    def load(self, tensors: Tensors) -> None:
-        """Read tensors into place."""
-
-
-def read_files(saved: Saved) -> SavedFiles:
-    """Return the files of a save. Raises: UsageError."""
-    return SafetensorsOnDisk(saved) if saved.manifest.format == SAFETENSORS else DcpOnDisk(saved)
-
-
-class DcpOnDisk:
-    """The files of torch.distributed.checkpoint."""
+class SavedFiles:
+    """The files of a save on disk."""
 
     def __init__(self, saved: Saved) -> None:
-        self._reader = FileSystemReader(saved.path)
+        """Raises: UsageError."""
         try:
+            self._reader = (
+                FileSystemReader(saved.path) if saved.manifest.format == DCP else _safetensors_reader(saved.path)
+            )
             self._metadata: Metadata = self._reader.read_metadata()
+        except ImportError:
+            raise UsageError("the save has the format safetensors: pip install safetensors on the ranks") from None
         except Exception as error:  # of a pickle
-            raise UsageError(f"{saved.path / '.metadata'} cannot be read ({error}); restore another save") from None
+            raise UsageError(f"{saved.path} cannot be read ({error}); restore another save") from None
         self.keys: Collection[str] = self._metadata.state_dict_metadata.keys()
 
     def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
@@ -359,6 +351,7 @@ class DcpOnDisk:
         return values[key]
 
     def load(self, tensors: dict[str, Any]) -> None:
+        """Read tensors into place."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensors, self._metadata, is_coordinator=False)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
@@ -366,45 +359,10 @@ class DcpOnDisk:
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-class SafetensorsOnDisk:
-    """The files of safetensors, of which each rank reads what it holds."""
+def _safetensors_reader(path: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    def __init__(self, saved: Saved) -> None:
-        try:
-            import safetensors
-        except ImportError:
-            raise UsageError("the save has the format safetensors: pip install safetensors on the ranks") from None
-        modules = [name for name, kind in saved.manifest.kinds.items() if kind == HeldModule.kind]
-        self._open: dict[str, Any] = {
-            file: safetensors.safe_open(saved.path / file, "pt")
-            for file in saved.manifest.files
-            if file.endswith(SAFETENSORS_FILE.format(""))
-        }
-        self._places: dict[str, tuple[str, str]] = {}
-        for file, opened in self._open.items():
-            stem = file.removesuffix(SAFETENSORS_FILE.format(""))
-            for short in list(opened.keys()):
-                self._places[f"{stem}.{short}" if stem in modules else short] = file, short
-        self.keys: Collection[str] = self._places.keys()
-
-    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
-        file, short = self._places[key]
-        part = self._open[file].get_slice(short)
-        size = torch.Size(part.get_shape())
-        return size, (part[:0] if size else self._open[file].get_tensor(short)).dtype
-
-    def value(self, key: str) -> Any:
-        raise KeyError(key)
-
-    def load(self, tensors: Tensors) -> None:
-        for key, tensor in tensors.items():
-            file, short = self._places[key]
-            if isinstance(tensor, DTensor):
-                shape, offset = local_shape_and_offset(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-                box = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-                tensor.to_local().copy_(self._open[file].get_slice(short)[box])
-            else:
-                tensor.copy_(self._open[file].get_tensor(short))
+    return HuggingFaceStorageReader(str(path))
 
 
 class DescribedFiles:

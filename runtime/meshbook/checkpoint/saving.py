@@ -13,6 +13,7 @@ error if the process groups are formed again meanwhile, as after the death of a 
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import pickle
 import secrets
@@ -28,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from meshbook.checkpoint import folder as folders
-from meshbook.checkpoint.files import DcpFiles, SafetensorsFiles, SavedEntry, SaveFiles
+from meshbook.checkpoint.files import SavedEntry, SaveFiles
 from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SavingState, TemporaryFolder
-from meshbook.checkpoint.state import RANDOM, Found, HeldModule, HeldRandom, HeldState, HeldTensor, hold
+from meshbook.checkpoint.state import RANDOM, HeldModule, HeldRandom, HeldTensor, hold
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.curves.recorder import recorder
@@ -199,9 +200,7 @@ def save_content(
             why = str(error)
         if place.local_rank == 0:
             why = folders.leave_token(path, str(place.host_rank)) or why
-        modules = [name for name, kind in content.kinds.items() if kind == HeldModule.kind]
-        dcp = format == DCP or why
-        files: SaveFiles = DcpFiles(path, content.entries) if dcp else SafetensorsFiles(path, content.entries, modules)
+        files = SaveFiles(path, content.entries, format)
         told: list[Any] = [None] * dist.get_world_size()
         about = content.kinds, content.layouts, content.skipped
         dist.all_gather_object(told, _Told(why, place.host_rank, place.host, files.hashes(), *about))
@@ -275,10 +274,11 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
 
     Raises: UsageError.
     """
-    found = hold(names, strict=strict)
-    if format == SAFETENSORS:
-        found = _tensors_alone(found, strict)
-    else:
+    if format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
+        raise UsageError("the format safetensors needs that package: pip install safetensors")
+    kinds_kept = (HeldModule.kind, HeldTensor.kind) if format == SAFETENSORS else ()
+    found = hold(names, strict=strict, kinds=kinds_kept)
+    if format == DCP:
         found.held[random] = HeldRandom(random)
     entries: dict[str, SavedEntry] = {}
     layouts = {}
@@ -302,23 +302,6 @@ def _pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _tensors_alone(found: Found, strict: bool) -> Found:
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise UsageError("the format safetensors needs that package: pip install safetensors") from None
-    fit: dict[str, HeldState] = {
-        name: held for name, held in found.held.items() if isinstance(held, HeldModule | HeldTensor)
-    }
-    others = {
-        name: "safetensors holds modules and tensors alone" for name, held in found.held.items() if name not in fit
-    }
-    if strict and others:
-        name, why = next(iter(others.items()))
-        raise UsageError(f"{name} cannot be saved: {why}")
-    return Found(fit, {**found.skipped, **others})
 
 
 def _layout_of(tensor: torch.Tensor) -> SavedLayout | None:

@@ -14,7 +14,7 @@ import abc
 import datetime
 import random
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -241,10 +241,12 @@ class Found(NamedTuple):
     """Other names, and why they cannot be saved."""
 
 
-def hold(names: MutableMapping[str, Any], *, strict: bool = False, bind: Bind | None = None) -> Found:
+def hold(
+    names: MutableMapping[str, Any], *, strict: bool = False, kinds: Collection[str] = (), bind: Bind | None = None
+) -> Found:
     """Return the state of named objects. A name for a part of another name's object is left out.
 
-    strict: all names are meant. bind: takes new values of names; they are bound in ``names`` by default.
+    strict: all names are meant. kinds: these are wanted; empty: all. bind: takes new values of names; they are bound in ``names`` by default.
     Raises: UsageError for a name that cannot be saved, with ``strict``.
     """
     bind = bind or names.__setitem__
@@ -288,6 +290,8 @@ def hold(names: MutableMapping[str, Any], *, strict: bool = False, bind: Bind | 
             held[name] = HeldValue(name, value, bind)
         elif strict or not callable(value):
             skipped[name] = f"{type(value).__name__} has no state_dict"
+    for name in [name for name, each in held.items() if kinds and each.kind not in kinds]:
+        skipped[name] = f"it is of the kind {held.pop(name).kind}, for which this format has no place"
     if strict and skipped:
         name, why = next(iter(skipped.items()))
         raise UsageError(f"{name} cannot be saved: {why}")
