@@ -246,7 +246,8 @@ def hold(
 ) -> Found:
     """Return the state of named objects. A name for a part of another name's object is left out.
 
-    strict: all names are meant. kinds: these are wanted; empty: all. bind: takes new values of names; they are bound in ``names`` by default.
+    strict: all names are meant. kinds: these are wanted; empty: all. bind: takes new values of names, which are bound
+    in ``names`` by default.
     Raises: UsageError for a name that cannot be saved, with ``strict``.
     """
     bind = bind or names.__setitem__
