@@ -50,13 +50,17 @@ def heal(session: Session, arguments: Arguments) -> None:
         repaired = procs.base().heal(force=force, note=_note, launcher=launcher, within_s=within_s)
     print(repaired)
     send_again(session, procs, repaired.ranks)
-    _replay_after(session, procs, session.setups.owe(procs.name, repaired.ranks))
-    if last is not None and arguments.flag(RESTORE.name):
-        with _interrupts_told():
-            saved = restore_mesh(session, procs.base(), last.path)
-        tell_restored(session, procs.base(), saved)
-    elif last is not None and repaired.ranks:
-        print(f"  last save: {last}: %mesh heal --restore")
+    owing = session.setups.owe(procs.name, repaired.ranks)
+    if last is None or not arguments.flag(RESTORE.name):
+        if last is not None and owing:
+            print(f"  last save: {last}: %mesh heal --restore")
+        _replay_after(session, procs, owing)
+        return
+    if owing:  # on all ranks together: what they make may need collectives, as DDP does
+        _replay_after(session, procs, session.setups.owe(procs.name, range(len(procs.base()))), owing)
+    with _interrupts_told():
+        saved = restore_mesh(session, procs.base(), last.path)
+    tell_restored(session, procs.base(), saved)
 
 
 @Command(
@@ -179,14 +183,16 @@ def _describe_loss(session: Session, procs: ProcMesh, ranks: Collection[int], ag
     return f"{text}; run the cells that make them there, as in %%mesh rank={min(ranks)}"
 
 
-def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> None:
+def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...], new: tuple[int, ...] = ()) -> None:
     """Run the setup cells on new ranks, and say that these have lost their variables.
 
+    new: the new ranks among ``ranks``; all by default.
     Raises: the error of a setup cell; then the ranks still owe it, and the next ``%mesh heal`` runs it again.
     """
     if not ranks:
         return
-    names, pronoun = name_ranks(ranks), "its" if len(ranks) == 1 else "their"
+    new = new or ranks
+    names, pronoun = name_ranks(new), "its" if len(new) == 1 else "their"
     ran: list[str] = []
     for setup in session.setups.of(procs.name):
         try:
@@ -198,7 +204,8 @@ def _replay_after(session: Session, procs: ProcMesh, ranks: tuple[int, ...]) -> 
     session.setups.settle(procs.name)
     if ran:
         noun = "setup cell" if len(ran) == 1 else "setup cells"
-        print(f"  {names} lost {pronoun} variables; {noun} {', '.join(ran)} ran there again")
+        where = "there" if new == ranks else "on all ranks"
+        print(f"  {names} lost {pronoun} variables; {noun} {', '.join(ran)} ran {where} again")
     else:
         print(f"  {names} lost {pronoun} variables; mark cells that make them %%mesh --setup, and heal runs them again")
 
