@@ -104,7 +104,12 @@ class RankDisplayHook(DisplayHook):
         self._is_active = False
 
 
-_ARRAYS = ("torch", "Tensor"), ("numpy", "ndarray")
+_ARRAYS = (
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),  # IPython prefers a subclass's own repr to a printer of its base
+    ("torch.distributed.tensor", "DTensor"),
+    ("numpy", "ndarray"),
+)
 _FRAMES = ("pandas", "DataFrame"), ("pandas.core.frame", "DataFrame"), ("polars.dataframe.frame", "DataFrame")
 
 

@@ -26,6 +26,15 @@ def test_large_values_in_containers_and_displays_are_short_too(notebook) -> None
     assert "{'w': tensor (2000,) float32 cpu: min 0, mean 0, max 0; bits " in ran.plain, ran
 
 
+def test_subclasses_of_tensors_are_a_line_too(notebook) -> None:
+    told = notebook.run(
+        "%%mesh\nfrom torch.distributed.tensor import Shard, distribute_tensor\ntorch.nn.Parameter(torch.ones(2000))"
+    )
+    assert told.plain.startswith("[0-3] Parameter (2000,) float32 cpu: min 1, mean 1, max 1; bits "), told
+    told = notebook.run("%%mesh\ndistribute_tensor(torch.ones(80, 80), mesh, [Shard(0)])")
+    assert told.plain.startswith("[0-3] DTensor (80, 80) float32 cpu [S(0)], this rank's part (20, 80): min 1"), told
+
+
 def test_a_large_data_frame_is_a_line_for_each_column(notebook) -> None:
     ran = notebook.run("%%mesh\nimport polars as pl\npl.DataFrame({'step': range(500), 'name': ['a'] * 500})")
     assert "text/html" not in ran.displays[-1], ran
