@@ -70,10 +70,17 @@ class WatchedNames:
         return [name for name in self.names or names if name in names]
 
 
-def curves_of(metrics: Metrics, names: Sequence[str]) -> list[Curve]:
-    """Return the last runs of names that were logged."""
-    logged = ((name, metrics.series(name)) for name in names if not name.startswith((OUTPUT, GRADIENT)))
-    return [Curve(Summary.of(name, series), metrics.latest(name)) for name, series in logged if series]
+def curves_of(metrics: Metrics, names: Sequence[str], ranks: Collection[int] | None = None) -> list[Curve]:
+    """Return the last runs of names that were logged, on these ranks or on all."""
+    curves: list[Curve] = []
+    for name in names:
+        if name.startswith((OUTPUT, GRADIENT)):
+            continue
+        series = {rank: each for rank, each in metrics.series(name).items() if ranks is None or rank in ranks}
+        latest = {rank: each for rank, each in metrics.latest(name).items() if ranks is None or rank in ranks}
+        if series and latest:
+            curves.append(Curve(Summary.of(name, series), latest))
+    return curves
 
 
 def picture_of(watch: WatchedNames, metrics: Metrics) -> str:
@@ -130,8 +137,17 @@ class NanAlarm:
 class CurveView(Scheduled):
     """The picture in one cell. `note` may be called by any thread; the publisher's thread draws."""
 
-    def __init__(self, watch: WatchedNames, metrics: Metrics, sink: CellSink, publisher: Publisher) -> None:
+    def __init__(
+        self,
+        watch: WatchedNames,
+        metrics: Metrics,
+        sink: CellSink,
+        publisher: Publisher,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """Show curves of these ranks, or of all. Cells that run beside this one log under the same names."""
         self._watch, self._metrics = watch, metrics
+        self._ranks = ranks
         self._sink, self._publisher = sink, publisher
         self._display_id = ""
         self._names: dict[str, None] = {}
@@ -166,7 +182,7 @@ class CurveView(Scheduled):
     def _draw(self) -> None:
         self._has_news = False
         began = time.monotonic()
-        curves = curves_of(self._metrics, self._watch.chosen(list(self._names)))
+        curves = curves_of(self._metrics, self._watch.chosen(list(self._names)), self._ranks)
         if curves:
             is_first, self._display_id = not self._display_id, self._display_id or uuid.uuid4().hex
             self._sink.display(bundle(curves, self._watch.look), {}, self._display_id, update=not is_first)

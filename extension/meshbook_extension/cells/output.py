@@ -513,7 +513,9 @@ def open_output(
         procs.log_paths,
         partial(states.await_printed, procs),
         procs.name,
-        CurveView(session.part(WatchedNames), states.metrics(procs), transcript or sink, session.publisher),
+        CurveView(
+            session.part(WatchedNames), states.metrics(procs), transcript or sink, session.publisher, procs.ranks
+        ),
         lambda rank: ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items()),
         only,
     )

@@ -95,8 +95,9 @@ def wait(session: Session, arguments: Arguments) -> None:
     if not jobs:
         print("no job is running")
     errors: list[MeshError] = []
+    is_attended_here = is_attended(parent_of(session.shell))
+    told_here = {job.number for job in jobs if job.ended is None and not is_attended_here}  # their late lines come here
     for job in jobs:
-        is_told_here = job.ended is None and not is_attended(parent_of(session.shell))  # what comes late belongs here
         if not _wait_for(job, None if deadline is None else max(0.0, deadline - time.monotonic())):
             print(f"{job.describe()}\n  wait on: %mesh wait {job.number}    end it: %mesh cancel {job.number}")
             continue
@@ -106,7 +107,7 @@ def wait(session: Session, arguments: Arguments) -> None:
             job.cell.outcome()
         except MeshError as error:
             errors.append(error)
-        if not is_told_here:
+        if job.number not in told_here:
             print(f"job {job.number} {job.state} after {format_seconds(job.duration_s)}")
     if errors:
         raise errors[0]

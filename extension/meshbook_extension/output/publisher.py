@@ -83,7 +83,7 @@ class KernelSink:
         self.display({"text/plain": "\n".join(lines)}, {}, self._bars_id, update=has_bars)
 
     def _send(self, message: str, content: JupyterMessage, topic: str) -> None:
-        if self._is_attended or message == "update_display_data":  # that has a place already
+        if self._is_attended:
             self._send_as(message, content, topic, self._parent)
         else:
             served_cell.send(functools.partial(self._send_as, message, content, topic))

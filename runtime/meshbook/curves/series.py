@@ -10,7 +10,7 @@ import math
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 SERIES_POINTS = 2000
@@ -23,8 +23,8 @@ STEP_MAX = 1 << 53
 """The furthest step from 0."""
 ODD_KEPT = 1000
 """The number of points that are not finite which are kept for the alarm."""
-RUNS_KEPT = 4
-"""The number of runs of one name that are kept."""
+RUNS_KEPT = 16
+"""The number of runs of one name that are kept: those that were logged to last."""
 
 
 class Points(NamedTuple):
@@ -157,10 +157,18 @@ class Run:
         self.outputs = {output}
         self.series: dict[int | None, Series] = {}
         self.last_step = -math.inf
+        self.first_time, self.last_time = math.inf, -math.inf
 
-    def points(self) -> dict[int | None, Points]:
-        """Return a copy of the points by rank, in the order of ranks."""
-        return {rank: self.series[rank].points() for rank in sorted(self.series, key=lambda rank: rank or 0)}
+    def note(self, points: Points) -> None:
+        """Note how far the steps and times go."""
+        self.last_step = max(self.last_step, max(points.steps))
+        self.first_time = min(self.first_time, points.times[0])
+        self.last_time = max(self.last_time, points.times[-1])
+
+
+def points_of(series: Mapping[int | None, Series]) -> dict[int | None, Points]:
+    """Return a copy of the points by rank, in the order of ranks."""
+    return {rank: series[rank].points() for rank in sorted(series, key=lambda rank: rank or 0)}
 
 
 class MetricRow(NamedTuple):
@@ -203,7 +211,7 @@ class Metrics:
                     self._series += 1
                 limit = max(LEAST_POINTS, min(SERIES_POINTS, TOTAL_POINTS // self._series))
                 series.add(logged, points, limit)
-                run.last_step = max(run.last_step, max(points.steps))
+                run.note(points)
 
     def _run_for(self, name: str, output: int, first_step: float) -> Run:
         """Return the run that an output belongs to: a new one, unless its steps go on where the last one ended."""
@@ -214,10 +222,11 @@ class Metrics:
         if runs and first_step > runs[-1].last_step:
             runs[-1].outputs.add(output)
             return runs[-1]
+        if len(runs) == RUNS_KEPT:
+            oldest = min(runs, key=lambda run: run.last_time)
+            self._series -= len(oldest.series)
+            runs.remove(oldest)
         runs.append(Run(output))
-        for old in runs[:-RUNS_KEPT]:
-            self._series -= len(old.series)
-        del runs[:-RUNS_KEPT]
         return runs[-1]
 
     def names(self) -> tuple[str, ...]:
@@ -226,20 +235,31 @@ class Metrics:
             return tuple(self._runs)
 
     def latest(self, name: str) -> dict[int | None, Points]:
-        """Return the points of the last run by rank; nothing for a name that was never logged."""
+        """Return the points of `series`."""
         with self._lock:
-            return self._runs[name][-1].points() if name in self._runs else {}
+            return points_of(self._latest(name))
 
     def series(self, name: str) -> dict[int | None, Series]:
-        """Return the series of the last run by rank."""
+        """Return the series of the last run by rank, and of the runs beside it; none for a name that was never logged.
+
+        Jobs on several slices have a run each. Those that still logged when the last one began are beside it.
+        """
         with self._lock:
-            return dict(self._runs[name][-1].series) if name in self._runs else {}
+            return self._latest(name)
+
+    def _latest(self, name: str) -> dict[int | None, Series]:
+        found: dict[int | None, Series] = {}
+        runs = self._runs.get(name, [])
+        for run in runs:
+            if run.last_time >= runs[-1].first_time:
+                found.update(run.series)
+        return found
 
     def rows(self) -> Iterator[MetricRow]:
         """Yield the points of all names, runs and ranks."""
         for name in self.names():
             with self._lock:
-                runs = [run.points() for run in self._runs[name]]
+                runs = [points_of(run.series) for run in self._runs[name]]
             for number, ranks in enumerate(runs, 1):
                 for rank, points in ranks.items():
                     for step, at, value in zip(*points, strict=True):

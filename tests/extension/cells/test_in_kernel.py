@@ -500,6 +500,25 @@ def test_a_headless_run_keeps_what_jobs_and_threads_print_after_their_cells(tmp_
 
 
 @pytest.mark.slow
+def test_a_headless_run_keeps_the_last_curve_of_each_job_and_tells_its_end_once(tmp_path: Path) -> None:
+    log = "import time, meshbook\nfor step in range({}):\n    meshbook.log(loss=10 * rank + step)\n    time.sleep(0.4)"
+    cells = [
+        "%mesh spawn gpus=2 --no-group --device cpu",
+        "%mesh watch loss",
+        "%%mesh gpus=0 --async\n" + log.format(8),
+        "%%mesh gpus=1 --async\n" + log.format(4),
+        "%mesh wait",
+    ]
+    report = (
+        "outputs = [each for cell in notebook.cells[3:] for each in cell.outputs]\n"
+        "text = '\\n'.join(each.get('text') or each.data['text/plain'] for each in outputs)\n"
+        "print(sorted(line.split(' after')[0] for line in text.splitlines() if line and ' runs on ' not in line))\n"
+    )
+    lines = ["job 1 done", "job 2 done", "loss 13 at step 3", "loss 7 at step 7"]
+    assert headless(tmp_path, cells, report) == [str(lines)]
+
+
+@pytest.mark.slow
 def test_the_cell_that_ends_a_job_has_the_note_of_its_end(tmp_path: Path) -> None:
     busy = (  # the thread that publishes, as on a busy machine
         "class Busy:\n    def pump(self, now): time.sleep(1.5)\n"

@@ -24,13 +24,13 @@ from meshbook.curves.table import MetricsTable
 from meshbook.errors import UsageError
 
 
-def points(values: Sequence[float], first_step: float = 0) -> Points:
+def points(values: Sequence[float], first_step: float = 0, began_at: float = 0) -> Points:
     steps = array("d", [first_step + n for n in range(len(values))])
-    return Points(steps, array("d", steps), array("d", values))
+    return Points(steps, array("d", [began_at + step for step in steps]), array("d", values))
 
 
-def batch(name: str, values: Sequence[float], first_step: float = 0) -> LoggedPoints:
-    return LoggedPoints(name, len(values), points(values, first_step))
+def batch(name: str, values: Sequence[float], first_step: float = 0, began_at: float = 0) -> LoggedPoints:
+    return LoggedPoints(name, len(values), points(values, first_step, began_at))
 
 
 def test_points_that_fit_are_kept_as_they_are() -> None:
@@ -85,15 +85,31 @@ def test_another_cell_begins_a_run_unless_its_steps_go_on() -> None:
     metrics.add(1, 1, [batch("loss", [3.5, 2.5])])
     metrics.add(2, 0, [batch("loss", [1.0], first_step=2)])
     assert metrics.latest("loss")[0].values.tolist() == [3.0, 2.0, 1.0], "a training that goes on in the next cell"
-    metrics.add(3, 0, [batch("loss", [9.0, 8.0])])
+    metrics.add(3, 0, [batch("loss", [9.0, 8.0], began_at=10)])
     assert list(metrics.latest("loss")) == [0]
     assert metrics.latest("loss")[0].values.tolist() == [9.0, 8.0]
     metrics.add(1, 1, [batch("loss", [2.0], first_step=2)])
     assert metrics.latest("loss")[0].values.tolist() == [9.0, 8.0], "a late word of the first run"
     assert [row.value for row in metrics.rows() if row.run == 1 and row.rank == 1] == [3.5, 2.5, 2.0]
-    for output in range(10, 20):
-        metrics.add(output, 0, [batch("loss", [0.0])])
+    for output in range(10, 10 + 2 * RUNS_KEPT):
+        metrics.add(output, 0, [batch("loss", [0.0], began_at=output)])
     assert {row.run for row in metrics.rows()} == set(range(1, RUNS_KEPT + 1))
+
+
+def test_cells_that_log_at_the_same_time_are_shown_together() -> None:
+    metrics = Metrics()
+    for rank in range(4):
+        metrics.add(rank, rank, [batch("loss", [1.0], began_at=rank)])
+    assert list(metrics.latest("loss")) == [3], "the others may have ended"
+    for rank in range(3):
+        metrics.add(rank, rank, [batch("loss", [0.5], 1, began_at=rank + 9)])
+    assert list(metrics.latest("loss")) == list(metrics.series("loss")) == [0, 1, 2, 3]
+    metrics.add(4, 3, [batch("loss", [7.0], began_at=9)])
+    assert [series.last for series in metrics.series("loss").values()] == [0.5, 0.5, 0.5, 7.0]
+    for output in range(10, 10 + RUNS_KEPT):
+        metrics.add(output, 5, [batch("loss", [0.0], began_at=output)])
+        metrics.add(0, 0, [batch("loss", [0.2], output, began_at=output)])
+    assert metrics.latest("loss")[0].steps[:3].tolist() == [0, 1, 10], "a run that goes on is kept"
 
 
 def test_a_step_that_goes_back_within_a_cell_is_kept_as_it_is() -> None:
