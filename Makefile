@@ -31,10 +31,10 @@ $(READY): pyproject.toml constraints.txt $(COPIED)
 	@-$(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1  # pytest compiles the tests once, not in each of its processes
 	@touch $@
 
-# Packages whose scripts some slow tests run; where they cannot be had, those tests are skipped.
+# Packages whose scripts some slow tests run, or that notebooks import; where they cannot be had, those tests are skipped.
 .venv/.guests: $(READY)
 	@$(BIN)/python -m uv pip install -q -p $(BIN)/python -c constraints.txt --group guests && touch $@ || \
-		echo "Accelerate, Lightning and transformers could not be installed: their tests are skipped." >&2
+		echo "Accelerate, Lightning and others of the group guests could not be installed: their tests are skipped." >&2
 
 fix: $(READY)
 	$(BIN)/ruff check --fix
@@ -91,11 +91,11 @@ coverage: $(READY)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --sort=cover
 
-notebooks: $(READY)
+notebooks: $(READY) .venv/.guests
 	$(BIN)/python -m pytest -m "" tests/notebooks $(ARGS)
 
 # Executes the notebooks, those that ARGS names or all, and keeps their outputs in them: see CONTRIBUTING.md.
-notebooks-save: $(READY)
+notebooks-save: $(READY) .venv/.guests
 	$(BIN)/python -m notebooks.save $(ARGS)
 
 bench: $(READY)
