@@ -30,6 +30,8 @@ OUTPUT = re.compile(r"^(`{3,})text$", re.MULTILINE)  # the fence of an output, w
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LEGEND = re.compile(r"^([a-z_]\w*|Returns|Raises|Yields): ")
 """A line of a docstring about one argument, about the result, or about errors."""
+PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
+"""The kinds of outputs that are shown as pictures, with the end of a file's name."""
 LEGEND_ITEM = re.compile(r"^- ")
 
 
@@ -79,9 +81,11 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
             parts.append(f"````python\n{source}\n````")
             for output in cell["outputs"]:
                 data = output.get("data", {})
-                if picture := data.get("image/png"):
-                    name = f"{path.stem}-{len(pictures)}.png"
-                    pictures.append((name, base64.b64decode("".join(picture))))
+                kind = next((kind for kind in PICTURES if kind in data), None)
+                if kind is not None:
+                    name = f"{path.stem}-{len(pictures)}.{PICTURES[kind]}"
+                    text = "".join(data[kind])
+                    pictures.append((name, base64.b64decode(text) if kind == "image/png" else text.encode()))
                     parts.append(f"![output of the cell above]({name})")
                 elif text := _text_of(output):
                     parts.append(f"````text\n{text}\n````")
