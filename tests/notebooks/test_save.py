@@ -103,7 +103,7 @@ def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
         [sys.executable, "-m", "notebooks.save", "quickstar"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2
-    assert "There is no notebook quickstar; there are actors, cluster, " in result.stderr
+    assert "There is no notebook quickstar; there are actors, batch_inference, " in result.stderr
 
 
 # ---- in git ---------------------------------------------------------------------------------------------------------
