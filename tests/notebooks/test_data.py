@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(340)]
 SAID = {
     "shard": ["[0] 58,905 trips of 01, 05, 09", "[3] 60,922 trips of 04, 08, 12"],
     "whole": ["60479", "60532"],
-    "tensors": ["[0-3] 241,686 trips in all; 222 batches of 256 for each rank"],
+    "tensors": ["241,686 trips in all; 222 batches of 256 for each rank"],
 }
 cells, test_what_each_cell_says, test_outputs_in_git = checks_of("data.ipynb", SAID)
 
@@ -24,5 +24,5 @@ def test_the_frames_of_the_ranks_are_a_grid(cells: dict[str, Any]) -> None:
 
 
 def test_the_model_is_far_better_than_the_mean(cells: dict[str, Any]) -> None:
-    learned, mean = map(float, re.findall(r"by (\d+\.\d)", text_of(cells["train"])))
+    learned, mean = map(float, re.findall(r"by (\d+\.\d)", text_of(cells["train"]))[:2])
     assert learned < 0.8 and mean > 7

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(340)]
 SAID = {
     "whole": ["406,922 parameters"],
     "schedules": [
-        "[0-3] ScheduleGPipe FFFFFFFFBBBBBBBB  holds at most 8",
+        "ScheduleGPipe FFFFFFFFBBBBBBBB  holds at most 8",
         "[0] Schedule1F1B  FFFFBFBFBFBFBBBB  holds at most 4",
         "[3] Schedule1F1B  FBFBFBFBFBFBFBFB  holds at most 1",
     ],
