@@ -49,6 +49,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     kinds: dict[str, str]
     """The kind of each name: module, optimizer, tensor, object, value, random."""
+    mixed_kinds: dict[str, list[str]] = {}
+    """Names whose kind differs between ranks: the kind on each, empty where a rank has none."""
     copies: dict[str, list[list[int]]] = {}
     """Keys whose values differ between ranks: the ranks of each copy. A copy's key is ``KEY@FIRST_RANK``."""
     of_notebook: list[str] = []
@@ -160,23 +162,36 @@ def begin(folder: Path) -> TemporaryFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder)
+        temporary = _new_temporary(folder)
+        try:
+            temporary.path.mkdir()
+        except BaseException:
+            temporary.discard()
+            raise
+    except OSError as error:
+        raise UsageError(f"nothing can be saved to {folder}: {explain(error)}") from None
+    return temporary
+
+
+def _new_temporary(folder: Path) -> TemporaryFolder:
+    while True:
         path = folder / f"{_TEMPORARY}{secrets.token_hex(4)}"
         lock = os.open(path.with_suffix(_LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # file systems without locks: then an abandoned folder stays
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.mkdir()
-    except OSError as error:
-        raise UsageError(f"nothing can be saved to {folder}: {explain(error)}") from None
-    return TemporaryFolder(folder, path, lock)
+        if path.with_suffix(_LOCK).exists():
+            return TemporaryFolder(folder, path, lock)
+        os.close(lock)  # another session has taken it for abandoned, just before it was locked
 
 
 def _remove_abandoned(folder: Path) -> None:
-    for old in folder.glob(f"{_OLD}*"):
-        shutil.rmtree(old, ignore_errors=True)
     for lock in folder.glob(f"{_TEMPORARY}*{_LOCK}"):
         with contextlib.suppress(OSError), _locked(lock):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink()
+    for path in [*folder.glob(f"{_OLD}*"), *folder.glob(f"{_TEMPORARY}*")]:
+        if path.suffix != _LOCK and not path.with_suffix(_LOCK).exists():
+            shutil.rmtree(path, ignore_errors=True)  # other ranks may still write when rank 0 removes their folder
 
 
 @contextlib.contextmanager

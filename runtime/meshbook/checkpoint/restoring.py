@@ -21,10 +21,20 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import Replicate, Shard
 
 from meshbook.checkpoint import folder as folders
-from meshbook.checkpoint.files import key_of_copy
+from meshbook.checkpoint.files import bare_key, key_of_copy
 from meshbook.checkpoint.folder import DCP, Saved, SavedLayout
 from meshbook.checkpoint.saving import join_reasons, variables
-from meshbook.checkpoint.state import RANDOM, HeldModule, HeldOptimizer, HeldRandom, HeldState, Tensors, hold, missing
+from meshbook.checkpoint.state import (
+    RANDOM,
+    HeldModule,
+    HeldOptimizer,
+    HeldRandom,
+    HeldState,
+    HeldTensor,
+    Tensors,
+    hold,
+    missing,
+)
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
@@ -84,6 +94,8 @@ def restore_objects(
         told = _Report("", plan[1].notes)
     except UsageError as error:
         told = _Report(str(error), [])
+    except Exception as error:  # of a user's class, or of a file that is not whole
+        told = _Report(f"{type(error).__name__}: {error}", [])
     notes = _agree(told)
     assert plan is not None
     files, restoring = plan
@@ -134,7 +146,7 @@ def _load(files: SavedFiles, tensors: Tensors) -> None:
         with torch.no_grad():
             files.load(tensors)
         told = _Report("", [])
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of a file that was changed, it may be any
         why = explain(error) if isinstance(error, OSError) else str(error)
         told = _Report(f"{why}. What is restored is half old and half new now: restore a save again", [])
     _agree(told)
@@ -184,14 +196,17 @@ class Restoring:
         self._bind = bind
         kinds = {
             name: kind
-            for name, kind in self.manifest.kinds.items()
-            if name in only or not (only or name in self.manifest.of_notebook)
+            for name in self.manifest.kinds
+            if (kind := self._kind_of(name)) and (name in only or not (only or name in self.manifest.of_notebook))
         }
+        known = hold({name: value for name, value in names.items() if name in kinds or name in only}, bind=bind)
+        aliases = names.keys() - known.held.keys() - known.skipped.keys()
         for name in only:
-            self._check_known(name)
-        self._held = hold({name: value for name, value in names.items() if name in kinds}, bind=bind).held
+            if name not in aliases:  # of parts of others, which were not saved by themselves
+                self._check_known(name)
+        self._held = {name: held for name, held in known.held.items() if name in kinds}
         for name, kind in kinds.items():
-            if name not in self._held and kind != HeldRandom.kind and (name in only or self._is_here(name)):
+            if name not in self._held and kind != HeldRandom.kind and self._is_here(name):
                 self._make_place(name, kind)
             if name in self._held:
                 self._prepare(name, self._held[name], kind)
@@ -211,11 +226,16 @@ class Restoring:
             known = ", ".join(each for each in self.manifest.kinds if not each.startswith("_"))
             raise UsageError(f"{self.saved.title} has no {name}.{near} It has {known}")
 
+    def _kind_of(self, name: str) -> str:
+        """Return the kind that a name had on this rank; empty if it had none."""
+        kinds = self.manifest.mixed_kinds.get(name, ())
+        return kinds[self.rank] if self.rank < len(kinds) else self.manifest.kinds[name]
+
     def _is_here(self, name: str) -> bool:
         """Whether this rank had the name."""
         copies = self.manifest.copies
         keys = [key for key in self.files.keys if key == name or key.startswith((f"{name}.", f"{name}@"))]
-        bare = {key.partition("@")[0] for key in keys}
+        bare = {bare_key(key, copies) for key in keys}
         return any(key_of_copy(key, copies, self.rank) is not None for key in bare)
 
     def _make_place(self, name: str, kind: str) -> None:
@@ -230,10 +250,10 @@ class Restoring:
         if held.kind != kind:
             raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
         here = held.tensors()
-        keys = {key.partition("@")[0] for key in self.files.keys if key.startswith(f"{name}.")}
-        keys |= {name} if kind == "tensor" else set()
+        keys = {bare_key(key, self.manifest.copies) for key in self.files.keys if key.startswith(f"{name}.")}
+        keys |= {name} if kind == HeldTensor.kind else set()
         sources = {key: found for key in keys if (found := self._find(key, held)) is not None}
-        rest = self._find(name, held) if kind != "tensor" and self._has_rest(name) else None
+        rest = self._find(name, held) if kind != HeldTensor.kind and self._has_rest(name) else None
         if not sources and rest is None:
             return
         if held.is_strict:

@@ -13,6 +13,7 @@ error if the process groups are formed again meanwhile, as after the death of a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import pickle
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
 from meshbook.groups.store_client import LinkStore
 from meshbook.system.os_errors import explain
+
+V = TypeVar("V")
 
 WRITE_TIMEOUT_S = 24 * 3600.0
 """The longest that ranks wait for each other's files. A rank that ends is known at once."""
@@ -137,23 +140,17 @@ def save_ranks(
     """
 
     def everything() -> SaveContent:
-        known = {} if only is None else variables()
-        own = (
-            SaveContent()
-            if only is None
-            else collect(
-                {name: known[name] for name in only if name in known} if only else known,
-                strict=bool(only),
-                format=format,
-            )
-        )
-        for name in only or ():
-            if name not in known:
-                own.skipped[name] = f"the ranks have no variable {name}.{did_you_mean(name, known)}"
+        own = SaveContent()
+        if only is not None:
+            known = variables()
+            there = {name: known[name] for name in only if name in known} if only else known
+            lacks = {name: f"the ranks have no variable {name}.{did_you_mean(name, known)}" for name in only}
+            own = collect(there, strict=bool(only), format=format)
+            own = own._replace(lacks={name: why for name, why in lacks.items() if name not in there})
         return own if sent is None else own.with_sent(sent)
 
     names = list(sent.kinds) if sent else []
-    job = save_content(folder, everything, step=step, keep=keep, format=format, required=only or (), of_notebook=names)
+    job = save_content(folder, everything, step=step, keep=keep, format=format, of_notebook=names)
     return job.name, job.held_s, job.copied_bytes
 
 
@@ -171,15 +168,13 @@ def save_content(
     step: float | None,
     keep: int | None,
     format: str,
-    required: Sequence[str] = (),
     of_notebook: Sequence[str] = (),
 ) -> SavingJob:
     """Begin a save. All ranks call it, and have their main threads back when it returns.
 
-    required: the names that one of the ranks has to have. of_notebook: the names that the notebook holds.
+    of_notebook: the names that the notebook holds.
     Raises: UsageError, SaveFailed.
     """
-    global last
     groups = own_groups()
     groups.require()
     if last is not None:
@@ -193,34 +188,63 @@ def save_content(
         if isinstance(box[0], UsageError):
             raise box[0]
         path, name = Path(box[0][0]), box[0][1]
-        place, content, why = groups.place, SaveContent(), ""
-        try:
-            content = collect()
-        except UsageError as error:
-            why = str(error)
-        if place.local_rank == 0:
-            why = folders.leave_token(path, str(place.host_rank)) or why
-        files = SaveFiles(path, content.entries, format)
-        told: list[Any] = [None] * dist.get_world_size()
-        about = content.kinds, content.layouts, content.skipped
-        dist.all_gather_object(told, _Told(why, place.host_rank, place.host, files.hashes(), *about))
-        _check(told, path, required)
-        copies = files.plan([each.hashes for each in told])
-        job = last = SavingJob(name)
-        job.copied_bytes = files.stage()
+        job = SavingJob(name)
+        content, files, told = _agree(path, collect, format)
+        fields = {
+            "format": format,
+            "step": content.step if step is None else step,
+            "world_size": len(told),
+            "kinds": _merged([each.kinds for each in told]),
+            "mixed_kinds": _mixed_kinds(told),
+            "layouts": _merged([each.layouts for each in told]),
+            "skipped": _merged([each.skipped for each in told]),
+            "of_notebook": list(of_notebook),
+        }
+        writing = _Writing(rank, job, files, groups.store, f"{groups.scope}/save/{name}", temporary, fields, keep)
+        _copy(writing, told)
     except BaseException:
         if temporary is not None:
             temporary.discard()
         raise
-    kinds, layouts, skipped = (_merged([each[at] for each in told]) for at in (-3, -2, -1))
-    fields = {
-        "format": format, "step": content.step if step is None else step, "world_size": len(told), "kinds": kinds,
-        "copies": copies, "layouts": layouts, "skipped": skipped, "of_notebook": list(of_notebook),
-    }  # fmt: skip
     job.held_s = time.monotonic() - began
-    scope = f"{groups.scope}/save/{name}"
-    run_in_background(_Writing(rank, job, files, groups.store, scope, temporary, fields, keep).run)
     return job
+
+
+def _agree(
+    path: Path, collect: Callable[[], SaveContent], format: str
+) -> tuple[SaveContent, SaveFiles, Sequence[_Told]]:
+    """Return this rank's content and its files, and what each rank has told. Raises: UsageError, on all ranks alike."""
+    place, content, why = own_groups().place, SaveContent(), ""
+    hashes: dict[str, str] = {}
+    try:
+        content = collect()
+        files = SaveFiles(path, content.entries, format)
+        hashes = files.hashes()
+    except UsageError as error:
+        why = str(error)
+    except Exception as error:  # of a user's class
+        why = f"{type(error).__name__}: {error}"
+    if place.local_rank == 0 and (unseen := folders.leave_token(path, str(place.host_rank))):
+        why = f"{place.host} {unseen}"
+    told: list[Any] = [None] * dist.get_world_size()
+    about = content.lacks, content.kinds, content.layouts, content.skipped
+    dist.all_gather_object(told, _Told(why, place.host_rank, place.host, hashes, *about))
+    _check(told, path)
+    return content, files, told
+
+
+def _copy(writing: _Writing, told: Sequence[_Told]) -> None:
+    """Copy this rank's share, and begin to write it; the others are told if it is interrupted meanwhile."""
+    global last
+    try:
+        writing.about["copies"] = writing.files.plan([each.hashes for each in told])
+        writing.job.copied_bytes = writing.files.stage()
+        last = writing.job
+        run_in_background(writing.run)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            writing.tell(f"rank {writing.rank} did not copy its part: {type(error).__name__} {error}".rstrip())
+        raise
 
 
 def _begin(folder: str) -> tuple[TemporaryFolder | None, UsageError | tuple[str, str]]:
@@ -240,6 +264,7 @@ class _Told(NamedTuple):
     host: int
     host_name: str
     hashes: dict[str, str]
+    lacks: dict[str, str]
     kinds: dict[str, str]
     layouts: dict[str, SavedLayout]
     skipped: dict[str, str]
@@ -253,6 +278,8 @@ class SaveContent(NamedTuple):
     layouts: dict[str, SavedLayout] = {}
     skipped: dict[str, str] = {}
     step: float | None = None
+    lacks: dict[str, str] = {}
+    """Wanted names that are not on this rank, and what to say if no rank has them."""
 
     def with_sent(self, sent: SaveContent) -> SaveContent:
         """Return this rank's content with that of the notebook. Raises: UsageError for a name that both have."""
@@ -266,6 +293,7 @@ class SaveContent(NamedTuple):
             {**self.layouts, **sent.layouts},
             {**self.skipped, **sent.skipped},
             sent.step if self.step is None else self.step,
+            self.lacks,
         )
 
 
@@ -282,19 +310,33 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
         found.held[random] = HeldRandom(random)
     entries: dict[str, SavedEntry] = {}
     layouts = {}
-    for name, held in found.held.items():
-        entries.update(held.tensors())
-        if (rest := held.rest()) is not None and format == DCP:
-            entries[name] = _pickled(rest)
-        if isinstance(held, HeldTensor) and (layout := _layout_of(held.tensors()[name])):
+    for name, held in list(found.held.items()):
+        try:
+            tensors, rest = held.tensors(), held.rest() if format == DCP else None
+            pickled = {} if rest is None else {name: _pickled(rest)}
+        except Exception as error:  # of a user's class
+            if strict:
+                raise UsageError(f"{name} cannot be saved: {type(error).__name__}: {error}") from None
+            found.skipped[name] = f"{type(error).__name__}: {error}"
+            del found.held[name]
+            continue
+        entries.update({**tensors, **pickled})
+        if isinstance(held, HeldTensor) and (layout := _layout_of(tensors[name])):
             layouts[name] = layout
     kinds = {name: held.kind for name, held in found.held.items()}
     return SaveContent(entries, kinds, layouts, found.skipped, _step_of(names))
 
 
-def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merged(parts: Sequence[dict[str, V]]) -> dict[str, V]:
     """Return the entries of all; of the first that has one."""
     return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def _mixed_kinds(told: Sequence[_Told]) -> dict[str, list[str]]:
+    """Return the kinds on each rank of the names that have several; empty where a rank has no such name."""
+    names = dict.fromkeys(name for each in told for name in each.kinds)
+    kinds = {name: [each.kinds.get(name, "") for each in told] for name in names}
+    return {name: of_ranks for name, of_ranks in kinds.items() if len({*of_ranks} - {""}) > 1}
 
 
 def _pickled(value: object) -> bytes:
@@ -357,8 +399,7 @@ class _Writing(NamedTuple):
         try:
             word = pickle.dumps(("", self.files.write()))
         except Exception as fault:
-            why = explain(fault) if isinstance(fault, OSError) else str(fault)
-            word = pickle.dumps((f"rank {self.rank} could not write its part: {why}", None))
+            word = pickle.dumps((f"rank {self.rank} could not write its part: {_explained(fault)}", None))
         self.store.set(f"{self.scope}/{self.rank}", word)
         if self.temporary is None:
             self.store.wait([f"{self.scope}/end"], timedelta(seconds=WRITE_TIMEOUT_S))
@@ -366,12 +407,17 @@ class _Writing(NamedTuple):
             return path, error
         try:
             end = self._finish(self.temporary), ""
-        except OSError as fault:
-            end = "", explain(fault)
-        except SaveFailed as failed:
-            end = "", failed.why
+        except GroupAborted:
+            raise
+        except Exception as fault:
+            end = "", _explained(fault)
         self.store.set(f"{self.scope}/end", pickle.dumps(end))
         return end
+
+    def tell(self, why: str) -> None:
+        """Have the other ranks, which may write already, end the save: this one writes nothing."""
+        key, word = ("end", ("", why)) if self.rank == 0 else (str(self.rank), (why, None))
+        self.store.set(f"{self.scope}/{key}", pickle.dumps(word))
 
     def _finish(self, temporary: TemporaryFolder) -> str:
         keys = [f"{self.scope}/{rank}" for rank in range(self.about["world_size"])]
@@ -389,6 +435,12 @@ class _Writing(NamedTuple):
         return str(path)
 
 
+def _explained(error: Exception) -> str:
+    if isinstance(error, SaveFailed):
+        return error.why
+    return explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
     """Return the reasons of ranks as one text; without the ranks where all have the same."""
     if len(whys) == 1 and len(next(iter(whys.values()))) == world_size:
@@ -396,18 +448,18 @@ def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
     return "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
 
 
-def _check(told: Sequence[_Told], path: Path, required: Sequence[str]) -> None:
+def _check(told: Sequence[_Told], path: Path) -> None:
     """Raises: UsageError if a rank cannot take part, on all ranks alike."""
     whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
-    for name in required:
-        if not any(name in each.kinds for each in told):
-            raise UsageError(told[0].skipped[name])
     box: list[Any] = [None]
     if dist.get_rank() == 0 and not whys:
         names = {str(each.host): each.host_name for each in told}
         box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
     if whys:
         raise UsageError(join_reasons(whys, len(told)))
+    for name, why in told[0].lacks.items():
+        if all(name in each.lacks for each in told):
+            raise UsageError(why)
     dist.broadcast_object_list(box, src=0)
     if box[0]:
         raise UsageError(

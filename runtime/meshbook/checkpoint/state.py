@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshbook.errors import UsageError
 
@@ -89,16 +90,22 @@ class HeldOptimizer(HeldState):
     kind = "optimizer"
     is_strict = True
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, known: Mapping[int, _Known]) -> None:
         """known: the names of parameters, by their identities."""
         super().__init__(name)
         self.optimizer = optimizer
         self.parameters: dict[str, torch.Tensor] = {}
         self.groups: list[list[str]] = []
-        for at, group in enumerate(optimizer.param_groups):
-            names = [known.get(id(each), f"{at}.{number}") for number, each in enumerate(group["params"])]
+        places = [
+            [known.get(id(each), _Known("", f"{at}.{number}")) for number, each in enumerate(group["params"])]
+            for at, group in enumerate(optimizer.param_groups)
+        ]
+        parts = [place.part for group in places for place in group]
+        is_clear = len(set(parts)) == len(parts)  # not so for two modules with equal layers
+        for group, params in zip(places, optimizer.param_groups, strict=True):
+            names = [place.part if is_clear or not place.owner else f"{place.owner}.{place.part}" for place in group]
             self.groups.append(names)
-            self.parameters.update(zip(names, group["params"], strict=True))
+            self.parameters.update(zip(names, params["params"], strict=True))
 
     def tensors(self) -> Tensors:
         return {
@@ -195,7 +202,9 @@ class HeldValue(HeldState):
         elif isinstance(target, dict) and isinstance(value, dict):
             target.clear()
             target.update(value)
-        self._bind(self.name, target if isinstance(target, list | dict) and type(target) is type(value) else value)
+        else:
+            target = value
+        self._bind(self.name, target)
 
 
 class HeldObject(HeldValue):
@@ -233,6 +242,33 @@ class HeldRandom(HeldValue):
             numpy.random.set_state(value["numpy"])
 
 
+class HeldGenerator(HeldValue):
+    """A generator of random numbers: of torch, or of numpy."""
+
+    kind = "object"
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self._generator = generator
+        super().__init__(name, self._state(), lambda name, value: None)
+
+    def _state(self) -> Any:
+        is_torchs = isinstance(self._generator, torch.Generator)
+        return self._generator.get_state() if is_torchs else self._generator.bit_generator.state
+
+    def take(self, value: Any) -> None:
+        if isinstance(self._generator, torch.Generator):
+            self._generator.set_state(value)
+        else:
+            self._generator.bit_generator.state = value
+
+
+class _Known(NamedTuple):
+    """The place of a tensor: its module's name, and its name there."""
+
+    owner: str
+    part: str
+
+
 class Found(NamedTuple):
     """What a namespace holds."""
 
@@ -251,9 +287,12 @@ def hold(
     Raises: UsageError for a name that cannot be saved, with ``strict``.
     """
     bind = bind or names.__setitem__
+    for name in names if strict else ():
+        if not isinstance(name, str) or not name or set("./@") & set(name):
+            raise UsageError(f"{name!r} is no name for a save: a text without . / @, such as model")
     held: dict[str, HeldState] = {}
     skipped: dict[str, str] = {}
-    known: dict[int, str] = {}
+    known: dict[int, _Known] = {}
     modules = {name: unwrapped(value) for name, value in names.items() if isinstance(value, torch.nn.Module)}
     parts = {id(part) for module in modules.values() for part in module.modules() if part is not module}
     for name, module in modules.items():
@@ -262,16 +301,18 @@ def hold(
         if type(module).__name__ == "FullyShardedDataParallel":
             skipped[name] = "FSDP1 is not saved; fully_shard (FSDP2) is"
             continue
-        known[id(module)] = name
+        known[id(module)] = _Known("", name)
         for part, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            known.setdefault(id(tensor), part)
+            known.setdefault(id(tensor), _Known(name, part))
         held[name] = HeldModule(name, module)
     for name, value in names.items():
         if not isinstance(value, torch.Tensor) or id(value) in known:
             continue
-        known[id(value)] = name
+        known[id(value)] = _Known("", name)
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             skipped[name] = f"a tensor without dense values ({value.type()})"
+        elif isinstance(value, DTensor) and any(each.is_partial() for each in value.placements):
+            skipped[name] = "a DTensor with partial sums: redistribute it first"
         else:
             held[name] = HeldTensor(name, value, bind)
     for name, value in names.items():
@@ -282,6 +323,8 @@ def hold(
         elif isinstance(value, _CODE):
             if strict:
                 skipped[name] = "it is code"
+        elif isinstance(value, torch.Generator) or hasattr(value, "bit_generator"):
+            held[name] = HeldGenerator(name, value)
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             try:
                 held[name] = HeldObject(name, value)
@@ -328,15 +371,22 @@ _TENSOR = "__tensor__"
 
 
 def _split(path: str, value: Any, tensors: Tensors) -> Any:
-    """Return a value with the keys of its tensors in their places, which are put into ``tensors``."""
+    """Return a value with the keys of its tensors in their places, which are put into ``tensors``.
+
+    Containers without tensors stay as they are, with their types.
+    """
     if isinstance(value, torch.Tensor):
+        while path in tensors:  # {1: a, "1": b}
+            path += "_"
         tensors[path] = value
         return {_TENSOR: path}
+    before = len(tensors)
+    parts: Any = value
     if isinstance(value, dict):
-        return {key: _split(f"{path}.{key}", each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_split(f"{path}.{at}", each, tensors) for at, each in enumerate(value))
-    return value
+        parts = {key: _split(f"{path}.{key}", each, tensors) for key, each in value.items()}
+    elif type(value) in (list, tuple):
+        parts = type(value)(_split(f"{path}.{at}", each, tensors) for at, each in enumerate(value))
+    return parts if len(tensors) > before else value
 
 
 def _join(value: Any, tensors: Tensors) -> Any:
