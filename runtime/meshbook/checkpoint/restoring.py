@@ -31,8 +31,10 @@ from meshbook.checkpoint.state import (
     HeldRandom,
     HeldState,
     HeldTensor,
+    HeldValue,
     Tensors,
     hold,
+    keys_of,
     missing,
 )
 from meshbook.errors import UsageError
@@ -247,6 +249,8 @@ class Restoring:
         self._held[name] = made
 
     def _prepare(self, name: str, held: HeldState, kind: str) -> None:
+        if held.kind != kind and {held.kind, kind} == {HeldTensor.kind, HeldValue.kind}:  # as best = None at the begin
+            held = self._held[name] = missing(name, kind, self._bind) or held
         if held.kind != kind:
             raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
         here = held.tensors()
@@ -256,6 +260,16 @@ class Restoring:
         rest = self._find(name, held) if kind != HeldTensor.kind and self._has_rest(name) else None
         if not sources and rest is None:
             return
+        if rest is not None:
+            self._rest[name] = self.files.value(rest)
+            why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
+            if why:
+                raise UsageError(why)
+        if isinstance(held, HeldValue):
+            needed = keys_of(self._rest.get(name))
+            if rest is None or not needed <= sources.keys():
+                return  # a new rank, and a part of it differed between ranks
+            sources = {key: sources[key] for key in needed}
         if held.is_strict:
             self._check_keys(name, held, here, sources)
         targets: Tensors = {}
@@ -271,11 +285,6 @@ class Restoring:
                 there = self._empty(held, key, size, dtype)
             targets[key] = self.sources[source] = there
         self._targets[name] = targets
-        if rest is not None:
-            self._rest[name] = self.files.value(rest)
-            why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
-            if why:
-                raise UsageError(why)
 
     def _has_rest(self, name: str) -> bool:
         return name in self.files.keys or name in self.manifest.copies

@@ -253,13 +253,13 @@ class HeldGenerator(HeldValue):
 
     def _state(self) -> Any:
         is_torchs = isinstance(self._generator, torch.Generator)
-        return self._generator.get_state() if is_torchs else self._generator.bit_generator.state
+        return {"state": self._generator.get_state() if is_torchs else self._generator.bit_generator.state}
 
     def take(self, value: Any) -> None:
         if isinstance(self._generator, torch.Generator):
-            self._generator.set_state(value)
+            self._generator.set_state(value["state"])
         else:
-            self._generator.bit_generator.state = value
+            self._generator.bit_generator.state = value["state"]
 
 
 class _Known(NamedTuple):
@@ -387,6 +387,15 @@ def _split(path: str, value: Any, tensors: Tensors) -> Any:
     elif type(value) in (list, tuple):
         parts = type(value)(_split(f"{path}.{at}", each, tensors) for at, each in enumerate(value))
     return parts if len(tensors) > before else value
+
+
+def keys_of(rest: Any) -> set[str]:
+    """Return the keys of the tensors that a value is put together with."""
+    if isinstance(rest, dict):
+        if rest.keys() == {_TENSOR}:
+            return {rest[_TENSOR]}
+        rest = list(rest.values())
+    return {key for each in rest for key in keys_of(each)} if type(rest) in (list, tuple) else set()
 
 
 def _join(value: Any, tensors: Tensors) -> Any:
