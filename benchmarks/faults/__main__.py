@@ -29,6 +29,7 @@ from benchmarks.faults.large import run_large
 from benchmarks.faults.links import run_links
 from benchmarks.faults.mutation import run_mutation
 from benchmarks.faults.order import run_order
+from benchmarks.faults.saves import run_saves
 from benchmarks.faults.shapes import run_shapes
 from benchmarks.faults.silence import run_silence
 from benchmarks.faults.texts import run_texts
@@ -64,6 +65,7 @@ CAMPAIGNS: dict[str, Sized] = {
     "hosts": Sized(run_hosts, tiny=7, short=14, long=70),
     "mutation": Sized(run_mutation, tiny=12, short=60, long=300),
     "silence": Sized(run_silence, tiny=2, short=5, long=100),
+    "saves": Sized(run_saves, tiny=8, short=20, long=100),
     "shapes": Sized(run_shapes, tiny=8, short=30, long=500),
     "texts": Sized(run_texts, tiny=40, short=100, long=1000),
 }

@@ -29,8 +29,8 @@ _ROOT = Path(__file__).parents[2]
 class Kernel:
     """A kernel process, and the lines that it has written."""
 
-    def __init__(self, session: str | None, options: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.faults.kernel", *options, *([session] if session else [])]
+    def __init__(self, session: str | None, options: Sequence[str], program: str = "benchmarks.faults.kernel") -> None:
+        command = [sys.executable, "-m", program, *options, *([session] if session else [])]
         environment = {**os.environ, "MESHBOOK_LEASE_S": str(LEASE_S)}
         self._process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
