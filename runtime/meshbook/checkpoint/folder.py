@@ -152,9 +152,11 @@ class TemporaryFolder:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.path.with_suffix(_LOCK).unlink()
-        os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                self.path.with_suffix(_LOCK).unlink()
+            os.close(lock)
 
 
 def begin(folder: Path) -> TemporaryFolder:
@@ -210,12 +212,12 @@ def leave_token(path: Path, name: str) -> str:
     deadline = time.monotonic() + TOKEN_TIMEOUT_S
     while not path.is_dir():
         if time.monotonic() > deadline:
-            return "does not see the folder"
+            return f"does not see {path.parent}: save to a folder that all hosts share"
         time.sleep(0.05)
     try:
         (path / f"token-{name}").write_text(name)
     except OSError as error:
-        return f"cannot write there: {explain(error)}"
+        return f"cannot write to {path.parent}: {explain(error)}"
     return ""
 
 

@@ -359,6 +359,7 @@ class SavedFiles:
 
     def __init__(self, saved: Saved) -> None:
         """Raises: UsageError."""
+        self._path = saved.path
         try:
             self._reader = (
                 FileSystemReader(saved.path) if saved.manifest.format == DCP else _safetensors_reader(saved.path)
@@ -376,7 +377,10 @@ class SavedFiles:
 
     def value(self, key: str) -> Any:
         values: dict[str, Any] = {key: io.BytesIO()}
-        self.load(values)
+        try:
+            self.load(values)
+        except Exception as error:  # of a pickle
+            raise UsageError(f"{key} in {self._path} cannot be read ({error}); restore another save") from None
         return values[key]
 
     def load(self, tensors: dict[str, Any]) -> None:

@@ -411,7 +411,8 @@ class _Writing(NamedTuple):
             raise
         except Exception as fault:
             end = "", _explained(fault)
-        self.store.set(f"{self.scope}/end", pickle.dumps(end))
+        with contextlib.suppress(GroupAborted):  # a rank has ended since: the save is there all the same
+            self.store.set(f"{self.scope}/end", pickle.dumps(end))
         return end
 
     def tell(self, why: str) -> None:
@@ -438,7 +439,10 @@ class _Writing(NamedTuple):
 def _explained(error: Exception) -> str:
     if isinstance(error, SaveFailed):
         return error.why
-    return explain(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__  # torch's writer fails once more as it closes its file
+    return f"{type(error).__name__}: {error}" if cause is None else explain(cause)
 
 
 def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:

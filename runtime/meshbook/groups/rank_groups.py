@@ -72,7 +72,7 @@ def choose_backend(device: str) -> str:
 def own_groups() -> RankGroups:
     """The process groups of this rank. Raises: UsageError in a process that is none."""
     if _own is None:
-        raise UsageError("this process is no rank of a mesh")
+        raise UsageError("this process is no rank of a mesh with torch")
     return _own
 
 
