@@ -256,3 +256,15 @@ def test_a_restart_of_the_stock_kernel_says_that_it_ended_the_mesh(start_kernel:
     assert 'mesh "main" of the last kernel has ended: ' in said
     assert "as a restart of other kernels than Meshbook's does" in said
     end(kernel, family)
+
+
+def test_the_next_kernel_knows_the_last_save(start_kernel: StartKernel, watch: Watch, tmp_path: Path) -> None:
+    kernel = start_kernel()
+    family = with_mesh(kernel, watch, "%%mesh --setup\nx, step = rank, 4", f"%mesh save {tmp_path}/ckpt --every 1h")
+    die_and_come_back(kernel, "kill")
+    assert kernel.run("%%mesh\nx = 7; import os, signal; rank and os.kill(os.getpid(), signal.SIGKILL)").reply
+    told = kernel.run("%mesh heal --restore")
+    assert told.ok and "restored x, step on ranks 0,1 from save-1, step 4" in told.text("stdout"), told.messages
+    assert shown(kernel.run("%%mesh\nx, step")) == ["[0] (0, 4)", "[1] (1, 4)"]
+    kernel.run("%mesh save --stop")
+    end(kernel, family)
