@@ -14,7 +14,7 @@ from benchmarks.figures import Benchmark, Figure, Settings
 
 NAMES = (
     "spawn", "calls", "actors", "buffers", "payloads", "output", "errors", "recoveries", "completion", "notebook",
-    "tensors", "clusters", "scripts",
+    "tensors", "clusters", "scripts", "saves",
 )  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""Saves of what ranks hold, beside plain torch.distributed.checkpoint on the same ranks."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+
+import meshbook
+from benchmarks.figures import Figure, Goal, Settings, side_by_side, timed
+from benchmarks.subject import TIMEOUT_S, mesh
+from meshbook import ProcMesh
+
+QUESTION = (
+    "Save and restore what 2 ranks hold: replicas, as of DDP, and parts of DTensors, as of FSDP2. Floor: dcp.save and "
+    "dcp.load of the same tensors on the same ranks, in turns; both write to one disk and wait for it. An asynchronous "
+    "save: the time that it holds the ranks. Floor: clone() of the tensors that a rank has."
+)
+RANKS = 2
+TENSORS = 16
+SETUP = """
+import gc, meshbook, os, shutil, time, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, distribute_tensor
+
+count, rows = {tensors}, {size} // {tensors} // 4096
+torch.manual_seed(0)
+replicas = {{f"w{{at}}": torch.randn(rows, 1024) for at in range(count)}}
+parts = {{name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in replicas.items()}}
+
+def timed(action):
+    dist.barrier()
+    began = time.perf_counter()
+    done = action()
+    return time.perf_counter() - began, done
+
+def measure(state):
+    of_dcp, ours = f"{{folder}}/dcp", f"{{folder}}/ours"
+    times = {{}}
+    times["save", "dcp"], _ = timed(lambda: dcp.save(state, checkpoint_id=of_dcp))
+    times["save", "meshbook"], _ = timed(lambda: meshbook.save(ours, state))
+    times["restore", "dcp"], _ = timed(lambda: dcp.load(state, checkpoint_id=of_dcp))
+    times["restore", "meshbook"], _ = timed(lambda: meshbook.restore(ours, state))
+    own = [getattr(each, "_local_tensor", each) for each in state.values()]
+    times["held", "clone"], copies = timed(lambda: [each.clone() for each in own])
+    del copies
+    times["held", "meshbook"], future = timed(lambda: meshbook.save(ours, state, wait=False))
+    future.get({timeout})
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+    return times
+"""
+
+
+def run(settings: Settings) -> Iterator[Figure]:
+    """Measure replicas and parts in turns, and then small variables by a call from the notebook."""
+    size = 64 << 20 if settings.quick else 512 << 20
+    with mesh(RANKS) as procs, tempfile.TemporaryDirectory() as folder:
+        begin = SETUP.format(tensors=TENSORS, size=size, timeout=TIMEOUT_S)
+        procs.run(f"folder = {folder + '/large'!r}\n{begin}").get(TIMEOUT_S)
+        for name in ("replicas", "parts"):
+            yield from _beside(procs, name, f"{size >> 20} MB in {name}", settings.count(7))
+    with mesh(RANKS) as procs, tempfile.TemporaryDirectory() as folder:
+        procs.run("losses, step, x = [0.5] * 100, 7, torch.ones(1000)").get(TIMEOUT_S)
+        seconds = [_save_small(procs, folder) for _ in range(settings.count(20) + 1)][1:]
+    yield timed("saves", "%mesh save", "4 kB", "ms", seconds)
+
+
+def _beside(procs: ProcMesh, name: str, size: str, turns: int) -> Iterator[Figure]:
+    found: dict[str, dict[str, list[float]]] = {"save": {}, "restore": {}, "held": {}}
+    for turn in range(turns + 1):
+        told = procs.run(f"measure({name})").get(TIMEOUT_S).values()
+        for what, subject in told[0]:
+            if turn:  # the first one touches new memory
+                found[what].setdefault(subject, []).append(max(each[what, subject] for each in told))
+    yield from side_by_side("saves", "save", size, "ms", found["save"], goals={"dcp": Goal("x floor", 1.1)})
+    yield from side_by_side("saves", "restore", size, "ms", found["restore"], goals={"dcp": Goal("x floor", 1.1)})
+    yield from side_by_side("saves", "held", size, "ms", found["held"], goals={"clone": Goal("x floor", 1.2)})
+
+
+def _save_small(procs: ProcMesh, folder: str) -> float:
+    began = time.perf_counter()
+    meshbook.save(folder, procs=procs, keep=2)
+    return time.perf_counter() - began
