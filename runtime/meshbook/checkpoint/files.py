@@ -94,10 +94,10 @@ class SaveFiles:
         self._plan = self._planner.finish_plan(box[0])
         return copies
 
-    def stage(self) -> int:
-        """Copy what this rank is to write; return the bytes."""
+    def stage(self, *, copies: bool) -> int:
+        """Copy what this rank is to write, unless its values stay until it is written; return the bytes."""
         self._entries = {}
-        return self._planner.stage(self._plan.items)
+        return self._planner.stage(self._plan.items, copies)
 
     def write(self) -> Any:
         """Write it; return what rank 0 is to know of it. On any thread."""
@@ -124,11 +124,11 @@ class _StagedPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staged: dict[str, Any] = {}
 
-    def stage(self, items: Sequence[WriteItem]) -> int:
-        """Copy what the items are to write; return the bytes."""
+    def stage(self, items: Sequence[WriteItem], copies: bool) -> int:
+        """Take what the items are to write, as copies or as it is; return the bytes."""
         for item in items:
             entry = super().lookup_object(item.index)
-            self._staged[item.index.fqn] = copy_to_host(entry) if isinstance(entry, torch.Tensor) else entry
+            self._staged[item.index.fqn] = copy_to_host(entry) if copies and isinstance(entry, torch.Tensor) else entry
         if any(getattr(each, "is_cuda", False) for each in self.state_dict.values()):
             torch.cuda.synchronize()
         self.state_dict = {}  # what ranks do with the originals is no concern of ours

@@ -14,6 +14,7 @@ error if the process groups are formed again meanwhile, as after the death of a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import pickle
@@ -56,6 +57,8 @@ class SavingJob:
         self.held_s = 0.0
         """The time that the main thread was held."""
         self.copied_bytes = 0
+        self.is_dropped = False
+        """Whether this rank has given it up before its part was written, and may have changed that since."""
         self.written: Future[Saved] = Future()
         """Done when it is on disk under its name. Raises: SaveFailed."""
 
@@ -103,8 +106,15 @@ def save_here(
     """Do `meshbook.save` on a rank: a collective of all ranks."""
     if every is not None and not _is_due(folder, every):
         return None
-    job = save_content(folder, lambda: collect(state, strict=True, format=format), step=step, keep=keep, format=format)
-    return job.written.result() if wait else job.written
+    content = functools.partial(collect, state, strict=True, format=format)
+    job = save_content(folder, content, step=step, keep=keep, format=format, copies=not wait)
+    if not wait:
+        return job.written
+    try:
+        return job.written.result()
+    except BaseException:
+        job.is_dropped = True  # the values may change from now on
+        raise
 
 
 def _is_due(folder: str, every: int | timedelta) -> bool:
@@ -169,10 +179,11 @@ def save_content(
     keep: int | None,
     format: str,
     of_notebook: Sequence[str] = (),
+    copies: bool = True,
 ) -> SavingJob:
     """Begin a save. All ranks call it, and have their main threads back when it returns.
 
-    of_notebook: the names that the notebook holds.
+    of_notebook: the names that the notebook holds. copies: write copies; else the values stay until they are written.
     Raises: UsageError, SaveFailed.
     """
     groups = own_groups()
@@ -201,7 +212,7 @@ def save_content(
             "of_notebook": list(of_notebook),
         }
         writing = _Writing(rank, job, files, groups.store, f"{groups.scope}/save/{name}", temporary, fields, keep)
-        _copy(writing, told)
+        _copy(writing, told, copies)
     except BaseException:
         if temporary is not None:
             temporary.discard()
@@ -233,12 +244,12 @@ def _agree(
     return content, files, told
 
 
-def _copy(writing: _Writing, told: Sequence[_Told]) -> None:
+def _copy(writing: _Writing, told: Sequence[_Told], copies: bool) -> None:
     """Copy this rank's share, and begin to write it; the others are told if it is interrupted meanwhile."""
     global last
     try:
         writing.about["copies"] = writing.files.plan([each.hashes for each in told])
-        writing.job.copied_bytes = writing.files.stage()
+        writing.job.copied_bytes = writing.files.stage(copies=copies)
         last = writing.job
         run_in_background(writing.run)
     except BaseException as error:
@@ -398,6 +409,8 @@ class _Writing(NamedTuple):
     def _write(self) -> tuple[str, str]:
         try:
             word = pickle.dumps(("", self.files.write()))
+            if self.job.is_dropped:
+                word = pickle.dumps((f"rank {self.rank} was interrupted before its part was written", None))
         except Exception as fault:
             word = pickle.dumps((f"rank {self.rank} could not write its part: {_explained(fault)}", None))
         self.store.set(f"{self.scope}/{self.rank}", word)
