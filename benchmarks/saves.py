@@ -19,7 +19,7 @@ QUESTION = (
 RANKS = 2
 TENSORS = 16
 SETUP = """
-import gc, meshbook, os, shutil, time, torch
+import meshbook, shutil, time, torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -34,18 +34,23 @@ def timed(action):
     done = action()
     return time.perf_counter() - began, done
 
-def measure(state):
-    of_dcp, ours = f"{{folder}}/dcp", f"{{folder}}/ours"
-    times = {{}}
-    times["save", "dcp"], _ = timed(lambda: dcp.save(state, checkpoint_id=of_dcp))
-    times["save", "meshbook"], _ = timed(lambda: meshbook.save(ours, state))
-    times["restore", "dcp"], _ = timed(lambda: dcp.load(state, checkpoint_id=of_dcp))
-    times["restore", "meshbook"], _ = timed(lambda: meshbook.restore(ours, state))
+def measure(state, turn):
+    of_dcp, ours, times = f"{{folder}}/dcp", f"{{folder}}/ours", {{}}
     own = [getattr(each, "_local_tensor", each) for each in state.values()]
-    times["held", "clone"], copies = timed(lambda: [each.clone() for each in own])
-    del copies
-    times["held", "meshbook"], future = timed(lambda: meshbook.save(ours, state, wait=False))
-    future.get({timeout})
+    ways = {{
+        ("save", "dcp"): lambda: dcp.save(state, checkpoint_id=of_dcp),
+        ("save", "meshbook"): lambda: meshbook.save(ours, state),
+        ("restore", "dcp"): lambda: dcp.load(state, checkpoint_id=of_dcp),
+        ("restore", "meshbook"): lambda: meshbook.restore(ours, state),
+        ("held", "clone"): lambda: [each.clone() for each in own] and None,
+        ("held", "meshbook"): lambda: meshbook.save(ours, state, wait=False),
+    }}
+    names = list(ways)
+    for pair in (names[:2], names[2:4], names[4:]):
+        for name in pair[::-1] if turn % 2 else pair:
+            times[name], future = timed(ways[name])
+            if name[0] == "held" and future is not None:
+                future.get({timeout})
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
@@ -71,7 +76,7 @@ def run(settings: Settings) -> Iterator[Figure]:
 def _beside(procs: ProcMesh, name: str, size: str, turns: int) -> Iterator[Figure]:
     found: dict[str, dict[str, list[float]]] = {"save": {}, "restore": {}, "held": {}}
     for turn in range(turns + 1):
-        told = procs.run(f"measure({name})").get(TIMEOUT_S).values()
+        told = procs.run(f"measure({name}, {turn})").get(TIMEOUT_S).values()
         for what, subject in told[0]:
             if turn:  # the first one touches new memory
                 found[what].setdefault(subject, []).append(max(each[what, subject] for each in told))
