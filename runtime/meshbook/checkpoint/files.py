@@ -7,6 +7,7 @@ is equal on all ranks is written by one of them, and an entry that differs once 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import shutil
@@ -30,7 +31,7 @@ Copies: TypeAlias = dict[str, list[list[int]]]
 
 HASHED_BYTES = 1 << 16
 """Tensors up to this size are hashed whole, larger ones by a weighted sum over each block of their memory."""
-BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
+BLOCKS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """The size of a block in words of 4 bytes, by device: the cache of a core, and the work of a kernel."""
 
 
@@ -168,11 +169,8 @@ def hash_entry(entry: SavedEntry) -> str:
 
 def _sum_blocks(words: torch.Tensor) -> torch.Tensor:
     """Return a sum for each block of words. A word has a weight by its place, so an exchange of two shows as well."""
-    size = BLOCKS.get(words.device.type, BLOCKS["cuda"])
-    draw = torch.Generator().manual_seed(size)
-    weights = torch.randint(-(1 << 31), 1 << 31, (size,), generator=draw, dtype=torch.int64, device="cpu")
-    weights = (weights.to(torch.int32) | 1).to(words.device)  # odd, so that no bit of a word is lost
-    mixed = torch.empty_like(weights)
+    weights = _weights(words.device)
+    mixed, size = torch.empty_like(weights), len(weights)
     sums = []
     for begin in range(0, len(words), size):
         block = words[begin : begin + size]
@@ -181,3 +179,12 @@ def _sum_blocks(words: torch.Tensor) -> torch.Tensor:
         part.bitwise_xor_(block).mul_(weights[: len(block)])
         sums.append(part.view(torch.int64).sum())
     return torch.stack(sums)
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return the weights of a block's words, which are equal on all ranks, and odd, so that no bit is lost."""
+    size = BLOCKS.get(device.type, BLOCKS["cuda"])
+    draw = torch.Generator().manual_seed(size)
+    weights = torch.randint(-(1 << 31), 1 << 31, (size,), generator=draw, dtype=torch.int64, device="cpu")
+    return (weights.to(torch.int32) | 1).to(device)
