@@ -34,39 +34,40 @@ def timed(action):
     done = action()
     return time.perf_counter() - began, done
 
-def measure(state, turn):
-    of_dcp, ours, times = f"{{folder}}/dcp", f"{{folder}}/ours", {{}}
-    own = [getattr(each, "_local_tensor", each) for each in state.values()]
-    ways = {{
-        ("save", "dcp"): lambda: dcp.save(state, checkpoint_id=of_dcp),
-        ("save", "meshbook"): lambda: meshbook.save(ours, state),
-        ("restore", "dcp"): lambda: dcp.load(state, checkpoint_id=of_dcp),
-        ("restore", "meshbook"): lambda: meshbook.restore(ours, state),
-        ("held", "clone"): lambda: [each.clone() for each in own] and None,
-        ("held", "meshbook"): lambda: meshbook.save(ours, state, wait=False),
-    }}
-    names = list(ways)
-    for pair in (names[:2], names[2:4], names[4:]):
-        for name in pair[::-1] if turn % 2 else pair:
-            times[name], future = timed(ways[name])
-            if name[0] == "held" and future is not None:
-                future.get({timeout})
+def remove():
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
     dist.barrier()
+
+def measure(state, turn):
+    times = {{}}
+    ways = {{
+        "dcp": (lambda: dcp.save(state, checkpoint_id=folder), lambda: dcp.load(state, checkpoint_id=folder)),
+        "meshbook": (lambda: meshbook.save(folder, state), lambda: meshbook.restore(folder, state)),
+    }}
+    for name in list(ways)[:: -1 if turn % 2 else 1]:
+        times["save", name], _ = timed(ways[name][0])
+        times["restore", name], _ = timed(ways[name][1])
+        remove()  # so that each one finds as much free memory for its files
+    own = [getattr(each, "_local_tensor", each) for each in state.values()]
+    times["held", "clone"], copies = timed(lambda: [each.clone() for each in own])
+    del copies
+    times["held", "meshbook"], future = timed(lambda: meshbook.save(folder, state, wait=False))
+    future.get({timeout})
+    remove()
     return times
 """
 
 
 def run(settings: Settings) -> Iterator[Figure]:
     """Measure replicas and parts in turns, and then small variables by a call from the notebook."""
-    size = 64 << 20 if settings.quick else 512 << 20
+    size = 64 << 20 if settings.quick else 256 << 20
     with mesh(RANKS) as procs, tempfile.TemporaryDirectory() as folder:
         begin = SETUP.format(tensors=TENSORS, size=size, timeout=TIMEOUT_S)
         procs.run(f"folder = {folder + '/large'!r}\n{begin}").get(TIMEOUT_S)
         for name in ("replicas", "parts"):
-            yield from _beside(procs, name, f"{size >> 20} MB in {name}", settings.count(7))
+            yield from _beside(procs, name, f"{size >> 20} MB in {name}", settings.count(15))
     with mesh(RANKS) as procs, tempfile.TemporaryDirectory() as folder:
         procs.run("losses, step, x = [0.5] * 100, 7, torch.ones(1000)").get(TIMEOUT_S)
         seconds = [_save_small(procs, folder) for _ in range(settings.count(20) + 1)][1:]

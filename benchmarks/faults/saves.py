@@ -27,7 +27,7 @@ HOSTS, RANKS_EACH = 2, 2
 DEADLINE_S = 60.0
 KEPT = 2
 AGENTS, KERNELS = 0.1, 0.15
-"""These parts of the kills are of an agent and of the kernel; the others are of ranks."""
+"""The parts of the kills that are of an agent and of the kernel; the others are of ranks."""
 LONGEST_LIFE_S = 0.5
 BEGIN = """
 import meshbook, torch
@@ -94,7 +94,7 @@ def save_undisturbed(mesh: ProcMesh, folder: str, step: int) -> None:
 
 
 class SaveCampaign:
-    """One mesh that is killed while it saves, and healed."""
+    """A mesh that is killed while it saves, and healed."""
 
     def __init__(self, findings: Findings, folder: str, draw: random.Random) -> None:
         self._findings, self._folder, self._draw = findings, folder, draw

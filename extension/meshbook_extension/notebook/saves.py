@@ -38,7 +38,7 @@ class RegularSave(msgspec.Struct, frozen=True):
 
 
 class MeshSaves:
-    """What is known of saves, by the names of meshes."""
+    """The saves that are known, by the names of meshes."""
 
     def __init__(self) -> None:
         self.last: dict[str, LastSave] = {}

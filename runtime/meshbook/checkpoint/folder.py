@@ -78,9 +78,9 @@ class Saved:
     path: Path
     manifest: Manifest
     values: Mapping[str, Any] = plain_field(default_factory=dict)
-    """After `meshbook.restore`: the plain values, such as a step counter, by name."""
+    """The plain values, such as a step counter, by name; after `meshbook.restore`."""
     notes: tuple[str, ...] = ()
-    """What a person should know: values that are not restored, and why."""
+    """Remarks for the person: values that are not restored, and why."""
 
     @property
     def step(self) -> float | None:
@@ -116,7 +116,7 @@ class Saved:
 
 
 class SavingState(NamedTuple):
-    """How far a rank is with a save that it writes aside."""
+    """The progress of a rank with a save that it writes aside."""
 
     is_over: bool
     error: str = ""

@@ -64,7 +64,7 @@ class SavingJob:
 
     @property
     def state(self) -> SavingState:
-        """How far it is; from any thread."""
+        """The progress of the save; from any thread."""
         if not self.written.done():
             return SavingState(False)
         if (error := self.written.exception(0)) is not None:
@@ -78,7 +78,7 @@ last: SavingJob | None = None
 last_written: Saved | None = None
 _calls: dict[tuple[str, str], int] = {}
 _saved_at: dict[str, float] = {}
-"""For `save_here` with ``every``: its calls, and the time of the last save, by folder. Ranks count from 0 again when
+"""The calls of `save_here` with ``every``, and the time of the last save, by folder. Ranks count from 0 again when
 their groups are formed, since one of them may be new then."""
 
 
@@ -271,7 +271,7 @@ class _Told(NamedTuple):
     """The word of a rank to the others before anything is written."""
 
     why: str
-    """Why it cannot take part; empty if it can."""
+    """The reason why it cannot take part; empty if it can."""
     host: int
     host_name: str
     hashes: dict[str, str]
@@ -382,7 +382,7 @@ class _Writing(NamedTuple):
     scope: str
     """The prefix of the keys by which the ranks tell each other that they have written."""
     temporary: TemporaryFolder | None
-    """On rank 0: the folder, its content, and how many saves are kept."""
+    """The folder on rank 0, its content, and how many saves are kept."""
     about: dict[str, Any]
     keep: int | None
 

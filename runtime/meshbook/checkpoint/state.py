@@ -270,7 +270,7 @@ class _Known(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a namespace holds."""
+    """The content of a namespace."""
 
     held: dict[str, HeldState]
     skipped: dict[str, str]

@@ -33,7 +33,7 @@ OF_NOTEBOOK = "_random_of_notebook"
 ANSWER_S, POLL_S, POLL_MAX_S = 5.0, 0.02, 0.5
 """The time that a rank has to say how far a save is, and the first and the longest pause between two questions."""
 _SILENT_MAX = 60
-"""So many questions without an answer in a row end the wait for a save."""
+"""The number of questions without an answer, one after the other, that ends the wait for a save."""
 
 
 class BegunSave(NamedTuple):
