@@ -468,16 +468,17 @@ def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
 def _check(told: Sequence[_Told], path: Path) -> None:
     """Raises: UsageError if a rank cannot take part, on all ranks alike."""
     whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0 and not whys:
-        names = {str(each.host): each.host_name for each in told}
-        box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
     if whys:
         raise UsageError(join_reasons(whys, len(told)))
     for name, why in told[0].lacks.items():
         if all(name in each.lacks for each in told):
             raise UsageError(why)
-    dist.broadcast_object_list(box, src=0)
+    names = {str(each.host): each.host_name for each in told}
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
+    if len(names) > 1:  # a host sees its own folder
+        dist.broadcast_object_list(box, src=0)
     if box[0]:
         raise UsageError(
             f"{path.parent} is not the same folder everywhere: what {', '.join(box[0])} writes there is not seen from "
