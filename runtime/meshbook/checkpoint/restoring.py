@@ -110,7 +110,8 @@ def restore_ranks(folder: str, only: Sequence[str], step: float | None) -> Saved
     """Restore this rank's variables. only: these; all that were saved, and are on the ranks, by default."""
     saved = restore_objects(folder, variables(), only=only, strict=False, step=step)
     vars(sys.modules["__main__"]).update(saved.values)
-    return saved
+    told = {name: value for name, value in saved.values.items() if isinstance(value, bool | int | float | str)}
+    return Saved(saved.path, saved.manifest, told, saved.notes)  # tensors stay on the ranks
 
 
 def describe_save(folder: str, step: float | None) -> SaveDescription:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import meshbook
 from meshbook import ProcMesh, this_host
 
 BEGIN = """
@@ -348,3 +349,12 @@ def test_ranks_go_on_while_a_save_is_written(meshes: dict[int, ProcMesh], tmp_pa
         x.sum().item()
     """
     assert run(meshes[2], tmp_path, code) == [float(1 << 20)] * 2
+
+
+def test_a_dtensor_that_is_not_there_is_made(meshes: dict[int, ProcMesh], tmp_path: Path) -> None:
+    run(meshes[4], tmp_path, "wide = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])")
+    meshbook.save(tmp_path, procs=meshes[4])
+    run(meshes[4], tmp_path, "del wide")
+    meshbook.restore(tmp_path, procs=meshes[4])
+    code = "wide.placements[0].is_shard(0), tuple(wide.to_local().shape), wide.full_tensor().tolist() == [*range(10)]"
+    assert run(meshes[4], tmp_path, code) == [(True, (size,), True) for size in (3, 3, 3, 1)]
