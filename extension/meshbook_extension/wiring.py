@@ -18,8 +18,9 @@ from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_current_mesh, set_output_source, set_progress_display, set_prompt_handler
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.hang_watch import Notices
-from meshbook_extension.cells.names import NameErrors, SentCells
+from meshbook_extension.cells.names import NameErrors
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
+from meshbook_extension.cells.record import CellRecord
 from meshbook_extension.cells.run import MESH_CELL, run_mesh_cell, tell_news
 from meshbook_extension.cells.running import Jobs
 from meshbook_extension.commands import dispatch, help_tables
@@ -135,10 +136,11 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentCells, SentModules, Transcripts, WatchedNames):
+        for kept in (Jobs, AutoAttach, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
         session.part(MeshSaves).take_up(earlier.part(MeshSaves).last, earlier.part(MeshSaves).regular)
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
+    record = session.add_part(CellRecord(session) if earlier is None else earlier.part(CellRecord).go_on(session))
     calls = session.add_part(CallOutput(session))
     state_writer = session.add_part(StateWriter(session))
     curves = session.add_part(OwnCurves(shell, session.part(WatchedNames), session.publisher))
@@ -170,6 +172,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         partial(save_due, session),
         calls.finish,
         curves.end_cell,
+        record.note,
         state_writer.save,
         session.note_error,
         served_cell.end,

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import re
-import symtable
-from collections import deque
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from meshbook.errors import CallFailed
 from meshbook.formatting import name_ranks
-from meshbook_extension.cells.transformers import as_ranks_do
+from meshbook_extension.cells.record import CellRecord
 from meshbook_extension.notebook.session import Session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from meshbook.mesh.proc_mesh import ProcMesh
-
-KEPT_CELLS = 500
 _MISSING = re.compile(r"name '(\w+)' is not defined")
-_GIVEN = frozenset({"rank", "local_rank", "world_size", "point", "device"})
-"""Names that ranks have from their start."""
-
-
-class SentCells:
-    """The last cells that ranks were sent, by which the notebook knows their names without a question."""
-
-    def __init__(self) -> None:
-        self._cells: deque[tuple[ProcMesh, str]] = deque(maxlen=KEPT_CELLS)
-
-    def note(self, procs: ProcMesh, code: str) -> None:
-        """Keep a cell."""
-        self._cells.append((procs, code))
-
-    def ranks_with(self, procs: ProcMesh, name: str) -> list[int]:
-        """Return the living ranks of a mesh that cells have given this name."""
-        if name in _GIVEN:
-            found = set(procs.ranks)
-        else:
-            sent = [(to, code) for to, code in self._cells if name in code and to.name == procs.name and to.alive]
-            found = {rank for to, code in sent if name in _bound_by(code) for rank in to.ranks}
-        return sorted(found.intersection(procs.ranks).difference(procs.lost))
-
-
-def _bound_by(code: str) -> set[str]:
-    """Return the names that a cell binds at its top level; none where it cannot be read."""
-    try:
-        table = symtable.symtable(as_ranks_do(code), "<cell>", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
 
 
 def push_hints(session: Session, error: CallFailed) -> list[str]:
@@ -73,7 +37,7 @@ def push_hints(session: Session, error: CallFailed) -> list[str]:
 def pull_hint(session: Session, name: str) -> str:
     """Write the line for a name that the notebook lacks and ranks of the current mesh have; empty where none has."""
     procs = session.meshes.get(session.current or "")
-    if procs is None or not procs.alive or not (ranks := session.part(SentCells).ranks_with(procs, name)):
+    if procs is None or not procs.alive or not (ranks := session.part(CellRecord).ranks_with(procs, name)):
         return ""
     return f"{name} is on {name_ranks(ranks)}: %mesh pull {name}, or %%mesh above the cell"
 

@@ -19,7 +19,6 @@ from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
 from meshbook_extension.cells.hang_watch import WatchedCell
-from meshbook_extension.cells.names import SentCells
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -218,8 +217,6 @@ def start(
     except WorkerLost as error:
         show_lost(session, error, procs)
         raise
-    if isinstance(code, str):
-        session.part(SentCells).note(procs, code)
     return RunningCell(session, procs, run, output, f"cell {cell_number}")
 
 

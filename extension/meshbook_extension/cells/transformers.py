@@ -35,6 +35,7 @@ _CELL_LINE = re.compile(r"\s*%%mesh(?![\w?])(?!\s*\?)")
 _CELL_HELP = re.compile(r"\s(--help|-h)\s*$")
 _AS_RANKS_DO = RankTransformers()
 _LOCAL = re.compile(r"%%local\s*")
+_TIMED = re.compile(r"%%time\s*")
 _OWN_LINE = re.compile(r"\s*%mesh\b")
 
 
@@ -73,6 +74,17 @@ def drop_local(lines: list[str]) -> list[str]:
     if first is not None and _LOCAL.fullmatch(lines[first]):
         return [*lines[:first], "\n", *lines[first + 1 :]]
     return lines
+
+
+def mesh_part(text: str) -> tuple[str, str, int] | None:
+    """Return the line, the code and the number of lines above it of a cell with ``%%mesh``; None for another."""
+    lines = text.splitlines(keepends=True)
+    first = _first_code_line(lines)
+    if first is not None and _TIMED.fullmatch(lines[first]):
+        first = next((at for at in range(first + 1, len(lines)) if lines[at].strip()), first)
+    if first is None or not _CELL_LINE.match(lines[first]):
+        return None
+    return lines[first].strip().removeprefix("%%mesh").strip(), "".join(lines[first + 1 :]), first + 1
 
 
 class AutoMode:

@@ -31,6 +31,7 @@ MODULES = {
     "packages": RUN,
     "values": DATA,
     "checkpoints": DATA,
+    "export": DATA,
     "status": LOOK,
     "curves": LOOK,
     "repair": REPAIR,
@@ -39,6 +40,7 @@ MODULES = {
 """The modules of commands, each with its group, in the order in which help lists them."""
 SYNONYMS = {
     "run": "torchrun script",
+    "export": "nbconvert convert write tangle",
     "stop": "kill quit exit shutdown terminate end close delete",
     "respawn": "restart reset reboot",
     "status": "show widget ps info view gpu memory htop",

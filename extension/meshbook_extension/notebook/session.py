@@ -58,6 +58,8 @@ class Session:
         self.errors = ErrorLog()
         self.debug_name: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
         """The function that names a cell's file on ranks, while a debugger looks at one of them."""
+        self.named_targets: list[tuple[Sequence[str], dict[str, str], ProcMesh]] = []
+        """The targets that the running cell and its commands have named, with the ranks that they mean."""
         self.on_change: list[Callable[[], object]] = []
         """Listeners that are called when a job has begun."""
         self.on_forget: list[Callable[[str], object]] = []
@@ -181,7 +183,9 @@ class Session:
         words: at most one, the name of a slice or of a mesh. Raises: UsageError, MeshStoppedError, ShapeError.
         """
         view = self._named(words[0]) if words else self.mesh()
-        return choose(view, pairs or {})
+        chosen = choose(view, pairs or {})
+        self.named_targets.append((words, dict(pairs or {}), chosen))
+        return chosen
 
     def _named(self, word: str) -> ProcMesh:
         if word in self.slices:

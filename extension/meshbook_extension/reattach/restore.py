@@ -23,6 +23,7 @@ from meshbook.sessions import listing
 from meshbook.sessions.words import KEY
 from meshbook.system.user_folders import log_base
 from meshbook_extension.cells.output import open_output
+from meshbook_extension.cells.record import CELLS, CellRecord
 from meshbook_extension.cells.run import follow, partial_result
 from meshbook_extension.cells.running import Job, Jobs, RunningCell, brief
 from meshbook_extension.notebook.saves import MeshSaves
@@ -65,6 +66,7 @@ def restore(session: Session, attachment: Attachment, *, again: bool) -> None:
         session.setups.add(setup)
     session.errors.take_up(notebook_state.errors)
     session.part(MeshSaves).take_up(notebook_state.saves, notebook_state.regular_saves)
+    session.part(CellRecord).take_up(attachment.recall(CELLS))
     gone = _restore_slices(session, attachment, notebook_state)
     ended: list[tuple[ResumedCall, ProcMesh]] = []
     deadline = time.monotonic() + ANSWERS_S

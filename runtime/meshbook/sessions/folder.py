@@ -37,7 +37,14 @@ from meshbook.concurrency.forks import at_fork
 from meshbook.errors import UsageError
 from meshbook.system.interfaces import in_endpoint, loopback_address, own_address
 from meshbook.system.processes import boot_id, is_same_process, start_time
-from meshbook.system.user_folders import log_base, private_folder, read_private, runtime_base, write_private
+from meshbook.system.user_folders import (
+    append_private,
+    log_base,
+    private_folder,
+    read_private,
+    runtime_base,
+    write_private,
+)
 from meshbook.wire.messages import StartCommand
 
 KEPT_LOG_SESSIONS = 20
@@ -246,6 +253,11 @@ class SessionFolder:
         with self._lock:
             if not self._closed:
                 write_private(self.path / "memory" / key, value)
+
+    def append(self, key: str, lines: bytes) -> int:
+        """Add whole lines to the value of ``key``; returns its size. At worst the last line is cut."""
+        with self._lock:
+            return 0 if self._closed else append_private(self.path / "memory" / key, lines)
 
     def recall(self, key: str) -> bytes | None:
         """Return the value that this controller, or one before, has stored under ``key``."""

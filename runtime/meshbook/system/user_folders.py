@@ -131,6 +131,14 @@ def write_private(path: Path, data: bytes) -> None:
         raise
 
 
+def append_private(path: Path, data: bytes) -> int:
+    """Add to a file that `write_private` wrote, or begin one, by one write; returns its size."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
+        file.write(data)
+        return file.tell()
+
+
 def read_private(path: Path) -> bytes | None:
     """The content of a file that `write_private` wrote; None when there is none, or it is not ours alone."""
     try:
