@@ -93,6 +93,23 @@ def test_the_next_kernel_goes_on_with_the_mesh(start_kernel: StartKernel, watch:
     end(kernel, family)
 
 
+@pytest.mark.parametrize("how", ["restart", "kill"])
+def test_the_cells_of_earlier_kernels_are_exported_too(
+    start_kernel: StartKernel, watch: Watch, own_folders: Path, how: str
+) -> None:
+    kernel = start_kernel()
+    assert kernel.run("factor = 3").ok  # before there is a mesh
+    family = with_mesh(kernel, watch, "%mesh push factor", "%%mesh gpus=1\nkept = factor * rank")
+    die_and_come_back(kernel, how)
+    assert kernel.run("%%mesh\nagain = factor + 1").ok
+    ran = kernel.run(f"%mesh export {own_folders}/out.py")
+    assert ran.ok, ran.text()
+    script = (own_folders / "out.py").read_text()
+    places = [script.index(each) for each in ("factor = 3", "    kept = factor * rank", "again = factor + 1")]
+    assert places == sorted(places)
+    end(kernel, family)
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_at_a_prompt_waits_for_the_next_kernel(start_kernel: StartKernel, watch: Watch) -> None:
     kernel = start_kernel()

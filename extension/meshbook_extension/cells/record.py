@@ -29,7 +29,7 @@ CELLS = "cells"
 """The key under which a session remembers the record."""
 KEPT_CHARS = 8_000_000
 """The most text that is kept; the oldest cells go first."""
-_GIVEN = frozenset({"rank", "local_rank", "world_size", "point", "device"})
+GIVEN = frozenset({"rank", "local_rank", "world_size", "point", "device"})
 """Names that ranks have from their start."""
 
 
@@ -155,7 +155,7 @@ class CellRecord:
 
     def ranks_with(self, procs: ProcMesh, name: str) -> list[int]:
         """Return the living ranks of a mesh that cells have given this name."""
-        found = set(procs.ranks) if name in _GIVEN else set()
+        found = set(procs.ranks) if name in GIVEN else set()
         for cell in self.cells:
             part = cell.on_ranks if name in cell.text and cell.targets else None
             if part and cell.targets[0].id == _id_of(procs) and name in bound_by(part.code):

@@ -51,10 +51,12 @@ def export(session: Session, arguments: Arguments) -> None:
     path = Path(arguments.words[0]).expanduser()
     _check_place(path, force=arguments.flag("--force"))
     numbers = arguments.words[1] if len(arguments.words) > 1 else ""
-    cells = choose_cells(session.part(CellRecord).cells, numbers, as_run=arguments.flag("--as-run"))
+    recorded = session.part(CellRecord).cells
+    cells = choose_cells(recorded, numbers, as_run=arguments.flag("--as-run"))
+    others = [cell for cell in recorded if not any(cell is each for each in cells)]
     procs = session.meshes.get(session.current or "")
     current = target_of(session, (), {}, procs) if procs is not None else None
-    program = RecordedProgram(cells, _read, current, chosen=bool(numbers))
+    program = RecordedProgram(cells, others, _read, current, chosen=bool(numbers))
     notebook = Path(session.notebook).name if session.notebook.endswith(".ipynb") else "a notebook"
     text = write_script(program, f"The cells of {notebook}.", shlex.quote(path.name))
     if problems := program.all_problems():

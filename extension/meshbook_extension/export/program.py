@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_ranks, format_sizes
-from meshbook_extension.cells.record import ExecutedCell, NamedTarget, bound_by
+from meshbook_extension.cells.record import GIVEN, ExecutedCell, NamedTarget, bound_by
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.transformers import as_ranks_do, drop_local
 from meshbook_extension.export.mesh_tensors import MeshNames
@@ -35,6 +35,8 @@ INSTEAD = {
     "sync": "put the modules beside the script",
 }
 """Commands that a script would need and cannot have."""
+_CROSSES = re.compile(rf"%mesh\s+(?:{'|'.join(CROSSING | ON_RANKS)})\b")
+_RUNS_CELL = frozenset({"time", "timeit", "capture", "prun"})
 NOTHING = "no cell has run on a mesh, so there is nothing to export. Run one: %%mesh above a cell"
 LEFT_OUT = "leave it out: %mesh export FILE CELLS"
 
@@ -76,9 +78,17 @@ class RecordedProgram:
     """The parts in their order, the mesh that they ran on, and the lines that cannot be exported."""
 
     def __init__(
-        self, cells: Sequence[ExecutedCell], read: ReadCommand, current: NamedTarget | None, *, chosen: bool
+        self,
+        cells: Sequence[ExecutedCell],
+        others: Sequence[ExecutedCell],
+        read: ReadCommand,
+        current: NamedTarget | None,
+        *,
+        chosen: bool,
     ) -> None:
-        """current: the notebook's mesh, on which mesh tensors are. chosen: whether a person has chosen the cells.
+        """others: the cells that are not exported. current: the notebook's mesh, on which mesh tensors are.
+
+        chosen: whether a person has chosen the cells.
 
         Raises: UsageError where no cell has run on a mesh.
         """
@@ -93,6 +103,8 @@ class RecordedProgram:
         self.parts = self._needed(parts)
         if not self.parts and not self.problems:
             raise UsageError(NOTHING)
+        exported = {id(part.cell) for part in parts}
+        self._check_names([cell for cell in [*cells, *others] if id(cell) not in exported])
         self.packages = sorted({name for part in parts if part.plain for name in part.plain.packages})
 
     @property
@@ -122,8 +134,10 @@ class RecordedProgram:
         """Yield the cells that ended well and ran on the mesh, or on none."""
         failed, elsewhere = [], []
         for cell in cells:
-            others = [each for each in cell.targets if (each.id, each.axes) != (self.mesh.id, self.mesh.axes)]
-            if cell.error and (cell.targets or cell.on_ranks):
+            matters = cell.on_ranks is not None or _CROSSES.search(cell.text)
+            targets = cell.targets if matters else ()
+            others = [each for each in targets if (each.id, each.axes) != (self.mesh.id, self.mesh.axes)]
+            if cell.error and matters:
                 failed.append(cell.number)
                 if chosen:
                     self.refuse(cell, 1, f"it failed with {cell.error}", f"run it again, or {LEFT_OUT}")
@@ -180,10 +194,8 @@ class RecordedProgram:
                 yield CellPart(
                     cell, "local", source, first, plain, names=names_of(plain.text), is_last=following is None
                 )
-            if any("%mesh" in source_line for source_line in _magics_inside(group)):
-                self.refuse(
-                    cell, first + 1, "%mesh inside of a block", "write it on a line of its own, or leave it out"
-                )
+            if _has_mesh_inside(group):
+                self.refuse(cell, first + 1, "%mesh inside of a block", "write it on a line of its own")
             group, first = [], statement.end_lineno or 0
 
     def _command(
@@ -223,6 +235,20 @@ class RecordedProgram:
         if isinstance(statement, ast.Assign):
             part.taken = getattr(statement.targets[0], "id", "")
         yield part
+
+    def _check_names(self, others: Sequence[ExecutedCell]) -> None:
+        """Refuse names that ranks use, or that are pushed to them, and that only a cell that is left out binds."""
+        on_ranks = {*GIVEN, "mesh", "dist", "torch"}
+        in_notebook: set[str] = set()
+        for part in self.parts:
+            missing = (part.names.used - on_ranks) if part.kind == "ranks" else (part.needs - in_notebook)
+            in_notebook |= part.makes
+            on_ranks |= part.names.bound if part.kind == "ranks" or self.tensors.has(part) else set(part.given)
+            for name in sorted(missing - on_ranks if part.kind == "ranks" else missing):
+                same = [each for each in others if (each.on_ranks is not None) == (part.kind == "ranks")]
+                if binding := [each.number for each in same if name in bound_by(each.code)]:
+                    instead = f"export cell {binding[-1]} too, once it has ended well"
+                    self.refuse(part.cell, part.line + 1, f"nothing exported binds {name}", instead)
 
     # ---- dependencies ----------------------------------------------------------------------------------------------
 
@@ -279,13 +305,15 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _magics_inside(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the magics in blocks of statements, as they are typed."""
+def _has_mesh_inside(statements: Iterable[ast.stmt]) -> bool:
+    """Whether a line of ``%mesh`` stands in a block, or below a cell magic that runs the cell."""
     for statement in statements:
         for node in ast.walk(statement):
-            call = ipython_call(getattr(node, "value", None)) if node is not statement else None
-            if call is not None and call.args and isinstance(first := call.args[0], ast.Constant):
-                yield f"%{first.value!s}"
+            call = ipython_call(getattr(node, "value", None))
+            words = [str(getattr(word, "value", "")) for word in call.args] if call is not None else [""]
+            if (words[0] == "mesh" and node is not statement) or (words[0] in _RUNS_CELL and "%mesh" in words[-1]):
+                return True
+    return False
 
 
 def choose_cells(cells: Sequence[ExecutedCell], text: str, *, as_run: bool) -> list[ExecutedCell]:
