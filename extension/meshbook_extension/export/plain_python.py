@@ -101,25 +101,29 @@ def has_await(python: str) -> bool:
 def indented(python: str, by: str = "    ") -> str:
     """Return code one level deeper; the lines inside of texts stay as they are."""
     inside: set[int] = set()
-    begun = 0
+    begun: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(python).readline):
         name = tokenize.tok_name[token.type]
         if name == "STRING":
             inside.update(range(token.start[0] + 1, token.end[0] + 1))
         elif name in ("FSTRING_START", "TSTRING_START"):
-            begun = begun or token.start[0]
+            begun.append(token.start[0])
         elif name in ("FSTRING_END", "TSTRING_END"):
-            inside.update(range(begun + 1, token.end[0] + 1))
-            begun = 0
-    lines = python.splitlines(keepends=True)
+            inside.update(range(begun.pop() + 1, token.end[0] + 1))
+    lines = lines_of(python)
     return "".join(line if at in inside or not line.strip() else by + line for at, line in enumerate(lines, 1))
+
+
+def lines_of(python: str) -> list[str]:
+    """Return lines as Python counts them, with their ends; texts may have what ends a line elsewhere."""
+    return re.findall(r"[^\n]*\n|[^\n]+", python)
 
 
 class Edits:
     """Replacements in a text, by the places of its syntax tree."""
 
     def __init__(self, text: str) -> None:
-        self._lines = text.splitlines(keepends=True)
+        self._lines = lines_of(text)
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line.encode()))
@@ -171,7 +175,7 @@ class PlainCell:
         self._above += leading
         self._line = 1
         python = as_ranks_do(code)
-        self.text = "\n".join(self._translate(python).splitlines()).rstrip() + "\n"
+        self.text = self._translate(python).rstrip() + "\n"
 
     def refuse(self, line: int, text: str, instead: str) -> None:
         """Note a line of the code that cannot be exported."""
@@ -232,7 +236,7 @@ class PlainCell:
             case "run_line_magic", ["time", statement]:
                 timed = PlainCell(statement, self.number, self._above + self._line - 1, self._known)
                 self.problems += timed.problems
-                return timed.text.splitlines()
+                return timed.text.rstrip("\n").split("\n")
             case "run_line_magic", ["timeit", rest]:
                 number = ((found := re.match(r"-n\s*(\d+)\s+", rest)) and found[1]) or "100"
                 repeated = re.sub(r"^(-[nrtcpqo]\s*\d*\s+)*", "", rest)
@@ -246,7 +250,7 @@ class PlainCell:
             case "run_line_magic", [name, _] if name in QUIET:
                 return []
             case "run_cell_magic", [("time" | "prun" | "mute_output"), _, body]:
-                return self._translate(as_ranks_do(body)).splitlines()
+                return self._translate(as_ranks_do(body)).rstrip("\n").split("\n")
             case "run_cell_magic", [("bash" | "sh"), "", body]:
                 return [f'subprocess.run(["{words[0]}", "-c", {_quoted(body)}])']
             case "run_cell_magic", ["writefile", name, body] if not name.startswith("-"):

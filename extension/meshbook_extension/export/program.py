@@ -20,7 +20,7 @@ from meshbook_extension.cells.record import GIVEN, ExecutedCell, NamedTarget, bo
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.transformers import as_ranks_do, drop_local
 from meshbook_extension.export.mesh_tensors import MeshNames
-from meshbook_extension.export.plain_python import Names, PlainCell, Problem, ipython_call, names_of
+from meshbook_extension.export.plain_python import Names, PlainCell, Problem, ipython_call, lines_of, names_of
 from meshbook_extension.notebook.grammar import Arguments, parse
 
 ReadCommand: TypeAlias = Callable[[str], Arguments | None]
@@ -176,8 +176,8 @@ class RecordedProgram:
 
     def _local_parts(self, cell: ExecutedCell) -> Iterator[CellPart]:
         """Yield the statements of a cell of the notebook; those that share a line are one."""
-        text = as_ranks_do("".join(drop_local(cell.text.splitlines(keepends=True))))
-        lines = text.splitlines(keepends=True)
+        text = as_ranks_do("".join(drop_local(lines_of(cell.text))))
+        lines = lines_of(text)
         targets = list(cell.targets)
         group: list[ast.stmt] = []
         first = 0
@@ -241,14 +241,18 @@ class RecordedProgram:
         on_ranks = {*GIVEN, "mesh", "dist", "torch"}
         in_notebook: set[str] = set()
         for part in self.parts:
-            missing = (part.names.used - on_ranks) if part.kind == "ranks" else (part.needs - in_notebook)
+            missing = part.needs - in_notebook
+            if part.kind == "ranks":
+                missing = part.names.used - part.names.bound - on_ranks
             in_notebook |= part.makes
             on_ranks |= part.names.bound if part.kind == "ranks" or self.tensors.has(part) else set(part.given)
-            for name in sorted(missing - on_ranks if part.kind == "ranks" else missing):
+            for name in sorted(missing):
                 same = [each for each in others if (each.on_ranks is not None) == (part.kind == "ranks")]
-                if binding := [each.number for each in same if name in bound_by(each.code)]:
-                    instead = f"export cell {binding[-1]} too, once it has ended well"
-                    self.refuse(part.cell, part.line + 1, f"nothing exported binds {name}", instead)
+                if binding := [each for each in same if name in bound_by(each.code)]:
+                    number, instead = binding[-1].number, "export that too, once it has ended well"
+                    if any(binding[-1].is_run_again_by(each.cell) for each in self.parts):
+                        instead = "that was run again later: run this cell again too, or add --as-run"
+                    self.refuse(part.cell, part.line + 1, f"{name} is of cell {number}", instead)
 
     # ---- dependencies ----------------------------------------------------------------------------------------------
 
