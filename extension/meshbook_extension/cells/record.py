@@ -7,6 +7,7 @@ notebook, or another that attaches, has it too. Cells that ran before there was 
 from __future__ import annotations
 
 import contextlib
+import math
 import symtable
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,6 +49,11 @@ class NamedTarget(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     hosts: int
     device: str
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the whole mesh."""
+        return math.prod(self.axes.values())
 
 
 class MeshPart(NamedTuple):

@@ -8,7 +8,6 @@ statements of the notebook                      those whose names are pushed, an
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +100,7 @@ class RecordedProgram:
         parts = [part for cell in self._fitting(cells, chosen=chosen) for part in self._parts_of(cell)]
         self.tensors = MeshNames(part for part in parts if part.kind == "local")
         self.parts = self._needed(parts)
+        self.mesh = next((part.target for part in self.parts if part.target), self.mesh)  # with the axes of the start
         if not self.parts and not self.problems:
             raise UsageError(NOTHING)
         exported = {id(part.cell) for part in parts}
@@ -110,7 +110,7 @@ class RecordedProgram:
     @property
     def command(self) -> str:
         """The command that runs the script, without its file."""
-        hosts, each = self.mesh.hosts, f"--nproc-per-node {math.prod(self.mesh.axes.values()) // self.mesh.hosts}"
+        hosts, each = self.mesh.hosts, f"--nproc-per-node {self.mesh.size // self.mesh.hosts}"
         if hosts == 1:
             return f"torchrun {each}"
         return f"torchrun --nnodes {hosts} {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
@@ -136,7 +136,7 @@ class RecordedProgram:
         for cell in cells:
             matters = cell.on_ranks is not None or _CROSSES.search(cell.text)
             targets = cell.targets if matters else ()
-            others = [each for each in targets if (each.id, each.axes) != (self.mesh.id, self.mesh.axes)]
+            others = [each for each in targets if (each.id, each.size) != (self.mesh.id, self.mesh.size)]
             if cell.error and matters:
                 failed.append(cell.number)
                 if chosen:

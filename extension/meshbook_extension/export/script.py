@@ -20,7 +20,7 @@ from meshbook_extension.export.plain_python import (
     with_last_value,
 )
 from meshbook_extension.export.program import CellPart, RecordedProgram, changed_by
-from meshbook_extension.export.top import END, write_top
+from meshbook_extension.export.top import END, write_mesh, write_point, write_top
 from meshbook_extension.notebook.targets import RANK, parse_selector
 
 LOCAL = "local_"
@@ -45,7 +45,7 @@ class _ScriptWriter:
         self._file = file
         self.program, self.mesh = program, program.mesh
         self.axes = program.mesh.axes
-        self.world_size = math.prod(self.axes.values())
+        self.world_size = program.mesh.size
         local = [part for part in program.parts if part.kind == "local"]
         on_ranks = [part.plain.text for part in program.parts if part.kind == "ranks" and part.plain]
         self._has_tensors = any(program.tensors.has(part) for part in local)
@@ -111,6 +111,9 @@ class _ScriptWriter:
                 continue
             yield from self._on_one_rank(alone)
             alone = []
+            if part.target is not None and part.target.axes != self.axes:
+                self.axes = part.target.axes
+                yield f"{write_point(self.axes)}\n{write_mesh(self.mesh.device, self.axes)}\n"
             if part.kind == "local":
                 yield self._local_text(part)
             elif part.kind == "ranks":
@@ -184,19 +187,26 @@ class _ScriptWriter:
                     part.cell, part.line + 1, f"a scatter along a part of {axis}", "scatter along all of it"
                 )
             return _under(condition, f'{name} = take_piece({self._own(name)}, point["{axis}"], {count}, {dim})\n')
-        own, ranks = self._own(part.taken), tuple(target.ranks)
-        self._on_rank_0.add(part.taken)
+        return "".join(self._gathered(part, name, condition, axis, dim))
+
+    def _gathered(self, part: CellPart, name: str, condition: str, axis: str, dim: str) -> Iterator[str]:
+        """Yield the lines that bring values of ranks to rank 0, and to all where these need them."""
+        assert part.target is not None
+        own, target, ranks = self._own(part.taken), part.target, tuple(part.target.ranks)
         if part.kind == "gather":
-            after = [size for each, size in target.sizes.items()]
-            step = math.prod(after[[*target.sizes].index(axis) + 1 :])
+            step = math.prod([*target.sizes.values()][[*target.sizes].index(axis) + 1 :])
             ranks = tuple(ranks[index * step] for index in range(target.sizes[axis]))
         else:
             self._pulled.add(part.taken)
         listed = "range(world_size)" if ranks == tuple(range(self.world_size)) else f"({', '.join(map(str, ranks))},)"
         value = f"{name} if {condition} else None" if condition else name
-        gathered = f"{own} = gather_objects({value}, {listed})\n"
-        joined = f"if rank == 0:\n    {own} = join_parts(list({own}.values()), {dim})\n"
-        return gathered + joined * (part.kind == "gather")
+        yield f"{own} = gather_objects({value}, {listed})\n"
+        if part.kind == "gather":
+            yield f"if rank == 0:\n    {own} = join_parts(list({own}.values()), {dim})\n"
+        if part.taken in self._shared:
+            yield f"{own} = broadcast_object({own})\n"
+        else:
+            self._on_rank_0.add(part.taken)
 
     def _own(self, name: str) -> str:
         return f"{LOCAL}{name}" if name in self._renamed else name
@@ -208,7 +218,8 @@ class _ScriptWriter:
         if self._has_tensors or _defines(part):
             return False
         alone = not _is_plain(_first(part)) or bool(part.names.used & self._on_rank_0)
-        self._on_rank_0 = (self._on_rank_0 | part.makes) if alone else self._on_rank_0 - part.makes
+        here = self._on_rank_0
+        self._on_rank_0 = here | part.makes | changed_by(part) if alone else here - part.makes
         return alone
 
     def _on_one_rank(self, parts: list[CellPart]) -> Iterator[str]:

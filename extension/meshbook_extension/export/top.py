@@ -103,12 +103,8 @@ def write_top(program: RecordedProgram, body: str, futures: str, title: str, fil
     start += ["torch.cuda.set_device(device)"] if is_cuda else []
     start.append(f'dist.init_process_group("{"nccl" if is_cuda else "gloo"}")')
     if "mesh" in used and not (has_tensors and "mesh" in names.bound):
-        sizes, labels = (", ".join(map(str, each)) for each in (axes.values(), (f'"{axis}"' for axis in axes)))
-        comma = "," * (len(axes) == 1)
-        start.append(
-            f'mesh = init_device_mesh("{program.mesh.device}", ({sizes}{comma}), mesh_dim_names=({labels}{comma}))'
-        )
-    start += [f"point = {{{', '.join(_coordinates(axes))}}}"] if "point" in used else []
+        start.append(write_mesh(program.mesh.device, axes))
+    start += [write_point(axes)] if "point" in used else []
     start += ["loop = asyncio.new_event_loop()"] if "loop" in used - names.bound else []
     used |= names_of("\n".join(start)).used
     numbers = [name for name in ("rank", "local_rank", "world_size") if name in used]
@@ -124,6 +120,18 @@ def write_top(program: RecordedProgram, body: str, futures: str, title: str, fil
     functions = [f"\n{text}" for text in helpers.values()]
     parts = [heading, futures.strip(), plain, torch, *functions, "\n" * bool(helpers) + "\n".join(start)]
     return "\n\n".join(part for part in parts if part)
+
+
+def write_mesh(device: str, axes: Mapping[str, int]) -> str:
+    """Return the line that makes torch's mesh of these axes."""
+    sizes, labels = (", ".join(map(str, each)) for each in (axes.values(), (f'"{axis}"' for axis in axes)))
+    comma = "," * (len(axes) == 1)
+    return f'mesh = init_device_mesh("{device}", ({sizes}{comma}), mesh_dim_names=({labels}{comma}))'
+
+
+def write_point(axes: Mapping[str, int]) -> str:
+    """Return the line that gives a rank its coordinates along these axes."""
+    return f"point = {{{', '.join(_coordinates(axes))}}}"
 
 
 def _coordinates(axes: Mapping[str, int]) -> Iterator[str]:

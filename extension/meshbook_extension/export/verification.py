@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import re
 import signal
@@ -29,7 +28,7 @@ import msgspec
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_duration, name_ranks
-from meshbook_extension.export.program import RecordedProgram
+from meshbook_extension.export.program import CellPart, RecordedProgram
 from meshbook_extension.export.top import END
 from meshbook_extension.output.labels import count
 
@@ -43,7 +42,8 @@ LARGE = 1e3
 """The numbers from which on the difference does not grow: the time of day of one run is not that of the other."""
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:e[-+]?\d+)?")
 _PROMPT = re.compile(r"^(?:Out\[\d+\]: \n?|on mesh \"verify\".*\n)", re.MULTILINE)
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+_ADDRESS = re.compile(r"(?<=0x)[0-9a-f]{6,}|(?<=':\d)/\d+|(?<=':\d\d)/\d+")
+"""The addresses in texts, and the sizes that a `Point` shows behind its coordinates."""
 KEEP = """
 def _keep_values(folder, rank, names, whole):
     import torch
@@ -79,6 +79,8 @@ class Step(msgspec.Struct):
     number: int
     lines_above: int
     ranks: tuple[int, ...]
+    axes: dict[str, int]
+    """The axes of the mesh by then; empty for a statement."""
     is_shown: bool
     """Whether the value of a statement of the notebook is shown."""
 
@@ -98,24 +100,13 @@ def verify(program: RecordedProgram, text: str, path: Path, timeout_s: float) ->
 
     timeout_s: of each. Raises: UsageError with the first differences, or the last lines of a run that failed.
     """
-    world_size = math.prod(program.mesh.axes.values())
+    world_size = program.mesh.size
     whole = any(program.tensors.has(part) for part in program.parts if part.kind == "local")
     with tempfile.TemporaryDirectory(prefix="meshbook-export-") as folder:
         mesh, script = Path(folder, "mesh"), Path(folder, "script")
         for each in (mesh, script):
             each.mkdir()
-        steps = [
-            Step(
-                part.kind,
-                part.source,
-                part.cell.number,
-                part.line,
-                part.target.ranks if part.target else (),
-                part.is_last,
-            )
-            for part in program.parts
-            if part.source
-        ]
+        steps = [_step(part) for part in program.parts if part.source]
         request = ReplayRequest(program.mesh.axes, program.mesh.device, whole, steps)
         Path(mesh, "request").write_bytes(msgspec.json.encode(request))
         _run(
@@ -139,6 +130,11 @@ def verify(program: RecordedProgram, text: str, path: Path, timeout_s: float) ->
         logs = {int(each.parent.name): each.read_text() for each in script.glob("logs/*/*/*/stdout.log")}
         printed = msgspec.json.decode(Path(mesh, "printed").read_bytes(), type=dict[int, str])
         return _compare(printed, logs, mesh, script, world_size)
+
+
+def _step(part: CellPart) -> Step:
+    ranks, axes = (part.target.ranks, part.target.axes) if part.target else ((), {})
+    return Step(part.kind, part.source, part.cell.number, part.line, ranks, axes, part.is_last)
 
 
 def _run(command: list[str], folder: Path, what: str, timeout_s: float, beside: Path | None = None) -> None:
@@ -220,7 +216,7 @@ def _is_same_text(one: str, other: str) -> bool:
     """Compare texts by their words, and numbers as numbers: a notebook breaks long values into lines."""
     if one == other:
         return True
-    texts = [_ADDRESS.sub("0x", "".join(text.split())) for text in (one, other)]
+    texts = [_ADDRESS.sub("", "".join(text.split())) for text in (one, other)]
     if _NUMBER.sub("#", texts[0]) != _NUMBER.sub("#", texts[1]):
         return False
     numbers = [[float(each) for each in _NUMBER.findall(text)] for text in texts]
@@ -259,7 +255,8 @@ def replay(folder: Path) -> None:
 
     import meshbook
     from meshbook.calls.output import DisplayData, OutputEvent, StreamText, without_joins
-    from meshbook.mesh.rank_calls import start_cell
+    from meshbook.mesh.proc_view import arrange_ranks
+    from meshbook.mesh.rank_calls import set_axes, start_cell
     from meshbook.mesh.states import await_printed
     from meshbook_extension.notebook.session import Session
 
@@ -289,6 +286,10 @@ def replay(folder: Path) -> None:
         come.wait(END_S)
 
     for step in request.steps:
+        if step.axes and step.axes != session.mesh().sizes:
+            view = arrange_ranks(procs, step.axes, procs.ranks)
+            set_axes(view).get()
+            session.arrange(view)
         if step.kind == "ranks":
             on_ranks(step.source, step.ranks, step.number, step.lines_above)
             continue

@@ -153,6 +153,14 @@ def test_cells_of_some_ranks_await_shell_lines_and_texts(notebook: Notebook) -> 
     assert printed[1][:3] == ["1", "from 1", "2"] or sorted(printed[1][:3]) == ["1", "2", "from 1"]
 
 
+def test_axes_follow_the_mesh(notebook: Notebook) -> None:
+    notebook.run("%%mesh\npoint['gpus']")
+    notebook.run("%mesh rename gpus=dp")
+    script = exported(notebook, "%%mesh dp=1\nprint(point['dp'], mesh.mesh_dim_names)", "%mesh rename dp=gpus")
+    assert script.index('point = {"gpus": rank}') < script.index('point = {"dp": rank}') < script.index("if point[")
+    assert torchrun(Path("out.py").absolute(), 2) == {0: ["0"], 1: ["1", "1 ('dp',)"]}
+
+
 def test_values_cross_as_they_did(notebook: Notebook) -> None:
     script = exported(
         notebook,
@@ -162,8 +170,9 @@ def test_values_cross_as_they_did(notebook: Notebook) -> None:
         "%mesh gather numbers --out whole",
         "total = sum(whole) + numbers[0]\ndef scaled(x):\n    return x * factor\nfactor = float('2')",
         "%mesh push total scaled factor",
+        "%mesh push whole",
         "%mesh broadcast numbers --from rank=1",
-        "%mesh eval (total, scaled(total), numbers)",
+        "%mesh eval (total, scaled(total), numbers, whole)",
     )
     assert "unrelated" not in script and "take_piece(local_numbers" in script
     expected = [repr(notebook["_mesh"][rank]) for rank in range(2)]
@@ -345,4 +354,5 @@ def test_texts_are_compared_by_words_and_numbers() -> None:
     assert _is_same_text("[1.0,\n     2.5]", "[1.0, 2.50000001]") and _is_same_text(
         "at 0x7f00aa11bb", "at 0x7f00aa11cc"
     )
+    assert _is_same_text("at {'gpus': 0/4}", "at {'gpus': 0}") and not _is_same_text("{'gpus': 0}", "{'gpus': 1}")
     assert not _is_same_text("loss 1.0", "loss 1.01") and not _is_same_text("a 1", "b 1") and not _is_same_text("1", "")
