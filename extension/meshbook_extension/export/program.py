@@ -205,6 +205,8 @@ class RecordedProgram:
         name, _, rest = line.strip().partition(" ")
         if name in INSTEAD:
             self.refuse(cell, above + 1, f"%mesh {name}", INSTEAD[name])
+        if name == "save":
+            self.notes.append(f"left out: %mesh save of cell {cell.number}; in a script: torch.distributed.checkpoint")
         if name == "pip":
             plain = PlainCell(f"%pip {rest}", cell.number, above)
             yield CellPart(cell, "local", "", above, plain)
