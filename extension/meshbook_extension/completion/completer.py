@@ -59,7 +59,7 @@ class LivingRanks:
         """Return the ranks that a command means, as far as it is typed; without a command the current mesh."""
         for chosen in ((words, pairs), (words, {}), ((), {})):
             try:
-                return self._session.target(*chosen)
+                return self._session.find_ranks(*chosen)
             except MeshError:
                 continue
         return None

@@ -178,14 +178,21 @@ class Session:
     # ---- targets ---------------------------------------------------------------------------------------------
 
     def target(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh:
-        """Return the ranks that a command means; see `meshbook_extension.notebook.targets`.
+        """Return the ranks that a command of the running cell means, and note them for its record.
+
+        Raises: as `find_ranks`.
+        """
+        found = self.find_ranks(words, pairs)
+        self.named_targets.append((words, dict(pairs or {}), found))
+        return found
+
+    def find_ranks(self, words: Sequence[str] = (), pairs: Mapping[str, str] | None = None) -> ProcMesh:
+        """Return the ranks that a target means; see `meshbook_extension.notebook.targets`.
 
         words: at most one, the name of a slice or of a mesh. Raises: UsageError, MeshStoppedError, ShapeError.
         """
         view = self._named(words[0]) if words else self.mesh()
-        chosen = choose(view, pairs or {})
-        self.named_targets.append((words, dict(pairs or {}), chosen))
-        return chosen
+        return choose(view, pairs or {})
 
     def _named(self, word: str) -> ProcMesh:
         if word in self.slices:

@@ -14,6 +14,7 @@ from conftest import Notebook
 
 import meshbook
 from meshbook_extension.cells.record import CellRecord, ExecutedCell
+from meshbook_extension.completion.completer import LivingRanks
 from meshbook_extension.export.plain_python import PlainCell, indented, with_last_value
 from meshbook_extension.export.program import choose_cells
 from meshbook_extension.export.verification import _is_same_text
@@ -294,6 +295,26 @@ def test_the_record_is_kept_with_the_session(notebook: Notebook) -> None:
     )  # fmt: skip
     found.take_up(meshbook.recall("cells") + b'{"cut')
     assert found.cells[-1] == last and len(found.cells) == len({id(each) for each in found.cells})
+
+
+def test_the_record_is_bounded(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshbook_extension.cells.record.KEPT_CHARS", 400)
+    record = record_of(notebook)
+    record.take_up(b"")
+    for number in range(60):
+        notebook.run(f"value = {number}  # and some words")
+    found = CellRecord(vars(notebook.shell)["_meshbook_session"])
+    found.take_up(kept := meshbook.recall("cells"))
+    assert kept is not None and len(kept) < 3000 and found.cells == record.cells
+    assert sum(len(each.text) for each in record.cells) <= 400 and record.cells[-1].text.startswith("value = 59")
+
+
+def test_completion_between_cells_names_no_target(notebook: Notebook) -> None:
+    session = vars(notebook.shell)["_meshbook_session"]
+    view = LivingRanks(session).view((), {"gpus": "0"})
+    assert view is not None and view.ranks == (0,)
+    notebook.run("%%mesh gpus=1\nx = 1")
+    assert [each.ranks for each in record_of(notebook).cells[-1].targets] == [(1,)]
 
 
 def cell(number: int, text: str, cell_id: str = "") -> ExecutedCell:
