@@ -170,7 +170,10 @@ class CellRecord:
 
 
 def _lines(cells: Sequence[ExecutedCell]) -> bytes:
-    return b"".join(_encode(utf8_data(cell)) + b"\n" for cell in cells)
+    try:
+        return b"".join(_encode(cell) + b"\n" for cell in cells)
+    except UnicodeEncodeError:  # of text that is not UTF-8
+        return b"".join(_encode(utf8_data(cell)) + b"\n" for cell in cells)
 
 
 def _read(data: bytes) -> Iterator[ExecutedCell]:

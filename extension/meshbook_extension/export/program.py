@@ -36,6 +36,8 @@ INSTEAD = {
 """Commands that a script would need and cannot have."""
 _CROSSES = re.compile(rf"%mesh\s+(?:{'|'.join(CROSSING | ON_RANKS)})\b")
 _RUNS_CELL = frozenset({"time", "timeit", "capture", "prun"})
+RANDOM = re.compile(r"rand|seed|\bnn\.|init|shuffle|Dropout|multinomial")
+"""The code that may draw random numbers."""
 NOTHING = "no cell has run on a mesh, so there is nothing to export. Run one: %%mesh above a cell"
 LEFT_OUT = "leave it out: %mesh export FILE CELLS"
 
@@ -271,6 +273,7 @@ class RecordedProgram:
                 if wanted & (part.makes | (changed_by(part) if part.kind == "local" else set())):
                     wanted |= part.names.used if part.kind == "local" else {part.taken}
         last = max((at for at, part in enumerate(parts) if part.needs or part in roots), default=-1)
+        draws = any(RANDOM.search(part.source) for part in local if wanted & part.makes)
         kept = []
         for at, part in enumerate(parts):
             reaches = at <= last and bool(wanted & (part.makes | changed_by(part)))
@@ -281,8 +284,7 @@ class RecordedProgram:
                         part.cell, 1, "its value is used in the notebook", "bind it on the ranks, and %mesh pull it"
                     )
             elif part.kind == "local":
-                sets_seed = at <= last and bool(wanted) and "seed(" in part.source
-                if reaches or part in roots or sets_seed:
+                if reaches or part in roots or (draws and at <= last and "seed(" in part.source):
                     kept.append(part)
             elif part.kind in ("pull", "gather"):
                 kept += [part] if reaches else []

@@ -19,20 +19,20 @@ from meshbook_extension.export.plain_python import (
     indented,
     with_last_value,
 )
-from meshbook_extension.export.program import CellPart, RecordedProgram, changed_by
+from meshbook_extension.export.program import RANDOM, CellPart, RecordedProgram, changed_by
 from meshbook_extension.export.top import END, write_mesh, write_point, write_top
 from meshbook_extension.notebook.targets import RANK, parse_selector
 
 LOCAL = "local_"
 """The beginning of the names of the notebook's own values, where ranks use these names for others."""
+RNG = "notebook_rng"
+"""The state of torch's generator in the notebook, where rank 0 has one of its own."""
 _FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 _PLAIN_CALL = re.compile(
     r"abs|bool|dict|enumerate|float|int|len|list|max|min|range|round|set|sorted|str|sum|tuple|zip|Path|SimpleNamespace"
     r"|torch\.device|math\.\w+"
 )
 """The functions that give the same on every rank."""
-_RANDOM = re.compile(r"rand|seed|\bnn\.|init|shuffle|Dropout|multinomial")
-"""The code that may draw of the generator whose state the cells of rank 0 have, too."""
 
 
 def write_script(program: RecordedProgram, title: str, file: str) -> str:
@@ -53,6 +53,7 @@ class _ScriptWriter:
         self._awaited = 0
         self._renamed = self._clashing(local)
         self._collective = functions_with_collectives(on_ranks)
+        self._has_drawn = False
         self._shared: set[str] = set()
         """The names of the notebook that all ranks need."""
         self._on_rank_0: set[str] = set()
@@ -91,6 +92,8 @@ class _ScriptWriter:
             if body := _FUTURE.sub("", body).strip("\n"):
                 blocks.append(f"# In [{cell.number}]: {self._describe(parts)}\n{body}\n")
         body = "\n\n".join(blocks)
+        if body.count(RNG) == 1:
+            body = re.sub(rf"\n *{RNG} = .*", "", body)
         top = write_top(self.program, body, "".join(sorted(futures)), title, self._file, has_tensors=self._has_tensors)
         return "\n\n".join([top, body, END])
 
@@ -226,8 +229,10 @@ class _ScriptWriter:
         if not parts:
             return
         body = "".join(map(self._local_text, parts))
-        if _RANDOM.search(body):
-            body = f"with torch.random.fork_rng():\n{indented(body)}"
+        if RANDOM.search(body):
+            before = f"torch.set_rng_state({RNG})\n" if self._has_drawn else ""
+            body = f"with torch.random.fork_rng():\n{indented(f'{before}{body}{RNG} = torch.get_rng_state()')}\n"
+            self._has_drawn = True
         yield f"if rank == 0:\n{indented(body)}"
         shared = sorted({name for part in parts for name in part.makes | changed_by(part)} & self._shared)
         self._on_rank_0.difference_update(shared)

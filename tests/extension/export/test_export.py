@@ -182,6 +182,20 @@ def test_values_cross_as_they_did(notebook: Notebook) -> None:
     assert printed[0][0] == "[10, 20]"
 
 
+def test_random_numbers_of_the_notebook_and_of_the_ranks_stay_apart(notebook: Notebook) -> None:
+    script = exported(
+        notebook,
+        "import torch\ntorch.manual_seed(7)\nstart = torch.rand(2).tolist()\n%mesh push start",
+        "%%mesh\ntorch.manual_seed(rank)\nfirst = torch.rand(1).item()",
+        "more = torch.rand(2).tolist()\n%mesh push more",
+        "%%mesh\n[*start, first, *more, torch.rand(1).item()]",
+    )
+    assert "with torch.random.fork_rng():" in script
+    expected = [notebook["_mesh"][rank] for rank in range(2)]
+    printed = torchrun(Path("out.py").absolute(), 2)
+    assert [ast.literal_eval(printed[rank][-1]) for rank in range(2)] == expected
+
+
 def test_mesh_tensors_become_dtensors(notebook: Notebook) -> None:
     notebook.run("""\
 import meshbook, torch
