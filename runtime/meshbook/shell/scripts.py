@@ -4,9 +4,9 @@
     -m package.train --lr 0.1      the same for a module
 
 The notebook's end reads the file, so that ranks on machines without it run it too, and a syntax error is found before
-anything is sent. The rank's process lives on, so everything that a program changes of its interpreter as a matter of
-course is put back when it has ended: arguments, paths, folder, environment, handlers of signals, the main module.
-Modules that lie beside the program are forgotten, so that the next run imports them as they are by then.
+anything is sent. The rank's process lives on, so what a program changes of its interpreter is put back when it has
+ended (`meshbook.shell.interpreter_state`). Modules that lie beside the program are forgotten, so that the next run
+imports them as they are by then.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -27,12 +25,11 @@ from typing import NamedTuple
 
 from meshbook.errors import ScriptExit, UsageError
 from meshbook.formatting import did_you_mean
-from meshbook.source.location import USER, Program, add_script, kind_of_file
+from meshbook.shell.interpreter_state import Started, as_it_was, drop_values
+from meshbook.source.location import Program, add_script
 from meshbook.workspace.modules import script_folders
 
 EXAMPLE = "train.py --lr 0.1, or -m package.train --lr 0.1"
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-"""The signals whose handlers programs set; SIGINT is the interrupt gate's."""
 
 
 class Script(NamedTuple):
@@ -46,6 +43,8 @@ class Script(NamedTuple):
     source: bytes = b""
     keep: bool = False
     """Whether its global names become names of the rank."""
+    folder: str = ""
+    """The notebook's folder, in which the program begins on machines that have it."""
 
 
 def read_script(words: Sequence[str], *, keep: bool = False) -> Script:
@@ -58,7 +57,7 @@ def read_script(words: Sequence[str], *, keep: bool = False) -> Script:
         raise UsageError(f"name the script to run: {EXAMPLE}")
     if words[0] == "-m":
         script_folders.add(os.getcwd())
-        return Script(words[1], tuple(words[2:]), keep=keep)
+        return Script(words[1], tuple(words[2:]), keep=keep, folder=os.getcwd())
     name, path = words[0], Path(words[0]).expanduser().absolute()
     if path.is_dir():
         raise UsageError(f"{name} is a folder; name the file to run, or a module: {EXAMPLE}")
@@ -74,7 +73,7 @@ def read_script(words: Sequence[str], *, keep: bool = False) -> Script:
     except ValueError as error:  # null bytes
         raise UsageError(f"{name} is no Python program: {error}") from None
     script_folders.add(str(path.parent))
-    return Script(name, tuple(words[1:]), str(path), source, keep)
+    return Script(name, tuple(words[1:]), str(path), source, keep, os.getcwd())
 
 
 def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[str, object]], None]) -> None:
@@ -86,26 +85,34 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
     """
     main = Program("__main__")
     with contextlib.ExitStack() as after:
-        folder = str(Path(script.path).parent) if script.path else os.getcwd()
-        after.enter_context(_as_it_was("" if script.keep else folder))
+        folder = str(Path(script.path).parent) if script.path else script.folder or os.getcwd()
+        after.enter_context(as_it_was("" if script.keep else folder))
+        if os.path.isdir(script.folder):
+            os.chdir(script.folder)
         sys.path.insert(0, folder)
         code = _load(script, main, after)
-        threads = set(threading.enumerate())
+        started = Started()
         sys.argv = [main.__file__ if not script.path else script.name, *script.arguments]  # type: ignore[list-item]
         sys.modules["__main__"] = main
         after.callback(enter, names)
         enter(vars(main))
         try:
-            exec(code, vars(main))
-            for thread in set(threading.enumerate()) - threads:
-                if not thread.daemon:
-                    thread.join()  # as Python does before it ends
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise ScriptExit(script.name, end.code).with_traceback(end.__traceback__) from None
+            _execute(script, code, vars(main))
+            started.wait()
         finally:
             if script.keep:
                 names.update({name: value for name, value in vars(main).items() if not name.startswith("__")})
+        if not script.keep:
+            drop_values(vars(main))
+            started.end()
+
+
+def _execute(script: Script, code: CodeType, names: dict[str, object]) -> None:
+    try:
+        exec(code, names)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ScriptExit(script.name, end.code).with_traceback(end.__traceback__) from None
 
 
 def _load(script: Script, main: ModuleType, after: contextlib.ExitStack) -> CodeType:
@@ -143,31 +150,3 @@ def _load_module(name: str, main: ModuleType) -> CodeType:
     names = {"__spec__": spec, "__package__": spec.parent, "__loader__": loader, "__file__": spec.origin}
     vars(main).update(names, __builtins__=__builtins__)
     return code
-
-
-@contextlib.contextmanager
-def _as_it_was(beside: str) -> Iterator[None]:
-    """Put back at the end of the block what a program changes of its interpreter.
-
-    beside: the folder whose modules are forgotten; empty: these, the environment and the process's folder stay, since
-    names that are kept build on them.
-    """
-    argv, path, main, known = sys.argv, list(sys.path), sys.modules["__main__"], set(sys.modules)
-    folder, environment = os.getcwd(), dict(os.environ)
-    handlers = {each: signal.getsignal(each) for each in _SIGNALS}
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:  # so this is the main thread
-                signal.signal(number, handler)
-        if beside:
-            os.chdir(folder)
-            for name in os.environ.keys() - environment.keys():
-                del os.environ[name]
-            os.environ.update(environment)
-            for name in set(sys.modules) - known:
-                file = getattr(sys.modules[name], "__file__", None) or ""
-                if file.endswith(".py") and Path(file).is_relative_to(beside) and kind_of_file(file) == USER:
-                    del sys.modules[name]

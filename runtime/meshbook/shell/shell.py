@@ -23,7 +23,6 @@ import select
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
@@ -37,6 +36,7 @@ from meshbook.shell.completer import complete, prepare, user_names
 from meshbook.shell.display import MimeBundle, plain_progress_bars, sendable
 from meshbook.shell.failures import describe_error, forget_last_error, keep_for_postmortem, let_go_of_last_error
 from meshbook.shell.inspector import describe
+from meshbook.shell.interpreter_state import drop_values
 from meshbook.shell.ipython import CellResult, create_shell
 from meshbook.shell.postmortem_memory import is_out_of_memory, memory_advice
 from meshbook.shell.scripts import Script, run_script
@@ -108,6 +108,8 @@ class KeptError(NamedTuple):
     """The monotonic time at which it was kept."""
     call: int
     """The call that raised it."""
+    names: dict[str, object]
+    """The global names of the program that raised it; empty for a cell."""
 
 
 class RankShell:
@@ -122,6 +124,7 @@ class RankShell:
         self._ipython = create_shell(self._run_on_loop, self.debugger)
         atexit.unregister(self._ipython.atexit_operations)  # ranks clear nothing as they end
         self._main_names: dict[str, object] = self._ipython.user_ns
+        self._failed_program: dict[str, object] = {}
         self._interrupts = 0
         self._rank, self._host = -1, ""
         self._inline = importlib.util.find_spec("matplotlib_inline") is not None
@@ -279,9 +282,11 @@ class RankShell:
         """
         if self.last_error is not None:
             let_go_of_last_error(self._ipython)
+            drop_values(self.last_error.names)
             self.is_untidy = True
         keep_for_postmortem(error)
-        self.last_error = KeptError(error, time.monotonic(), call)
+        self.last_error = KeptError(error, time.monotonic(), call, self._failed_program)
+        self._failed_program = {}
 
     def tidy(self) -> None:
         """Free the frames that `keep_error` has dropped; called between calls."""
@@ -295,8 +300,10 @@ class RankShell:
 
     def forget_last_error(self) -> None:
         """Free the frames of the last exception."""
-        self.last_error = None
+        kept, self.last_error = self.last_error, None
         forget_last_error(self._ipython)
+        if kept is not None:
+            drop_values(kept.names)
 
     def flush_text(self) -> None:
         """Write out the prints of Python and C code, partial lines included. May be called on any thread."""
@@ -327,11 +334,22 @@ class RankShell:
 
     def _run_script(self, script: Script) -> CellResult:
         self.is_untidy = True  # the functions of its main module are in cycles with it
+        entered: list[dict[str, object]] = []
+
+        def enter(names: dict[str, object]) -> None:
+            entered.append(names)
+            self._main_names = names
+
         try:
-            run_script(script, self._ipython.user_ns, partial(setattr, self, "_main_names"))
+            run_script(script, self._ipython.user_ns, enter)
         except BaseException as error:
             drop_own_frames(error)
+            self._failed_program = {} if script.keep else entered[0] if entered else {}
             return CellResult(None, error, ran=True)
+        finally:
+            self.flush_text()
+            for stream in self._streams:
+                stream.lead_back()
         return CellResult(None, None, ran=True)
 
     def _display(

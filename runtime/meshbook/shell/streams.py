@@ -61,7 +61,7 @@ class RankPipe:
                 data = data[full.characters_written :]
                 _await_room(self._fd)
             except OSError:
-                if not self._lead_back():
+                if not self.lead_back():
                     raise
 
     def mark(self, mark: bytes) -> None:
@@ -96,7 +96,7 @@ class RankPipe:
     def _open(self) -> io.BufferedWriter:
         return io.BufferedWriter(io.FileIO(self._fd, "wb", closefd=False))
 
-    def _lead_back(self) -> bool:
+    def lead_back(self) -> bool:
         """Lead the descriptor to the agent again; returns whether it led elsewhere, or nowhere."""
         if descriptors.fill(self._fd, self._kept):
             return True
@@ -144,7 +144,7 @@ class RankStream(io.TextIOBase):
         self.run: _RunOfLines | None = None
         """The shorter way, once there was need of it; user code may have bound its ``write``."""
         self._pipe = RankPipe(fd)
-        self.mark, self.reopen = self._pipe.mark, self._pipe.reopen
+        self.mark, self.reopen, self.lead_back = self._pipe.mark, self._pipe.reopen, self._pipe.lead_back
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +218,115 @@ def test_a_running_script_is_a_job_that_one_looks_into_and_stops(notebook: Noteb
     notebook.try_to_run("%mesh interrupt")
     notebook.run("%%mesh\n'step' in globals()")
     assert notebook["_mesh"].values() == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("script", "prints"),
+    [
+        ("import multiprocessing\nmultiprocessing.set_start_method('spawn')\nprint('set')", "set"),
+        ("import sys\nprint('led away')\nsys.stdout = sys.stderr = open('log.txt', 'a')\nprint('unseen')", "led away"),
+        ("import sys\nprint('closed')\nsys.stdout.close()", "closed"),
+        (
+            "import os\nprint('led away', flush=True)\n"
+            "with open('log.txt', 'a') as file: os.dup2(file.fileno(), 1); os.dup2(1, 2)\nprint('unseen', flush=True)",
+            "led away",
+        ),
+        ("import builtins\nprint('silenced')\nbuiltins.print = lambda *texts: None\nprint('unseen')", "silenced"),
+        (
+            "import logging, sys\n"
+            "for name in ('', 'train', '__main__'):\n"
+            "    logging.getLogger(name).addHandler(logging.StreamHandler(sys.stdout))\n"
+            "logging.getLogger('train').propagate = False\nlogging.getLogger('train').warning('logged')",
+            "logged",
+        ),
+        (
+            "import warnings\nwith warnings.catch_warnings(record=True) as seen: warnings.warn('careful')\n"
+            "print(len(seen))\nwarnings.simplefilter('error')",
+            "1",
+        ),
+        (
+            "import gc, torch\n"
+            "print(gc.isenabled(), torch.is_grad_enabled(), torch.zeros(1).dtype, torch.ones(1).device)\n"
+            "gc.disable()\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
+            "torch.set_default_device('meta')",
+            "True True torch.float32 cpu",
+        ),
+        (
+            "import signal, subprocess\nprint(subprocess.run(['false']).returncode)\n"
+            "signal.signal(signal.SIGALRM, lambda *_: print('rang'))\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\n"
+            "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)",
+            "1",
+        ),
+        ("import json, sys\nprint(json.dumps(1))\nsys.modules['json'] = None", "1"),
+    ],
+    ids=[
+        "start method",
+        "streams",
+        "closed",
+        "descriptors",
+        "print",
+        "loggers",
+        "warnings",
+        "torch",
+        "signals",
+        "modules",
+    ],
+)
+def test_what_belongs_to_the_process_is_put_back(notebook: Notebook, folder: Path, script: str, prints: str) -> None:
+    (folder / "changes.py").write_text(f"{script}\n")
+    for _ in range(2):
+        assert notebook.run("%mesh run changes.py").stdout == f"[0-3] {prints}\n"
+    assert notebook.run("%%mesh\nimport time\ntime.sleep(0.1)\nprint('here')").stdout == "[0-3] here\n"
+
+
+def test_it_begins_in_the_folder_of_the_notebook(notebook: Notebook, folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "words.txt").write_text("found")
+    (folder / "reads.py").write_text("print(open('words.txt').read())\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "data")
+        assert notebook.run("%mesh run ../reads.py").stdout == "[0-3] found\n"
+    notebook.run("%%mesh\nimport os\nos.getcwd()")
+    assert notebook["_mesh"].values() == [str(folder)] * 4
+
+
+def test_its_processes_end_before_it(notebook: Notebook, folder: Path) -> None:
+    (folder / "children.py").write_text(
+        "import multiprocessing, os, sys, time\n"
+        "def late():\n    time.sleep(0.3)\n    print('the child has ended', flush=True)\n"
+        "fork = multiprocessing.get_context('fork')\n"
+        "fork.Process(target=late).start()\n"
+        "fork.Process(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "sys.exit()\n"
+    )
+    assert notebook.run("%mesh run children.py").stdout == "[0-3] the child has ended\n"
+    notebook.run("%%mesh\nimport multiprocessing\nlen(multiprocessing.active_children())")
+    assert notebook["_mesh"].values() == [0] * 4
+
+
+def test_pools_that_it_leaves_open_end(notebook: Notebook, folder: Path) -> None:
+    (folder / "pools.py").write_text(
+        "from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor\n"
+        "threads, processes = ThreadPoolExecutor(2), ProcessPoolExecutor(1)\n"
+        "threads.submit(print, 'submitted')\nassert processes.submit(abs, -3).result() == 3\n"
+    )
+    assert notebook.run("%mesh run --timeout 60 pools.py").stdout == "[0-3] submitted\n"
+
+
+@pytest.mark.parametrize("ends", ["", "raise ValueError('bad')"], ids=["ended", "failed"])
+def test_workers_of_a_loader_do_not_hold_the_rank(notebook: Notebook, folder: Path, ends: str) -> None:
+    (folder / "loader.py").write_text(
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(range(8), 2, num_workers=4, persistent_workers=True)\n"
+        f"print(sum(int(batch.sum()) for batch in loader))\n{ends}\n"
+    )
+    assert "[0] 28\n" in notebook.try_to_run("%mesh run --only 0 loader.py").stdout
+    (folder / "fails.py").write_text("raise ValueError('another error')\n")
+    notebook.try_to_run("%mesh run --only 0 fails.py")
+    began = time.monotonic()
+    notebook.run("%%mesh\nimport multiprocessing\nlen(multiprocessing.active_children())")
+    assert notebook["_mesh"].values() == [0] * 4
+    assert time.monotonic() - began < 15  # each worker would be waited for 5 s
 
 
 def test_handlers_of_signals_are_put_back(notebook: Notebook, folder: Path) -> None:
