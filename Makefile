@@ -15,7 +15,7 @@ JOBS ?= $(shell echo $$(($(CORES) < 6 ? $(CORES) + 2 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 COUNT_CALLS := tests/runtime/controller/test_call_costs.py tests/runtime/tensors/steps/test_step_costs.py
 
-.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch faults demo changelog lab verify-gpu notebooks-save pictures coverage docs
+.PHONY: setup fix check test test-slow test-nightly test-all test-gpu test-ipykernels test-pythons notebooks bench turns bench-peers monarch guests faults demo changelog lab verify-gpu notebooks-save pictures coverage docs
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -35,6 +35,19 @@ $(READY): pyproject.toml constraints.txt $(COPIED)
 .venv/.guests: $(READY)
 	@$(BIN)/python -m uv pip install -q -p $(BIN)/python -c constraints.txt --group guests && touch $@ || \
 		echo "Accelerate, Lightning and others of the group guests could not be installed: their tests are skipped." >&2
+
+# The programs of others that `make guests` runs, with their packages, in an environment of their own.
+.bench/guests/.ready: pyproject.toml constraints.txt $(READY)
+	$(BIN)/python -m venv --clear .bench/guests
+	@.bench/guests/bin/python -m pip install -q --no-compile -c constraints.txt uv torch
+	@.bench/guests/bin/python -m uv pip install -q -p .bench/guests/bin/python -c constraints.txt -e ".[notebook]" --group guests --group programs
+	@touch $@
+
+# Programs of others by torchrun and by %mesh run, without a network, into docs/guests.md: make guests GUESTS=DIR, where DIR
+# has clones of their repositories. ARGS="--only nanoGPT" runs some, and writes no page.
+guests: .bench/guests/.ready
+	@test -n "$(GUESTS)" || { echo "name the folder with your clones: make guests GUESTS=DIR" >&2; exit 2; }
+	.bench/guests/bin/python -m benchmarks.guests $(GUESTS) $(ARGS)
 
 fix: $(READY)
 	$(BIN)/ruff check --fix

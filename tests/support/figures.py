@@ -50,7 +50,9 @@ PRIVATE = re.compile(
 )
 ENGINES = frozenset({"ssh", "slurm", "k8s", "kubernetes", "mpi", "ray"})
 """Names of engines; torch has a backend called mpi, too."""
-GENERATED = frozenset({"checkpoints.md", "command.md", "monarch.md", "scripts.md", "verified.md", "watching.md"})
+GENERATED = frozenset(
+    {"checkpoints.md", "command.md", "guests.md", "monarch.md", "scripts.md", "verified.md", "watching.md"}
+)
 """Pages that a command writes, and new guides, which count apart."""
 
 
