@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from meshbook.errors import UsageError
 from meshbook.formatting import format_ranks, format_sizes
+from meshbook.shell.scripts import read_script
 from meshbook_extension.cells.record import GIVEN, ExecutedCell, NamedTarget, bound_by
 from meshbook_extension.cells.run import MESH_CELL
 from meshbook_extension.cells.transformers import as_ranks_do, drop_local
@@ -29,7 +31,6 @@ CUTS = frozenset({"axis", "dim"})
 """The pairs of scatter and gather that name no ranks."""
 ON_RANKS = frozenset({"eval", "profile"})
 INSTEAD = {
-    "run": "it is a script of torchrun already: run it by torchrun, and leave this cell out",
     "restore": "call torch.distributed.checkpoint.load in a cell of the ranks",
     "sync": "put the modules beside the script",
 }
@@ -63,6 +64,8 @@ class CellPart:
     pairs: dict[str, str] = field(default_factory=dict)
     is_last: bool = False
     """Whether it is the last statement of its cell, whose value the notebook shows."""
+    is_script: bool = False
+    """Whether it is a script that was run, whose last value nothing shows."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -107,6 +110,9 @@ class RecordedProgram:
             raise UsageError(NOTHING)
         exported = {id(part.cell) for part in parts}
         self._check_names([cell for cell in [*cells, *others] if id(cell) not in exported])
+        self.makes_group = False
+        """Whether the first cell on ranks makes the process group itself."""
+        self._check_groups()
         self.packages = sorted({name for part in parts if part.plain for name in part.plain.packages})
 
     @property
@@ -205,6 +211,8 @@ class RecordedProgram:
     ) -> Iterator[CellPart]:
         """Yield the part for a command of ``%mesh``; commands that start, end or look at meshes have none."""
         name, _, rest = line.strip().partition(" ")
+        if name == "run":
+            yield from self._script_part(cell, line, above, targets)
         if name in INSTEAD:
             self.refuse(cell, above + 1, f"%mesh {name}", INSTEAD[name])
         if name == "save":
@@ -239,6 +247,42 @@ class RecordedProgram:
         if isinstance(statement, ast.Assign):
             part.taken = getattr(statement.targets[0], "id", "")
         yield part
+
+    def _script_part(self, cell: ExecutedCell, line: str, above: int, targets: list[NamedTarget]) -> Iterator[CellPart]:
+        """Yield the text of a script that was run and whose names were kept; others have nothing that cells need."""
+        try:
+            arguments = self._read(line)
+            assert arguments is not None
+            script = read_script(shlex.split(arguments.tail), keep=arguments.flag("--keep"))
+        except (UsageError, SyntaxError, ValueError) as error:
+            self.refuse(cell, above + 1, f"%mesh run: {error}", LEFT_OUT)
+            return
+        if not script.keep:
+            self.notes.append(f"left out: {script.name} of cell {cell.number}, whose names were not kept")
+            return
+        if not script.path:
+            self.refuse(cell, above + 1, "%mesh run -m", "give the file, or leave it out")
+            return
+        words = ", ".join(map(repr, (script.name, *script.arguments)))
+        text = f"import sys\n\nsys.argv = [{words}]\n{script.source.decode()}"
+        part = self._rank_part(cell, text, above, targets.pop(0) if targets else self.mesh)
+        part.source, part.is_script = f"{text.rstrip()};", True  # which shows no value
+        yield part
+
+    def _check_groups(self) -> None:
+        """Find whether the first cell makes the process group; refuse a later one that would make it twice."""
+        on_ranks = [part for part in self.parts if part.kind == "ranks" and part.plain]
+        for part in on_ranks:
+            text = part.plain.text if part.plain else ""
+            if "init_process_group(" in text and "is_initialized" not in text:
+                if part is not on_ranks[0]:
+                    instead = "there is a group already: write if not dist.is_initialized() above it"
+                    self.refuse(part.cell, part.line + 1, "init_process_group", instead)
+                self.makes_group |= part is on_ranks[0]
+            if "destroy_process_group(" in text and part is not on_ranks[-1]:
+                self.refuse(
+                    part.cell, part.line + 1, "destroy_process_group", "later cells need the group: take it out"
+                )
 
     def _check_names(self, others: Sequence[ExecutedCell]) -> None:
         """Refuse names that ranks use, or that are pushed to them, and that only a cell that is left out binds."""

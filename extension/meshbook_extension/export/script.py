@@ -130,7 +130,7 @@ class _ScriptWriter:
         condition = self._condition(part.target, part.target.pairs)
         if condition:
             self._check_collectives(part, part.plain)
-        text = with_last_value(part.plain.text)
+        text = part.plain.text if part.is_script else with_last_value(part.plain.text)
         if has_await(text):
             self._awaited += 1
             name = f"cell_{self._awaited}"

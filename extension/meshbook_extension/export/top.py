@@ -101,7 +101,8 @@ def write_top(program: RecordedProgram, body: str, futures: str, title: str, fil
     if "device" in used or is_cuda:
         start.append('device = torch.device("cuda", local_rank)' if is_cuda else 'device = torch.device("cpu")')
     start += ["torch.cuda.set_device(device)"] if is_cuda else []
-    start.append(f'dist.init_process_group("{"nccl" if is_cuda else "gloo"}")')
+    if not program.makes_group:
+        start.append(f'dist.init_process_group("{"nccl" if is_cuda else "gloo"}")')
     if "mesh" in used and not (has_tensors and "mesh" in names.bound):
         start.append(write_mesh(program.mesh.device, axes))
     start += [write_point(axes)] if "point" in used else []

@@ -41,6 +41,7 @@ TOLERANCE = 1e-5
 LARGE = 1e3
 """The numbers from which on the difference does not grow: the time of day of one run is not that of the other."""
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:e[-+]?\d+)?")
+_NOTICE = re.compile(r"^init_process_group: .*; nothing to do\n", re.MULTILINE)
 _PROMPT = re.compile(r"^(?:Out\[\d+\]: \n?|on mesh \"verify\".*\n)", re.MULTILINE)
 _ADDRESS = re.compile(r"(?<=0x)[0-9a-f]{6,}|(?<=':\d)/\d+|(?<=':\d\d)/\d+")
 """The addresses in texts, and the sizes that a `Point` shows behind its coordinates."""
@@ -307,7 +308,9 @@ def replay(folder: Path) -> None:
             Path(folder, f"values-{rank}.pt").write_bytes(Path(folder, "values-0.pt").read_bytes())
     else:
         on_ranks(f"{KEEP}\n_keep_values({str(folder)!r}, rank, globals(), False)", procs.ranks, listener=lambda _: None)
-    Path(folder, "printed").write_bytes(msgspec.json.encode({rank: "".join(texts) for rank, texts in printed.items()}))
+    Path(folder, "printed").write_bytes(
+        msgspec.json.encode({rank: _NOTICE.sub("", "".join(each)) for rank, each in printed.items()})
+    )
 
 
 def main() -> None:

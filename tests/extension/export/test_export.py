@@ -227,6 +227,15 @@ f"{loss:.3f}" if (loss := step(x)) is not None else \"\"""")
     assert "line 1: meshbook.rand()" in told and "line 2: the gradient of torch.nn.functional.mse_loss" in told
 
 
+def test_a_script_whose_names_were_kept_is_part_of_it(notebook: Notebook) -> None:
+    lines = ["import sys", "import torch.distributed as dist", 'dist.init_process_group("gloo")', "x = int(sys.argv[1])"]
+    Path("first.py").write_text("\n".join(lines))
+    Path("alone.py").write_text("print(1)")
+    text = exported(notebook, "%mesh run --keep first.py 7", "%mesh run alone.py", "%%mesh\nx + rank", line="--verify")
+    assert text.count("init_process_group") == 1 and "print(1)" not in text
+    assert torchrun(Path("out.py"), 2) == {0: ["7"], 1: ["8"]}
+
+
 def test_what_a_script_cannot_have_is_told_by_its_line_and_nothing_is_written(notebook: Notebook) -> None:
     cells = {
         "%%mesh\ndef ask():\n    return input('?')": "line 3: input()",
@@ -238,7 +247,7 @@ def test_what_a_script_cannot_have_is_told_by_its_line_and_nothing_is_written(no
         "%%mesh --out result\nrank": "its value is used in the notebook",
         "%mesh pull rank --out ranks\none = ranks.item(gpus=1) + result[0]\n%mesh push one": "line 2: ranks.item",
         "for _ in range(2):\n    %mesh push one": "%mesh inside of a block",
-        "Path = __import__('pathlib').Path\nPath('t.py').write_text('')\n%mesh run t.py": "%mesh run: it is a script",
+        "%mesh run --keep nothing.py": "%mesh run: there is no nothing.py",
     }
     for cell in cells:
         notebook.run(cell)
