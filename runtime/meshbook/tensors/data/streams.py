@@ -11,11 +11,12 @@ and of batches sent ahead, the tensors here are kept, so that a repair can send 
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -71,9 +72,9 @@ class _End(NamedTuple):
 class _SentBatch:
     """An item on its way."""
 
-    def __init__(self, item: Any, tensors: Sequence[Placing], handles: Sequence[Handle]) -> None:
-        """item: with mesh tensors, until it is given."""
-        self.item = item
+    def __init__(self, item: Any, tensors: Sequence[Placing], handles: Sequence[Handle], after: Any) -> None:
+        """item: with mesh tensors, until it is given. after: the state of the source behind it."""
+        self.item, self.after = item, after
         self._tensors = [(weakref.ref(handle), each) for handle, each in zip(handles, tensors, strict=True)]
         self._calls: Sequence[Future[Any]] = ()
         self.is_sent = False
@@ -102,8 +103,20 @@ class _SentBatch:
 class _Feed:
     """The state that a stream shares with its thread, which does not hold the stream: its end is the end of both."""
 
-    def __init__(self, items: Iterator[Any], mesh: Mesh, layouts: Layouts, prefetch: int, line: CodeLine) -> None:
+    def __init__(
+        self,
+        items: Iterator[Any],
+        tell: Callable[[], Any],
+        mesh: Mesh,
+        layouts: Layouts,
+        prefetch: int,
+        line: CodeLine,
+    ) -> None:
+        """tell: returns the state of the source, behind the item that was read last."""
         self._items, self._mesh, self._layouts, self._prefetch, self._line = items, mesh, layouts, prefetch, line
+        self._tell = tell
+        self.position: Any = None
+        """The state of the source behind the batch given last."""
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         """A lock to send a batch: in a repair another thread does."""
@@ -165,7 +178,7 @@ class _Feed:
         laid = self._layouts.lay_out(item, lay)
         if not tensors:
             raise UsageError(f"there is no tensor in a batch of the source: {item!r:.80}")
-        return _SentBatch(laid, tensors, handles)
+        return _SentBatch(laid, tensors, handles, self._tell())
 
     def _add(self, found: _SentBatch | _End) -> None:
         with self._changed:
@@ -210,7 +223,7 @@ class _Feed:
         if found.error is not None and not self._mesh.procs.lost:
             raise found.error
         with self._changed:
-            item = found.item
+            item, self.position = found.item, found.after
             self._given = deque([*(each for each in self._given if not each.is_reached), found])
             self._ready.popleft()
             found.item = None  # whoever has the item alone keeps its tensors on the ranks
@@ -254,11 +267,19 @@ class BatchStream(Generic[T]):
         """line: of the notebook, for errors."""
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: a stream reads 0 batches ahead, or more")
+        self.mesh = mesh
         self._length = None if is_arrow(source) else _length_of(source)
         self._bar = _bar(self._length) if progress else None
-        self._feed = _Feed(_items_of(source), mesh, layouts, prefetch, line)
+        self._source, self._about = source, (mesh, layouts, prefetch, line)
+        self._given = 0
+        start = _tell_of(source)()
+        self._read(_items_of(source), start)
+
+    def _read(self, items: Iterator[Any], position: Any) -> None:
+        self._feed = _Feed(items, _tell_of(self._source), *self._about)
+        self._feed.position = position
         self._end = weakref.finalize(self, self._feed.close)
-        call_after_repairs(mesh.procs, self._feed.send_again)
+        call_after_repairs(self.mesh.procs, self._feed.send_again)
 
     def __iter__(self) -> BatchStream[T]:
         return self
@@ -271,6 +292,7 @@ class BatchStream(Generic[T]):
         except StopIteration:
             self.close()
             raise
+        self._given += 1
         if self._bar is not None:
             self._bar.update()
         return cast("T", item)
@@ -280,6 +302,36 @@ class BatchStream(Generic[T]):
         if self._length is None:
             raise TypeError("the source of this stream does not say how many batches it has")
         return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the batch given last, for `load_state_dict`.
+
+        Raises: UsageError unless the source is a list or another sequence, or has these two methods itself, as
+        torchdata's StatefulDataLoader.
+        """
+        if not isinstance(self._source, Sequence) and not _is_stateful(self._source):
+            raise UsageError(
+                f"a stream of {type(self._source).__name__} cannot be set back, since that has no state_dict and "
+                "load_state_dict: use torchdata's StatefulDataLoader, a list of batches, or give it these methods"
+            )
+        return {"batches": self._given, "source": self._feed.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batch at which `state_dict` was called; what was read ahead is dropped."""
+        self.state_dict()  # which raises if that cannot be
+        self._end()
+        while self._feed.thread is not None and self._feed.thread.is_alive():
+            self._feed.thread.join(CLOSE_S)  # it reads the source, which is to be set back
+        self._given, position = state["batches"], copy.deepcopy(state["source"])
+        if isinstance(self._source, Sequence):
+            items: Iterator[Any] = map(self._source.__getitem__, range(self._given, len(self._source)))
+        else:
+            cast("Any", self._source).load_state_dict(state["source"])
+            items = iter(cast("Any", self._source))
+        self._read(items, position)
+        if self._bar is not None:
+            self._bar.n = self._given
+            self._bar.refresh()
 
     def close(self) -> None:
         """Read no more, and end the thread, at the latest when the source has given the item being read."""
@@ -305,6 +357,15 @@ def _items_of(source: Any) -> Iterator[Any]:
         return iter(source)
     except TypeError as error:
         raise UsageError(f"{type(source).__name__} cannot be read batch by batch: give an iterable") from error
+
+
+def _is_stateful(source: object) -> bool:
+    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+
+
+def _tell_of(source: Any) -> Callable[[], Any]:
+    """Return the function that tells the source's state; it tells None for a source without one."""
+    return (lambda: copy.deepcopy(source.state_dict())) if _is_stateful(source) else (lambda: None)
 
 
 def _length_of(source: object) -> int | None:

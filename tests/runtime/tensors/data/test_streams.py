@@ -344,3 +344,63 @@ def test_a_bar_counts_batches(grid: Mesh, capsys: pytest.CaptureFixture[str], mo
     for _ in meshbook.stream([torch.ones(2)] * 3, grid, progress=True):
         pass
     assert "3/3" in capsys.readouterr().err
+
+
+class Counting:
+    """A source that can be set back."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.full((4,), float(self.at))
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)  # which goes on changing
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("kind", ["list", "stateful"])
+def test_a_stream_goes_back_to_a_position(
+    grid: Mesh, kind: str, prefetch: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    source = Counting(6) if kind == "stateful" else [torch.full((4,), float(at)) for at in range(1, 7)]
+    with meshbook.stream(source, grid, prefetch=prefetch, progress=True) as batches:  # type: ignore[type-var]
+        start = batches.state_dict()
+        assert [int(batch[0]) for batch in itertools.islice(batches, 3)] == [1, 2, 3]
+        position = batches.state_dict()
+        assert int(next(batches)[0]) == 4
+        batches.load_state_dict(position)
+        assert [int(batch[0]) for batch in batches] == [4, 5, 6]
+        assert "6/6" in capsys.readouterr().err or kind == "stateful"
+        batches.load_state_dict(start)
+        assert [int(batch[0]) for batch in batches] == [1, 2, 3, 4, 5, 6]
+    assert no_thread_is_left()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_torchdata_goes_back_to_a_position(grid: Mesh) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(4)
+    loader = loaders.StatefulDataLoader(TensorDataset(torch.arange(24.0)), batch_size=4, shuffle=True)
+    with meshbook.stream(loader, grid) as batches:
+        first = [batch.tolist() for (batch,) in itertools.islice(batches, 2)]
+        position = batches.state_dict()
+        rest = [batch.tolist() for (batch,) in batches]
+        batches.load_state_dict(position)
+        assert [batch.tolist() for (batch,) in batches] == rest
+    assert sorted(itertools.chain(*first, *rest)) == torch.arange(24.0).tolist()
+
+
+def test_a_stream_that_cannot_go_back_says_why(grid: Mesh) -> None:
+    with meshbook.stream(DataLoader(TensorDataset(torch.ones(8, 2))), grid) as batches:
+        with pytest.raises(UsageError, match=r"DataLoader cannot be set back.*StatefulDataLoader"):
+            batches.state_dict()
+        with pytest.raises(UsageError, match="cannot be set back"):
+            batches.load_state_dict({"batches": 1, "source": None})
