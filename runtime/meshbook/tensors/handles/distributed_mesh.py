@@ -23,7 +23,7 @@ from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 from meshbook.tensors.messages.operations import Adopted, LocalPart, TensorId
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
-from meshbook.tensors.sending.recovery import restore
+from meshbook.tensors.sending.recovery import leave_all, restore
 from meshbook.torch_internals import tree_map
 
 _names = itertools.count(1)
@@ -61,8 +61,8 @@ class Mesh:
         elif isinstance(procs, Mesh):
             procs = procs.procs
         self.procs: ProcMesh = procs
-        self.axes: Mapping[str, int] = dict(procs.extent.items()) or {"rank": 1}
-        self.stream = self.stream_of(procs, f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}")
+        self.axes: Mapping[str, int] = _axes_of(procs)
+        self.stream = self.stream_of(procs, _new_name(procs))
         self._open()
         call_after_repairs(procs, self._go_on)
         for key in [key for key, mesh in _made.items() if not mesh.procs.alive]:
@@ -86,6 +86,23 @@ class Mesh:
         self.stream.end_repair()
         counts = [f"{whole} whole again"] * (whole > 0) + [f"{len(lost)} lost{self._name(lost)}"] * (len(lost) > 0)
         return f"mesh tensors: {', '.join(counts)}" if counts else ""
+
+    def follow(self, procs: ProcMesh) -> None:
+        """Go on with the processes as they are numbered after the mesh has grown or shrunk.
+
+        Every tensor made before is lost: `renew_tensors` gives a tensor a new part on each rank.
+        """
+        former = self.stream.name
+        self.stream.begin_repair()
+        _made.pop((type(self), *_key_of(self.procs)), None)
+        self.procs = self.stream.procs = procs
+        self.axes = _axes_of(procs)
+        self.stream.name = _new_name(procs)
+        procs.execute(known_meshes.forget, former).get()
+        self._open()
+        leave_all(self.stream)
+        self.stream.end_repair()
+        _made[(type(self), *_key_of(procs))] = self
 
     def _name(self, numbers: Collection[TensorId]) -> str:
         """Return the person's variables with these tensors: `` (weight, x)``; nothing where there are none."""
@@ -227,6 +244,14 @@ def _of_each_rank(name: str) -> UsageError:
         f"{name} is for the local view, of tensors that each rank has of its own (procs.activate()), and this one is "
         "in parts of one tensor: use the operations of torch, or redistribute"
     )
+
+
+def _axes_of(procs: ProcMesh) -> dict[str, int]:
+    return dict(procs.extent.items()) or {"rank": 1}
+
+
+def _new_name(procs: ProcMesh) -> str:
+    return f"{procs.session}/{procs.id}/{_OF_THIS_PROCESS}/{next(_names)}"
 
 
 def _key_of(procs: ProcMesh) -> tuple[object, ...]:

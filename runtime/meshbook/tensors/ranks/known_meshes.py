@@ -87,6 +87,11 @@ def free(name: str, numbers: Sequence[TensorId]) -> None:
         found._free(numbers)
 
 
+def forget(name: str) -> None:
+    """Free all tensors of a mesh that goes on under another name."""
+    meshes.pop(name, None)
+
+
 ALWAYS = ("run", "replay", "progress", "undone", "resume", "take", "place", "make", "stepped")
 """Methods that may be called on a halted rank: they do not wait for other ranks, or know that it has halted."""
 

@@ -95,6 +95,10 @@ class RankTensors(RankBatches):
         except NotMade:
             return (Replicate(),) * self.mesh.ndim
 
+    def layouts(self, numbers: Sequence[TensorId]) -> list[Sequence[Placement]]:
+        """Return `layout_of` each of these."""
+        return [self.layout_of(number) for number in numbers]
+
     def keep(self, number: TensorId, local: torch.Tensor, part: LocalPart) -> None:
         """Keep this rank's part of a tensor."""
         self._tensors[number] = RankTensor(self._from_part(local, part))

@@ -195,6 +195,10 @@ class SentOperations(abc.ABC):
         """Note that tensors could not be made."""
         self._failures.lost.update(dict.fromkeys(made, error))
 
+    def is_sound(self, number: TensorId) -> bool:
+        """Whether no failure of a tensor is known."""
+        return number not in self._failures.lost and number not in self._failures.unsure
+
     def sound_tensors(self) -> set[TensorId]:
         """Return the tensors that the program holds, and of which no failure is known."""
         return {number for number, held in list(self.held.items()) if held() is not None} - self._failures.lost.keys()
