@@ -134,6 +134,11 @@ class Session:
         procs = self.meshes[name]
         if not procs.alive:
             raise MeshStoppedError(name)
+        from meshbook.mesh.proc_view import is_renumbered  # it is there with the first mesh
+
+        if is_renumbered(procs):  # a program has grown or shrunk it
+            procs = procs.base()
+            self.arrange(procs)
         return procs
 
     @property

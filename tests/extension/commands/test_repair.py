@@ -120,3 +120,9 @@ def test_typing_errors_are_answered(mesh: Any) -> None:
     assert "gpus=all: say by how many" in mesh.fail("%mesh grow gpus=all")
     assert 'unknown axis "gpu"' in mesh.fail("%mesh grow gpu=1")
     assert "--setup does not go with --async" in mesh.fail("%%mesh --setup --async\n1")
+
+
+def test_a_mesh_that_a_program_has_grown_is_followed(mesh: Any) -> None:
+    mesh.run("procs.grow(gpus=1)")
+    assert mesh.run("%mesh eval world_size").stdout.strip() == "[0-4] 5"
+    assert "gpus=5" in mesh.run("%mesh").stdout
