@@ -20,6 +20,7 @@ _SESSION = "_meshbook_session"
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics. Loading twice changes nothing; meshes of an earlier load are still there."""
+    from meshbook_extension.cells.elastic_loops import ElasticLoops
     from meshbook_extension.cells.transformers import TRANSFORMERS
     from meshbook_extension.wiring import MeshMagics, open_session
 
@@ -29,10 +30,12 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     setattr(shell, _SESSION, session)
     MeshMagics(shell, session).register()
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
+    shell.ast_transformers.append(ElasticLoops())
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Remove the magics. Meshes run on until they are stopped in Python, or the process ends."""
+    from meshbook_extension.cells.elastic_loops import ElasticLoops
     from meshbook_extension.cells.transformers import TRANSFORMERS, AutoMode
 
     if not is_loaded(shell):
@@ -40,6 +43,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     AutoMode.of(shell).switch_off()
     for transformer in TRANSFORMERS:
         shell.input_transformers_cleanup.remove(transformer)
+    shell.ast_transformers[:] = [each for each in shell.ast_transformers if not isinstance(each, ElasticLoops)]
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("mesh", None)
     getattr(shell, _SESSION).closing.close()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ProcRef
     from meshbook.concurrency.future import Future
     from meshbook.curves.recorder import log
+    from meshbook.elasticity.loop import elastic
+    from meshbook.elasticity.script import elastic_script
     from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
@@ -111,6 +113,8 @@ __all__ = [
     "detach",
     "detect_anomaly",
     "distribute",
+    "elastic",
+    "elastic_script",
     "empty",
     "errors",
     "fetch_shard",
@@ -156,6 +160,8 @@ __all__ = [
 _FOUND_IN = {
     "concurrency.future": ("Future",),
     "curves.recorder": ("log",),
+    "elasticity.loop": ("elastic",),
+    "elasticity.script": ("elastic_script",),
     "errors": ("DeviceMeshError", "MeshError"),
     "launchers.base": ("Launcher",),
     "launchers.local": ("LocalLauncher",),

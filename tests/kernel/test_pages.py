@@ -28,7 +28,10 @@ ROOT = Path(__file__).parents[2]
 README = "README.md"
 PAGES = (
     README,
-    *(f"docs/{name}.md" for name in ("actors", "index", "install", "magics", "settings", "tensors", "watching")),
+    *(
+        f"docs/{name}.md"
+        for name in ("actors", "elastic", "index", "install", "magics", "settings", "tensors", "watching")
+    ),
     *(f"docs/api/{name}.md" for name in ("actor", "meshbook", "meshes", "tensors")),
 )
 """Pages whose blocks are run."""

@@ -51,7 +51,16 @@ PRIVATE = re.compile(
 ENGINES = frozenset({"ssh", "slurm", "k8s", "kubernetes", "mpi", "ray"})
 """Names of engines; torch has a backend called mpi, too."""
 GENERATED = frozenset(
-    {"checkpoints.md", "command.md", "guests.md", "monarch.md", "scripts.md", "verified.md", "watching.md"}
+    {
+        "checkpoints.md",
+        "command.md",
+        "elastic.md",
+        "guests.md",
+        "monarch.md",
+        "scripts.md",
+        "verified.md",
+        "watching.md",
+    }
 )
 """Pages that a command writes, and new guides, which count apart."""
 

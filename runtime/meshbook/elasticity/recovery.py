@@ -1,0 +1,81 @@
+"""Processes that go on after ranks have ended: healed, or without these ranks where they cannot come back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshbook.errors import HostLost, MeshError, MeshStoppedError, SpawnError, UsageError, WorkerLost
+from meshbook.formatting import format_sizes, group_ranks, name_ranks
+from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.resize import without
+
+
+class Recovered(NamedTuple):
+    """Processes that are whole again."""
+
+    procs: ProcMesh
+    """The whole mesh as it is now."""
+    how: str
+    """A clause for people, as in ``healed in 0.6 s``."""
+    is_smaller: bool
+
+
+def can_recover(error: BaseException, procs: ProcMesh) -> bool:
+    """Whether an error follows from the end of ranks; errors of the program itself, and interrupts, do not."""
+    if isinstance(error, (KeyboardInterrupt, SpawnError, UsageError)) or not procs.alive:
+        return False
+    causes = list(_causes(error))
+    if any(isinstance(each, (WorkerLost, HostLost)) for each in causes):
+        return True
+    return bool(procs.base().lost) and any(isinstance(each, MeshError) for each in causes)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def describe_loss(error: BaseException, procs: ProcMesh) -> str:
+    """Return which ranks ended, and why, in a clause: ``rank 2 ended (killed by SIGKILL)``."""
+    known = [*procs._mesh.lost.values(), *(each for each in _causes(error) if isinstance(each, WorkerLost))]
+    told = {death.rank: death.cause.partition(",")[0] for each in reversed(known) for death in each.deaths}
+    if not told:
+        return str(error).partition("\n")[0]
+    groups = group_ranks(sorted(told.items()))
+    return "; ".join(f"{name_ranks(ranks)} ended ({cause})" for cause, ranks in groups.items())
+
+
+def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> Recovered:
+    """Heal the mesh; where that cannot be, go on without the ranks that ended.
+
+    min_ranks: the fewest ranks to go on with; None: all.
+    Raises: SpawnError, CrashLoopError and others that `ProcMesh.heal` raises, where fewer ranks would be left.
+    """
+    procs = procs.base()
+    began = time.monotonic()
+    try:
+        procs.heal(within_s=within_s)
+    except MeshStoppedError:
+        raise
+    except SpawnError as error:
+        fewer = _fewer(procs)
+        left = len(procs)
+        for axis, count in fewer.items():
+            left -= left // procs.sizes[axis] * count
+        if min_ranks is None or not fewer or left < min_ranks:
+            raise
+        smaller = procs.shrink(**fewer)
+        why = str(error).partition("\n")[0].removesuffix(".")
+        how = f"not healed ({why}): goes on with {format_sizes(smaller.sizes)}"
+        return Recovered(smaller, how, is_smaller=True)
+    return Recovered(procs, f"healed in {time.monotonic() - began:.1f} s", is_smaller=False)
+
+
+def _fewer(procs: ProcMesh) -> dict[str, int]:
+    with contextlib.suppress(UsageError):
+        return without(procs.extent, procs.lost)
+    return {}
