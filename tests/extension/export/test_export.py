@@ -228,7 +228,12 @@ f"{loss:.3f}" if (loss := step(x)) is not None else \"\"""")
 
 
 def test_a_script_whose_names_were_kept_is_part_of_it(notebook: Notebook) -> None:
-    lines = ["import sys", "import torch.distributed as dist", 'dist.init_process_group("gloo")', "x = int(sys.argv[1])"]
+    lines = [
+        "import sys",
+        "import torch.distributed as dist",
+        'dist.init_process_group("gloo")',
+        "x = int(sys.argv[1])",
+    ]
     Path("first.py").write_text("\n".join(lines))
     Path("alone.py").write_text("print(1)")
     text = exported(notebook, "%mesh run --keep first.py 7", "%mesh run alone.py", "%%mesh\nx + rank", line="--verify")
