@@ -55,6 +55,8 @@ GENERATED = frozenset(
         "checkpoints.md",
         "command.md",
         "elastic.md",
+        "export.md",
+        "gallery.md",
         "guests.md",
         "monarch.md",
         "scripts.md",
