@@ -10,21 +10,22 @@ which waits for all of it, and the loop ends with one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from meshbook.checkpoint.folder import Saved
 from meshbook.concurrency.future import Future
-from meshbook.elasticity.recovery import can_recover, describe_loss, recover
+from meshbook.elasticity.recovery import can_recover, check_min_ranks, describe_loss, recover
 from meshbook.errors import UsageError, WorkerLost
+from meshbook.mesh.proc_view import is_renumbered
+from meshbook.tensors.data.streams import is_stateful
 from meshbook.tensors.handles.checkpoints import begin_save, restore
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.renewal import StateTensors
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 FAILURES, SETBACKS = 3, 10
 """The number of failures of one batch in a row, and of any batches without a save between them, that end the loop."""
@@ -36,22 +37,9 @@ KEPT = 2
 """The number of saves that are kept: the last one may be cut off by the end of a rank."""
 
 
-class Resumable(Protocol[T_co]):
-    """A stream that can be set back, such as `meshbook.stream` of a list or of a loader with these methods."""
-
-    def __iter__(self) -> Iterator[T_co]:
-        """Return the batches from the present position on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the batch given last."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the stream to a position."""
-
-
 def elastic(
-    stream: Resumable[T],
-    state: Mapping[str, object],
+    stream: Iterable[T],
+    state: MutableMapping[str, Any],
     *,
     save: str | PathLike[str],
     every: int = 100,
@@ -63,6 +51,7 @@ def elastic(
     After a failure the mesh is healed, ``state`` and the stream are set back to the last save, and the batches since
     are given again. In a notebook the body of ``for batch in meshbook.elastic(...)`` is watched as it is; elsewhere it
     stands in ``with loop.attempt():``. Effects of the body on things outside of ``state`` are repeated.
+    stream: of `meshbook.stream`, or another with ``state_dict`` and ``load_state_dict``, which goes on where it is set.
     state: modules, optimizers, mesh tensors, lists and what else `meshbook.save` takes, by name.
     save: the folder, which all hosts share. every: batches from save to save. min_ranks: go on with so few ranks where
     the mesh cannot be healed; by default with all only. within_s: as of `ProcMesh.heal`.
@@ -77,21 +66,21 @@ class ElasticLoop(Generic[T]):
 
     def __init__(
         self,
-        stream: Resumable[T],
-        state: Mapping[str, object],
+        stream: Iterable[T],
+        state: MutableMapping[str, Any],
         folder: str | PathLike[str],
         every: int,
         min_ranks: int | None,
         within_s: float | None,
     ) -> None:
-        missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(stream, name)]
-        if missing:
+        if not is_stateful(stream):
             raise UsageError(
-                f"elastic has to set its stream back, and {type(stream).__name__} has no {' and no '.join(missing)}: "
-                "give meshbook.stream(source, mesh) of a list of batches, or of torchdata's StatefulDataLoader"
+                f"elastic has to set its stream back, and {type(stream).__name__} has no state_dict and no "
+                "load_state_dict: give meshbook.stream(source, mesh) of a list of batches, or of torchdata's "
+                "StatefulDataLoader"
             )
-        stream.state_dict()  # raises where its source cannot be set back
-        if not isinstance(state, Mapping) or not state or "stream" in state:
+        stream.state_dict()  # type: ignore[attr-defined]  # raises where its source cannot be set back
+        if not isinstance(state, MutableMapping) or not state or "stream" in state:
             raise UsageError(
                 'state names what a save holds, as in {"model": model, "opt": opt}; the stream is in it by itself'
             )
@@ -111,8 +100,7 @@ class ElasticLoop(Generic[T]):
                 "function of the ranks meshbook.elastic_script"
             )
         self._procs = meshes[0].procs.base()
-        if min_ranks is not None and not 1 <= min_ranks <= len(self._procs):
-            raise UsageError(f"min_ranks={min_ranks}: the mesh has {len(self._procs)} ranks")
+        check_min_ranks(min_ranks, self._procs)
         if min_ranks is not None and any(each.axes != dict(self._procs.extent) for each in meshes):
             raise UsageError(
                 "min_ranks needs all tensors on the whole mesh, along its own axes: leave it out for slices"
@@ -124,8 +112,6 @@ class ElasticLoop(Generic[T]):
         self._items: Iterator[T] | None = None
         self._is_given = False
         """Whether a batch is given whose body was not attempted yet."""
-        self._is_attempted = False
-        """Whether the body is under way."""
         self._error: Exception | None = None
         """The failure from which to recover."""
         self._failed = -1
@@ -134,9 +120,9 @@ class ElasticLoop(Generic[T]):
         """The number of its failures in a row."""
         self._setbacks = 0
         """The number of failures since the last save."""
-        self._last: tuple[Saved, int] | None = None
-        """The last save, and the number of batches done then."""
-        self._pending: tuple[Future[Saved], int] | None = None
+        self._last: Saved | None = None
+        """The last save; its step is the number of batches done then."""
+        self._pending: Future[Saved] | None = None
         """A save that is being written."""
         self._asked = -1
         """The number of batches done when a save was asked for last."""
@@ -146,11 +132,6 @@ class ElasticLoop(Generic[T]):
         mesh = getattr(self._stream, "mesh", None)
         return list(dict.fromkeys([*self._tensors.meshes, *([mesh] if isinstance(mesh, Mesh) else [])]))
 
-    @property
-    def _content(self) -> dict[str, object]:
-        """The content of a save that is made now."""
-        return {**self._state, "stream": self._stream}
-
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> ElasticLoop[T]:
@@ -159,8 +140,9 @@ class ElasticLoop(Generic[T]):
     def __next__(self) -> T:
         if self._is_given:
             raise UsageError(
-                "outside of a notebook's cell the body of an elastic loop stands in a block, so that it can be run "
-                "again:\n  loop = meshbook.elastic(...)\n  for batch in loop:\n      with loop.attempt():"
+                "the body of an elastic loop stands in a block, so that it can be run again; only in a cell of a "
+                "notebook a loop over meshbook.elastic(...) itself does without:\n"
+                "  loop = meshbook.elastic(...)\n  for batch in loop:\n      with loop.attempt():"
             )
         while True:
             if (error := self._error) is not None:
@@ -182,28 +164,18 @@ class ElasticLoop(Generic[T]):
                     raise
                 self._error = error
 
-    def attempt(self) -> Attempt:
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
         """Return the block for the body of the loop, which ends early when a rank ends."""
-        self._is_attempted, self._is_given = self._is_attempted or self._is_given, False
-        return Attempt(self)
-
-    def on_attempted(self, error: BaseException | None) -> bool:
-        """Note the end of a body. Returns: whether it is to be run again because of the error."""
-        was_attempted, self._is_attempted = self._is_attempted, False  # a cell's body may have a block in the block
-        if error is None:
-            self.done += was_attempted
-        elif isinstance(error, Exception) and can_recover(error, self._procs):
+        counts, self._is_given = self._is_given, False  # a cell's body may have a block in the block
+        try:
+            yield
+        except Exception as error:
+            if not can_recover(error, self._procs):
+                raise
             self._error = error
-            return True
-        return False
-
-    def __enter__(self) -> ElasticLoop[T]:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            with contextlib.suppress(WorkerLost):  # which the next use of the mesh tells
-                self._finish_save()
+        else:
+            self.done += counts and self._error is None
 
     # ---- saves ------------------------------------------------------------------------------------------------------
 
@@ -212,41 +184,35 @@ class ElasticLoop(Generic[T]):
         if self._asked == self.done:
             return
         self._tensors.check()
-        self._tensors.note_layouts()
         self._finish_save()
         self._asked = self.done
         try:
-            written = begin_save(self._folder, None, self._content, step=self.done, keep=KEPT).written
+            content = {**self._state, "stream": self._stream}
+            self._pending = begin_save(self._folder, None, content, step=self.done, keep=KEPT).written
             if self._last is None:
-                self._last = written.get(), self.done
-            else:
-                self._pending = written, self.done
+                self._finish_save()
         except Exception as error:
-            if self._last is None or can_recover(error, self._procs):
-                raise
-            self._tell_failed(error, self.done)
+            self._tell_failed(error)
 
     def _finish_save(self) -> None:
-        """Wait for the save that is being written; tell a failure of it. Raises: WorkerLost."""
-        if self._pending is None:
+        """Wait for the save that is being written, and tell a failure. Raises: WorkerLost, and as `_tell_failed`."""
+        if (pending := self._pending) is None:
             return
-        pending, done = self._pending
         while not pending.wait(LOOK_S):
             if lost := self._procs._mesh.lost:  # it ends when the process groups are formed again
                 raise WorkerLost.of(lost.values())
         self._pending = None
         try:
-            self._last, self._setbacks = (pending.get(), done), 0
+            self._last, self._setbacks = pending.get(), 0
         except Exception as error:
-            self._tell_failed(error, done)
+            self._tell_failed(error)
 
-    def _tell_failed(self, error: Exception, done: int) -> None:
+    def _tell_failed(self, error: Exception) -> None:
+        """Tell why a save has failed. Raises: the error of the first save, and one from which to recover."""
+        if self._last is None or can_recover(error, self._procs):
+            raise error
         why = str(error).partition("\n")[0]
-        print(f"elastic: the save of batch {done} failed ({why}); that of batch {self._saved_at} stays")
-
-    @property
-    def _saved_at(self) -> int:
-        return self._last[1] if self._last is not None else 0
+        print(f"elastic: the save of batch {self._asked} failed ({why}); that of batch {self._last.step:.0f} stays")
 
     # ---- recovery ---------------------------------------------------------------------------------------------------
 
@@ -262,17 +228,15 @@ class ElasticLoop(Generic[T]):
             raise error
         loss = describe_loss(error, self._procs)
         try:
-            recovered = recover(self._procs, self._min_ranks, self._within_s)
-            self._procs = recovered.procs
-            if recovered.is_smaller:
-                for mesh in self._meshes:
+            self._procs, how = recover(self._procs, self._min_ranks, self._within_s)
+            for mesh in self._meshes:
+                if is_renumbered(mesh.procs):
                     mesh.follow(self._procs)
             self._finish_save()  # a rank that is new has ended it
             self._tensors.renew()
-            restored = self._content
-            restore(self._last[0].path, restored)
-            if isinstance(self._state, MutableMapping):  # numbers in it have no place of their own
-                self._state.update({name: restored[name] for name in self._state})
+            restored = {**self._state, "stream": self._stream}
+            restore(self._last.path, restored)
+            self._state.update({name: restored[name] for name in self._state})  # numbers have no place of their own
         except KeyboardInterrupt:
             back = f"meshbook.restore({self._folder!r}, state)"
             print(f"elastic: interrupted before the state was that of a save, to which this brings it: {back}")
@@ -283,23 +247,10 @@ class ElasticLoop(Generic[T]):
             self._error = again
             return
         self._items = None
-        self.done = self._asked = self._saved_at
+        self.done = self._asked = int(self._last.step or 0)
         self.recoveries += 1
         count = at - self.done
         print(
-            f"elastic: {loss} at batch {at}; {recovered.how}, back to the save of batch {self.done}"
+            f"elastic: {loss} at batch {at}; {how}, back to the save of batch {self.done}"
             + (f", repeating {count} batch{'es' if count > 1 else ''}" if count else "")
         )
-
-
-class Attempt:
-    """The block in which the body of an elastic loop stands."""
-
-    def __init__(self, loop: ElasticLoop[Any]) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        return self._loop.on_attempted(error)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from meshbook.errors import HostLost, MeshError, MeshStoppedError, SpawnError, UsageError, WorkerLost
 from meshbook.formatting import format_sizes, group_ranks, name_ranks
@@ -13,14 +13,10 @@ from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.resize import without
 
 
-class Recovered(NamedTuple):
-    """Processes that are whole again."""
-
-    procs: ProcMesh
-    """The whole mesh as it is now."""
-    how: str
-    """A clause for people, as in ``healed in 0.6 s``."""
-    is_smaller: bool
+def check_min_ranks(min_ranks: int | None, procs: ProcMesh) -> None:
+    """Raises: UsageError for a number of ranks that the mesh does not have."""
+    if min_ranks is not None and not 1 <= min_ranks <= len(procs):
+        raise UsageError(f"min_ranks={min_ranks}: the mesh has {len(procs)} ranks")
 
 
 def can_recover(error: BaseException, procs: ProcMesh) -> bool:
@@ -49,30 +45,26 @@ def describe_loss(error: BaseException, procs: ProcMesh) -> str:
     return "; ".join(f"{name_ranks(ranks)} ended ({cause})" for cause, ranks in groups.items())
 
 
-def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> Recovered:
+def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> tuple[ProcMesh, str]:
     """Heal the mesh; where that cannot be, go on without the ranks that ended.
 
     min_ranks: the fewest ranks to go on with; None: all.
+    Returns: the whole mesh as it is now, and a clause for people, as in ``healed in 0.6 s``.
     Raises: SpawnError, CrashLoopError and others that `ProcMesh.heal` raises, where fewer ranks would be left.
     """
     procs = procs.base()
     began = time.monotonic()
     try:
         procs.heal(within_s=within_s)
-    except MeshStoppedError:
-        raise
     except SpawnError as error:
         fewer = _fewer(procs)
-        left = len(procs)
-        for axis, count in fewer.items():
-            left -= left // procs.sizes[axis] * count
-        if min_ranks is None or not fewer or left < min_ranks:
+        left = math.prod(size - fewer.get(axis, 0) for axis, size in procs.sizes.items())
+        if isinstance(error, MeshStoppedError) or min_ranks is None or not fewer or left < min_ranks:
             raise
         smaller = procs.shrink(**fewer)
         why = str(error).partition("\n")[0].removesuffix(".")
-        how = f"not healed ({why}): goes on with {format_sizes(smaller.sizes)}"
-        return Recovered(smaller, how, is_smaller=True)
-    return Recovered(procs, f"healed in {time.monotonic() - began:.1f} s", is_smaller=False)
+        return smaller, f"not healed ({why}): goes on with {format_sizes(smaller.sizes)}"
+    return procs, f"healed in {time.monotonic() - began:.1f} s"
 
 
 def _fewer(procs: ProcMesh) -> dict[str, int]:

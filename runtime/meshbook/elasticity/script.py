@@ -7,7 +7,7 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar
 
-from meshbook.elasticity.recovery import can_recover, describe_loss, recover
+from meshbook.elasticity.recovery import can_recover, check_min_ranks, describe_loss, recover
 from meshbook.errors import UsageError
 from meshbook.mesh.driven import current_procs
 from meshbook.mesh.proc_mesh import ProcMesh
@@ -39,27 +39,19 @@ def elastic_script(
     whole = procs.base()
     if procs.ranks != whole.ranks and not is_renumbered(procs):
         raise UsageError("elastic_script runs on a whole mesh, not on a part of it: give procs.base()")
-    if min_ranks is not None and not 1 <= min_ranks <= len(whole):
-        raise UsageError(f"min_ranks={min_ranks}: the mesh has {len(whole)} ranks")
-    restarts = failures = 0
-    loss = ""
+    check_min_ranks(min_ranks, whole)
+    restarts, loss = 0, ""
     while True:
         try:
             if loss:
-                recovered = recover(whole, min_ranks, within_s)
-                whole = recovered.procs
+                whole, how = recover(whole, min_ranks, within_s)
                 whole.free().get()
-                restarts += 1
-                loss, told = (
-                    "",
-                    f"{loss}; {recovered.how}, restart {restarts} of {max_restarts}{_from_save(save, whole)}",
-                )
-                print(f"elastic: {told}")
+                print(f"elastic: {loss}; {how}, restart {restarts} of {max_restarts}{_from_save(save, whole)}")
             results = whole.execute(train, *args).get()
             break
         except Exception as error:
-            failures += 1
-            if not can_recover(error, whole) or failures > max_restarts:
+            restarts += 1
+            if not can_recover(error, whole) or restarts > max_restarts:
                 raise
             loss = describe_loss(error, whole)
     if restarts:

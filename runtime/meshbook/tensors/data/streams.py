@@ -104,17 +104,11 @@ class _Feed:
     """The state that a stream shares with its thread, which does not hold the stream: its end is the end of both."""
 
     def __init__(
-        self,
-        items: Iterator[Any],
-        tell: Callable[[], Any],
-        mesh: Mesh,
-        layouts: Layouts,
-        prefetch: int,
-        line: CodeLine,
+        self, source: Any, items: Iterator[Any], mesh: Mesh, layouts: Layouts, prefetch: int, line: CodeLine
     ) -> None:
-        """tell: returns the state of the source, behind the item that was read last."""
+        """items: of the source, from where it is."""
         self._items, self._mesh, self._layouts, self._prefetch, self._line = items, mesh, layouts, prefetch, line
-        self._tell = tell
+        self._source = source
         self.position: Any = None
         """The state of the source behind the batch given last."""
         self._changed = threading.Condition()
@@ -178,7 +172,7 @@ class _Feed:
         laid = self._layouts.lay_out(item, lay)
         if not tensors:
             raise UsageError(f"there is no tensor in a batch of the source: {item!r:.80}")
-        return _SentBatch(laid, tensors, handles, self._tell())
+        return _SentBatch(laid, tensors, handles, _state_of(self._source))
 
     def _add(self, found: _SentBatch | _End) -> None:
         with self._changed:
@@ -272,11 +266,11 @@ class BatchStream(Generic[T]):
         self._bar = _bar(self._length) if progress else None
         self._source, self._about = source, (mesh, layouts, prefetch, line)
         self._given = 0
-        start = _tell_of(source)()
+        start = _state_of(source)
         self._read(_items_of(source), start)
 
     def _read(self, items: Iterator[Any], position: Any) -> None:
-        self._feed = _Feed(items, _tell_of(self._source), *self._about)
+        self._feed = _Feed(self._source, items, *self._about)
         self._feed.position = position
         self._end = weakref.finalize(self, self._feed.close)
         call_after_repairs(self.mesh.procs, self._feed.send_again)
@@ -309,7 +303,7 @@ class BatchStream(Generic[T]):
         Raises: UsageError unless the source is a list or another sequence, or has these two methods itself, as
         torchdata's StatefulDataLoader.
         """
-        if not isinstance(self._source, Sequence) and not _is_stateful(self._source):
+        if not isinstance(self._source, Sequence) and not is_stateful(self._source):
             raise UsageError(
                 f"a stream of {type(self._source).__name__} cannot be set back, since that has no state_dict and "
                 "load_state_dict: use torchdata's StatefulDataLoader, a list of batches, or give it these methods"
@@ -359,13 +353,14 @@ def _items_of(source: Any) -> Iterator[Any]:
         raise UsageError(f"{type(source).__name__} cannot be read batch by batch: give an iterable") from error
 
 
-def _is_stateful(source: object) -> bool:
+def is_stateful(source: object) -> bool:
+    """Whether a source can be set back to a position."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
-def _tell_of(source: Any) -> Callable[[], Any]:
-    """Return the function that tells the source's state; it tells None for a source without one."""
-    return (lambda: copy.deepcopy(source.state_dict())) if _is_stateful(source) else (lambda: None)
+def _state_of(source: Any) -> Any:
+    """Return a copy of the source's state; None for a source that has none."""
+    return copy.deepcopy(source.state_dict()) if is_stateful(source) else None
 
 
 def _length_of(source: object) -> int | None:

@@ -23,7 +23,7 @@ from meshbook.tensors.messages.layouts import ShardingSpec, to_placements
 from meshbook.tensors.messages.operations import Adopted, LocalPart, TensorId
 from meshbook.tensors.ranks import known_meshes, rank_tensors
 from meshbook.tensors.sending.op_stream import OpStream
-from meshbook.tensors.sending.recovery import leave_all, restore
+from meshbook.tensors.sending.recovery import TensorLeft, restore
 from meshbook.torch_internals import tree_map
 
 _names = itertools.count(1)
@@ -90,7 +90,7 @@ class Mesh:
     def follow(self, procs: ProcMesh) -> None:
         """Go on with the processes as they are numbered after the mesh has grown or shrunk.
 
-        Every tensor made before is lost: `renew_tensors` gives a tensor a new part on each rank.
+        Every tensor made before is lost: `StateTensors.renew` gives a tensor a new part on each rank.
         """
         former = self.stream.name
         self.stream.begin_repair()
@@ -100,7 +100,7 @@ class Mesh:
         self.stream.name = _new_name(procs)
         procs.execute(known_meshes.forget, former).get()
         self._open()
-        leave_all(self.stream)
+        self.stream.renew((), dict.fromkeys(self.stream.sound_tensors(), TensorLeft((), "")), {}, ())
         self.stream.end_repair()
         _made[(type(self), *_key_of(procs))] = self
 

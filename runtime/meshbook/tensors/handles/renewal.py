@@ -36,16 +36,12 @@ class StateTensors:
         return list(dict.fromkeys(each.mesh for each in self))
 
     def check(self) -> None:
-        """Wait for all that was issued. Raises: the error of a tensor that could not be made."""
+        """Wait for all that was issued, and note the placements. Raises: the error of a tensor that was not made."""
         for mesh in self.meshes:
+            handles = [each._handle for each in self if each.mesh is mesh]
             mesh.stream.settle()
-            mesh.stream.check([each._handle.number for each in self if each.mesh is mesh])
-
-    def note_layouts(self) -> None:
-        """Ask the ranks for the placements of tensors that are new."""
-        for mesh in self.meshes:
-            new = [each._handle for each in self if each.mesh is mesh and each._handle not in self._layouts]
-            if new:
+            mesh.stream.check([each.number for each in handles])
+            if new := [each for each in handles if each not in self._layouts]:
                 numbers = [each.number for each in new]
                 answers = mesh.stream.ask_with(mesh.stream.ask, numbers, "layouts", numbers)
                 self._layouts.update(zip(new, next(iter(answers.values())), strict=True))

@@ -55,12 +55,6 @@ class OwnTensorsLost(TensorLost):
 class TensorLeft(TensorLost):
     """The loss of a tensor that was made before its mesh grew or shrank, and was not restored since."""
 
-    def __init__(self) -> None:
-        super().__init__((), "")
-
-    def __reduce__(self) -> tuple[type[TensorLeft], tuple[()]]:
-        return TensorLeft, ()
-
     def __str__(self) -> str:
         return (
             "this tensor was made before the mesh changed its size, and was not restored: name it in the state of "
@@ -133,11 +127,6 @@ def restore(stream: OpStream, axes: Mapping[str, int]) -> tuple[int, set[TensorI
     kept = {number for parts in held.values() for number in parts} - lost.keys()
     stream.renew(kept, lost, torn, writes.undone)
     return len(kept - torn.keys()), lost.keys() | torn.keys()
-
-
-def leave_all(stream: OpStream) -> None:
-    """Give up all tensors of a mesh that goes on with other ranks."""
-    stream.renew((), dict.fromkeys(stream.sound_tensors(), TensorLeft()), {}, ())
 
 
 class _Writes:
