@@ -25,34 +25,18 @@ from concurrent.futures import Executor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshbook.source.location import USER, kind_of_file
 
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 """The functions that return and set a setting of the process."""
 
-_SETTINGS: tuple[Setting, ...] = (
-    (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
-    (sys.getrecursionlimit, sys.setrecursionlimit),
-    (
-        lambda: multiprocessing.get_start_method(allow_none=True),
-        lambda method: multiprocessing.set_start_method(method, force=True),
-    ),
-)
-_TORCHS = (
-    ("is_grad_enabled", "set_grad_enabled"),
-    ("get_default_dtype", "set_default_dtype"),
-    ("get_num_threads", "set_num_threads"),
-    ("get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-)
-"""The names of torch's functions that return and set a setting."""
 _HOOKS = ("argv", "stdin", "stdout", "stderr", "excepthook", "unraisablehook")
 _SIGNALS = signal.valid_signals() - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}
 """The signals whose handlers a program may set; SIGINT is the interrupt gate's."""
 END_S = 5.0
 """The time for which a process that was told to end is waited for."""
-_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 @contextlib.contextmanager
@@ -64,9 +48,12 @@ def as_it_was(beside: str) -> Iterator[None]:
     """
     hooks, names = {name: getattr(sys, name) for name in _HOOKS}, dict(vars(builtins))
     path, known = list(sys.path), dict(sys.modules)
-    handlers, timers = {each: signal.getsignal(each) for each in _SIGNALS}, [signal.getitimer(each) for each in _TIMERS]
+    handlers, (left_s, _) = {each: signal.getsignal(each) for each in _SIGNALS}, signal.getitimer(signal.ITIMER_REAL)
     try:
-        with _settings_as_they_were(beside, known) if beside else contextlib.nullcontext():
+        with contextlib.ExitStack() as also:
+            if beside:
+                also.enter_context(_own_loggers())
+                also.enter_context(_settings_as_they_were(beside, known))
             yield
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -78,9 +65,8 @@ def as_it_was(beside: str) -> Iterator[None]:
             delattr(builtins, name)
         vars(builtins).update(names)
         sys.path[:], sys.modules["__main__"] = path, known["__main__"]
-        for timer, before in zip(_TIMERS, timers, strict=True):
-            if not before[0] and signal.getitimer(timer)[0]:
-                signal.setitimer(timer, 0)  # else it would find no handler, and end the process
+        if not left_s:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # else it would find no handler, and end the process
         for number, handler in handlers.items():
             now = signal.getsignal(number)
             if number == signal.SIGCHLD and callable(now):
@@ -143,9 +129,9 @@ def drop_values(names: dict[str, object]) -> None:
 
 @contextlib.contextmanager
 def _settings_as_they_were(beside: str, known: dict[str, ModuleType]) -> Iterator[None]:
-    """Put back folder, environment, modules, settings and loggers; forget modules in ``beside`` that are not known."""
-    folder, environment, loggers, hook = os.getcwd(), dict(os.environ), _loggers(), threading.excepthook
-    settings = [(get, put, get()) for get, put in (*_SETTINGS, *_torchs_settings())]
+    """Put back folder, environment, modules and settings; forget modules in ``beside`` that are not known."""
+    folder, environment, hook = os.getcwd(), dict(os.environ), threading.excepthook
+    settings = [(get, put, get()) for get, put in _settings()]
     try:
         with warnings.catch_warnings():
             yield
@@ -163,51 +149,49 @@ def _settings_as_they_were(beside: str, known: dict[str, ModuleType]) -> Iterato
             file = getattr(sys.modules[name], "__file__", None) or ""
             if file.endswith(".py") and Path(file).is_relative_to(beside) and kind_of_file(file) == USER:
                 del sys.modules[name]
-        _put_back(loggers)
 
 
-def _torchs_settings() -> list[Setting]:
-    if (torch := sys.modules.get("torch")) is None:
-        return []
-    device = torch.get_default_device, lambda was: torch.set_default_device(None if was.type == "cpu" else was)
-    anomalies = torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
-    return [(getattr(torch, get), getattr(torch, put)) for get, put in _TORCHS] + [device, anomalies]
+def _settings() -> list[Setting]:
+    settings: list[Setting] = [
+        (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
+        (sys.getrecursionlimit, sys.setrecursionlimit),
+        (
+            lambda: multiprocessing.get_start_method(allow_none=True),
+            lambda method: multiprocessing.set_start_method(method, force=True),
+        ),
+    ]
+    if (torch := sys.modules.get("torch")) is not None:
+        settings += [
+            (torch.is_grad_enabled, torch.set_grad_enabled),
+            (torch.get_default_dtype, torch.set_default_dtype),
+            (torch.get_default_device, lambda was: torch.set_default_device(None if was.type == "cpu" else was)),
+            (torch.get_num_threads, torch.set_num_threads),
+            (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+            (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        ]
+    return settings
 
 
-class _Logger(NamedTuple):
-    level: int
-    handlers: tuple[logging.Handler, ...]
-    filters: tuple[Any, ...]
-    propagate: bool
-    disabled: bool
+@contextlib.contextmanager
+def _own_loggers() -> Iterator[None]:
+    """Give a program loggers of its own, and put back the root logger; a library stays imported and keeps its own."""
+    root = logging.root
+    level, handlers, filters = root.level, root.handlers[:], root.filters[:]
+    others = _take_own_loggers()
+    try:
+        yield
+    finally:
+        for logger in (root, *_take_own_loggers().values()):
+            for handler in set(getattr(logger, "handlers", ())).difference(handlers):
+                with contextlib.suppress(Exception):  # a program's own
+                    handler.close()
+        root.handlers[:], root.filters[:] = handlers, filters
+        root.setLevel(level)
+        root.manager.loggerDict.update(others)
 
 
-_FRESH = _Logger(logging.NOTSET, (), (), True, False)
-
-
-def _loggers() -> dict[str, _Logger]:
-    """Return the state of each logger, by its name."""
-    return {
-        each.name: _Logger(each.level, tuple(each.handlers), tuple(each.filters), each.propagate, each.disabled)
-        for each in _all_loggers()
-    }
-
-
-def _all_loggers() -> list[logging.Logger]:
-    known = list(logging.root.manager.loggerDict.values())
-    return [logging.root, *(each for each in known if isinstance(each, logging.Logger))]
-
-
-def _put_back(before: dict[str, _Logger]) -> None:
-    """Put back the root logger and those of the program; a library that stays imported keeps its own."""
-    for logger in _all_loggers():
-        top = logger.name.partition(".")[0]
-        if logger is not logging.root and top != "__main__" and top in sys.modules:
-            continue
-        was = before.get(logger.name, _FRESH)
-        for handler in set(logger.handlers).difference(was.handlers):
-            with contextlib.suppress(Exception):  # a program's own
-                handler.close()
-        logger.handlers[:], logger.filters[:] = was.handlers, was.filters
-        logger.setLevel(was.level)
-        logger.propagate, logger.disabled = was.propagate, was.disabled
+def _take_own_loggers() -> dict[str, logging.Logger | logging.PlaceHolder]:
+    """Remove the loggers that are named after no imported module, or after the main one; return them."""
+    known = logging.root.manager.loggerDict
+    tops = {name: name.partition(".")[0] for name in known}
+    return {name: known.pop(name) for name, top in tops.items() if top == "__main__" or top not in sys.modules}
