@@ -236,23 +236,21 @@ class Metrics:
 
     def latest(self, name: str) -> dict[int | None, Points]:
         """Return the points of `series`."""
+        series = self.series(name)
         with self._lock:
-            return points_of(self._latest(name))
+            return points_of(series)
 
     def series(self, name: str) -> dict[int | None, Series]:
         """Return the series of the last run by rank, and of the runs beside it; none for a name that was never logged.
 
         Jobs on several slices have a run each. Those that still logged when the last one began are beside it.
         """
-        with self._lock:
-            return self._latest(name)
-
-    def _latest(self, name: str) -> dict[int | None, Series]:
         found: dict[int | None, Series] = {}
-        runs = self._runs.get(name, [])
-        for run in runs:
-            if run.last_time >= runs[-1].first_time:
-                found.update(run.series)
+        with self._lock:
+            runs = self._runs.get(name, [])
+            for run in runs:
+                if run.last_time >= runs[-1].first_time:
+                    found.update(run.series)
         return found
 
     def rows(self) -> Iterator[MetricRow]:
