@@ -5,6 +5,7 @@
                                                        BODY
                                                del loop
 Lines stay as they are, and break, continue, else and return keep their meanings.
+A module of its own because nothing else changes the syntax trees of cells.
 """
 
 from __future__ import annotations
@@ -29,12 +30,8 @@ class ElasticLoops(ast.NodeTransformer):
         block = ast.parse(f"{_ATTEMPT}({name})", mode="eval").body
         node.iter = ast.NamedExpr(ast.Name(name, ast.Store()), node.iter)
         node.body = [ast.With([ast.withitem(block, None)], node.body)]
-        return [_placed(each, node) for each in (node, ast.Delete([ast.Name(name, ast.Del())]))]
-
-
-def _placed(made: ast.stmt, node: ast.For) -> ast.stmt:
-    """Give new nodes the place of the loop."""
-    return ast.fix_missing_locations(ast.copy_location(made, node))
+        end = ast.copy_location(ast.Delete([ast.Name(name, ast.Del())]), node)
+        return [ast.fix_missing_locations(each) for each in (node, end)]
 
 
 def attempt(loop: Any) -> contextlib.AbstractContextManager[None]:

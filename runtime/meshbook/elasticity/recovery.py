@@ -57,7 +57,9 @@ def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> t
     try:
         procs.heal(within_s=within_s)
     except SpawnError as error:
-        fewer = _fewer(procs)
+        fewer: dict[str, int] = {}
+        with contextlib.suppress(UsageError):  # where no part of the mesh is whole
+            fewer = without(procs.extent, procs.lost)
         left = math.prod(size - fewer.get(axis, 0) for axis, size in procs.sizes.items())
         if isinstance(error, MeshStoppedError) or min_ranks is None or not fewer or left < min_ranks:
             raise
@@ -65,9 +67,3 @@ def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> t
         why = str(error).partition("\n")[0].removesuffix(".")
         return smaller, f"not healed ({why}): goes on with {format_sizes(smaller.sizes)}"
     return procs, f"healed in {time.monotonic() - began:.1f} s"
-
-
-def _fewer(procs: ProcMesh) -> dict[str, int]:
-    with contextlib.suppress(UsageError):
-        return without(procs.extent, procs.lost)
-    return {}

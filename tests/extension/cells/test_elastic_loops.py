@@ -53,7 +53,11 @@ def test_lines_of_errors_hold() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         run("x = 0\nfor number in elastic(range(2)):\n    y = 1\n    y / x\n")
     assert raised.traceback[-1].lineno == 3  # from 0
-    plain = "for x in range(3):\n    pass"
+
+
+@pytest.mark.parametrize("items", ["range(3)", "enumerate(elastic(items))"])  # the loop's error says what to write
+def test_other_loops_stay_as_they_are(items: str) -> None:
+    plain = f"for x in {items}:\n    pass"
     assert ast.dump(ElasticLoops().visit(ast.parse(plain))) == ast.dump(ast.parse(plain))
 
 

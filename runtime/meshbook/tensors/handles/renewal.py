@@ -65,8 +65,7 @@ def _tensors_of(part: object) -> Iterator[MeshTensor]:
     if isinstance(part, torch.nn.Module):
         leaves: list[object] = [*part.parameters(), *part.buffers()]
     elif isinstance(part, torch.optim.Optimizer):
-        leaves = [each for group in part.param_groups for each in group["params"]]
-        leaves += [each for state in part.state.values() for each in tree_leaves(state)]
+        leaves = tree_leaves([part.param_groups, list(part.state.values())])
     else:
         leaves = tree_leaves(part)
     return (each for each in leaves if isinstance(each, MeshTensor))
