@@ -74,11 +74,8 @@ def curves_of(metrics: Metrics, names: Sequence[str], ranks: Collection[int] | N
     """Return the last runs of names that were logged, on these ranks or on all."""
     curves: list[Curve] = []
     for name in names:
-        if name.startswith((OUTPUT, GRADIENT)):
-            continue
-        series = {rank: each for rank, each in metrics.series(name).items() if ranks is None or rank in ranks}
-        latest = {rank: each for rank, each in metrics.latest(name).items() if ranks is None or rank in ranks}
-        if series and latest:
+        series, latest = metrics.series(name, ranks), metrics.latest(name, ranks)
+        if series and latest and not name.startswith((OUTPUT, GRADIENT)):
             curves.append(Curve(Summary.of(name, series), latest))
     return curves
 

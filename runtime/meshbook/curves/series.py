@@ -10,7 +10,7 @@ import math
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 SERIES_POINTS = 2000
@@ -234,16 +234,17 @@ class Metrics:
         with self._lock:
             return tuple(self._runs)
 
-    def latest(self, name: str) -> dict[int | None, Points]:
+    def latest(self, name: str, ranks: Collection[int] | None = None) -> dict[int | None, Points]:
         """Return the points of `series`."""
-        series = self.series(name)
+        series = self.series(name, ranks)
         with self._lock:
             return points_of(series)
 
-    def series(self, name: str) -> dict[int | None, Series]:
+    def series(self, name: str, ranks: Collection[int] | None = None) -> dict[int | None, Series]:
         """Return the series of the last run by rank, and of the runs beside it; none for a name that was never logged.
 
         Jobs on several slices have a run each. Those that still logged when the last one began are beside it.
+        ranks: of these alone.
         """
         found: dict[int | None, Series] = {}
         with self._lock:
@@ -251,7 +252,7 @@ class Metrics:
             for run in runs:
                 if run.last_time >= runs[-1].first_time:
                     found.update(run.series)
-        return found
+        return found if ranks is None else {rank: each for rank, each in found.items() if rank in ranks}
 
     def rows(self) -> Iterator[MetricRow]:
         """Yield the points of all names, runs and ranks."""
