@@ -130,7 +130,7 @@ def drop_values(names: dict[str, object]) -> None:
 @contextlib.contextmanager
 def _settings_as_they_were(beside: str, known: dict[str, ModuleType]) -> Iterator[None]:
     """Put back folder, environment, modules and settings; forget modules in ``beside`` that are not known."""
-    folder, environment, hook = os.getcwd(), dict(os.environ), threading.excepthook
+    folder, environment = os.getcwd(), dict(os.environ)
     settings = [(get, put, get()) for get, put in _settings()]
     try:
         with warnings.catch_warnings():
@@ -143,7 +143,6 @@ def _settings_as_they_were(beside: str, known: dict[str, ModuleType]) -> Iterato
         for get, put, before in settings:
             if get() != before:
                 put(before)
-        threading.excepthook = hook
         sys.modules.update(known)
         for name in sys.modules.keys() - known.keys():
             file = getattr(sys.modules[name], "__file__", None) or ""
@@ -155,6 +154,7 @@ def _settings() -> list[Setting]:
     settings: list[Setting] = [
         (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
         (sys.getrecursionlimit, sys.setrecursionlimit),
+        (lambda: threading.excepthook, lambda hook: setattr(threading, "excepthook", hook)),
         (
             lambda: multiprocessing.get_start_method(allow_none=True),
             lambda method: multiprocessing.set_start_method(method, force=True),

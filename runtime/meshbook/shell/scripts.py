@@ -80,7 +80,7 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
     """Run the program as the main program of this process, to its end.
 
     names: gets its global names where it is to keep them, also those of one that failed.
-    enter: is given the global names of the main program: the program's own, and ``names`` again at its end.
+    enter: is given the global names of the program before it begins.
     Raises: the errors of the program; ScriptExit where it ended with an exit code other than 0.
     """
     main = Program("__main__")
@@ -94,7 +94,6 @@ def run_script(script: Script, names: dict[str, object], enter: Callable[[dict[s
         started = Started()
         sys.argv = [main.__file__ if not script.path else script.name, *script.arguments]  # type: ignore[list-item]
         sys.modules["__main__"] = main
-        after.callback(enter, names)
         enter(vars(main))
         try:
             _execute(script, code, vars(main))

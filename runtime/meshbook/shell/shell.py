@@ -23,6 +23,7 @@ import select
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import Completions
@@ -334,19 +335,16 @@ class RankShell:
 
     def _run_script(self, script: Script) -> CellResult:
         self.is_untidy = True  # the functions of its main module are in cycles with it
-        entered: list[dict[str, object]] = []
-
-        def enter(names: dict[str, object]) -> None:
-            entered.append(names)
-            self._main_names = names
-
+        names = self._ipython.user_ns
         try:
-            run_script(script, self._ipython.user_ns, enter)
+            run_script(script, names, partial(setattr, self, "_main_names"))
         except BaseException as error:
             drop_own_frames(error)
-            self._failed_program = {} if script.keep else entered[0] if entered else {}
+            if self._main_names is not names and not script.keep:
+                self._failed_program = self._main_names
             return CellResult(None, error, ran=True)
         finally:
+            self._main_names = names
             self.flush_text()
             for stream in self._streams:
                 stream.lead_back()
