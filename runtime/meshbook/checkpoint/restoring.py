@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,19 +23,22 @@ from torch.distributed.tensor import Replicate, Shard
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import bare_key, key_of_copy
 from meshbook.checkpoint.folder import DCP, Saved, SavedLayout
-from meshbook.checkpoint.saving import join_reasons, variables
+from meshbook.checkpoint.saving import from_first_rank, join_reasons, variables
 from meshbook.checkpoint.state import (
     RANDOM,
+    RANDOM_KIND,
+    TENSOR,
+    VALUE,
     HeldModule,
     HeldOptimizer,
-    HeldRandom,
     HeldState,
-    HeldTensor,
     HeldValue,
     Tensors,
     hold,
+    hold_random,
+    hold_value,
     keys_of,
-    missing,
+    tensor_rest,
 )
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
@@ -54,12 +57,22 @@ class _Report(NamedTuple):
 
 
 class SaveDescription(NamedTuple):
-    """A save as the notebook is told of it."""
+    """A save as the notebook is told of it; ranks alone can read its tensors."""
 
     saved: Saved
     forms: dict[str, tuple[torch.Size, torch.dtype]]
     values: dict[str, Any]
     """The pickled values by their keys."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        return self.forms.keys() | self.values.keys()
+
+    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        return self.forms.get(key)
+
+    def value(self, key: str) -> Any:
+        return self.values[key]
 
 
 def restore_objects(
@@ -77,32 +90,20 @@ def restore_objects(
     Raises: UsageError, before anything has changed unless it says so.
     """
     own_groups().require()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [folders.find(Path(folder), step)]
-        except UsageError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], UsageError):
-        raise box[0]
-    saved: Saved = box[0]
+    saved = from_first_rank(lambda: folders.find(Path(folder), step))
     values: dict[str, Any] = {}
-    plan = None
     try:
         folders.read(saved.path)  # as this host sees it
         files, only = SavedFiles(saved), list(names) if strict else only
-        plan = files, Restoring(saved, files, names, values, only=only, random=RANDOM if strict or not only else "")
-        told = _Report("", plan[1].notes)
+        plan = Restoring(files, names, values, only=only, random=RANDOM if strict or not only else "")
+        told = _Report("", plan.notes)
     except UsageError as error:
         told = _Report(str(error), [])
     except Exception as error:  # of a user's class, or of a file that is not whole
         told = _Report(f"{type(error).__name__}: {error}", [])
     notes = _agree(told)
-    assert plan is not None
-    files, restoring = plan
-    _load(files, restoring.sources)
-    restoring.give()
+    _load(files, plan.sources)
+    plan.give()
     return Saved(saved.path, saved.manifest, values, tuple(notes))
 
 
@@ -170,8 +171,7 @@ class Restoring:
 
     def __init__(
         self,
-        saved: Saved,
-        files: KnownFiles,
+        files: SavedFiles | SaveDescription,
         names: MutableMapping[str, Any],
         values: MutableMapping[str, Any],
         *,
@@ -184,19 +184,19 @@ class Restoring:
         random: the name of this process's random states. place: the rank that it restores for, and the number of ranks;
         its own by default. Raises: UsageError.
         """
-        self.saved, self.manifest, self.files = saved, saved.manifest, files
+        self.saved, self.manifest, self.files = files.saved, files.saved.manifest, files
         self.rank, self.world_size = place or (dist.get_rank(), dist.get_world_size())
         self.values = values
         self.sources: Tensors = {}
         """The tensors to be read into, by their keys in the save."""
         self.notes: list[str] = []
+        self._keys = {bare_key(key, self.manifest.copies) for key in files.keys}
         self._targets: dict[str, Tensors] = {}
         self._rest: dict[str, Any] = {}
 
         def bind(name: str, value: object) -> None:
             values[name] = names[name] = value
 
-        self._bind = bind
         kinds = {
             name: kind
             for name in self.manifest.kinds
@@ -209,13 +209,17 @@ class Restoring:
                 self._check_known(name)
         self._held = {name: held for name, held in known.held.items() if name in kinds}
         for name, kind in kinds.items():
-            if name not in self._held and kind != HeldRandom.kind and self._is_here(name):
-                self._make_place(name, kind)
+            if name not in self._held and kind != RANDOM_KIND and self._is_here(name):
+                if kind not in (TENSOR, VALUE):
+                    raise UsageError(
+                        f"the save has the {kind} {name}, which is not there: run the cell that makes it, then restore"
+                    )
+                self._held[name] = hold_value(name, None, bind)
             if name in self._held:
                 self._prepare(name, self._held[name], kind)
         if random in self.manifest.kinds:
-            self._held[random] = HeldRandom(random)
-            self._prepare(random, self._held[random], HeldRandom.kind)
+            self._held[random] = hold_random(random)
+            self._prepare(random, self._held[random], RANDOM_KIND)
 
     def give(self) -> None:
         """Give all objects what was read."""
@@ -236,29 +240,17 @@ class Restoring:
 
     def _is_here(self, name: str) -> bool:
         """Whether this rank had the name."""
-        copies = self.manifest.copies
-        keys = [key for key in self.files.keys if key == name or key.startswith((f"{name}.", f"{name}@"))]
-        bare = {bare_key(key, copies) for key in keys}
-        return any(key_of_copy(key, copies, self.rank) is not None for key in bare)
-
-    def _make_place(self, name: str, kind: str) -> None:
-        made = missing(name, kind, self._bind)
-        if made is None:
-            raise UsageError(
-                f"the save has the {kind} {name}, which is not there: run the cell that makes it, then restore"
-            )
-        self._held[name] = made
+        keys = [key for key in self._keys if key == name or key.startswith(f"{name}.")]
+        return any(key_of_copy(key, self.manifest.copies, self.rank) is not None for key in keys)
 
     def _prepare(self, name: str, held: HeldState, kind: str) -> None:
-        if held.kind != kind and {held.kind, kind} == {HeldTensor.kind, HeldValue.kind}:  # as best = None at the begin
-            held = self._held[name] = missing(name, kind, self._bind) or held
-        if held.kind != kind:
+        if held.kind != kind and not {held.kind, kind} <= {TENSOR, VALUE}:  # as best = None at the begin
             raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
         here = held.tensors()
-        keys = {bare_key(key, self.manifest.copies) for key in self.files.keys if key.startswith(f"{name}.")}
-        keys |= {name} if kind == HeldTensor.kind else set()
+        keys = {key for key in self._keys if key.startswith(f"{name}.")}
+        keys |= {name} if kind == TENSOR else set()
         sources = {key: found for key in keys if (found := self._find(key, held)) is not None}
-        rest = self._find(name, held) if kind != HeldTensor.kind and self._has_rest(name) else None
+        rest = self._find(name, held) if kind != TENSOR and name in self._keys else None
         if not sources and rest is None:
             return
         if rest is not None:
@@ -266,9 +258,11 @@ class Restoring:
             why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
             if why:
                 raise UsageError(why)
+        if kind == TENSOR:
+            self._rest[name] = tensor_rest(name)
         if isinstance(held, HeldValue):
             needed = keys_of(self._rest.get(name))
-            if rest is None or not needed <= sources.keys():
+            if name not in self._rest or not needed <= sources.keys():
                 return  # a new rank, and a part of it differed between ranks
             sources = {key: sources[key] for key in needed}
         if held.is_strict:
@@ -287,9 +281,6 @@ class Restoring:
             targets[key] = self.sources[source] = there
         self._targets[name] = targets
 
-    def _has_rest(self, name: str) -> bool:
-        return name in self.files.keys or name in self.manifest.copies
-
     def _empty(self, held: HeldState, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         layout = self.manifest.layouts.get(key)
         return held.like(key, size, dtype) if layout is None else _make_dtensor(key, layout, size, dtype)
@@ -304,19 +295,21 @@ class Restoring:
                 f"{held.name} of {{ranks}}: that of rank {first}, since it differed between ranks when it was saved"
             )
             found = key_of_copy(key, copies, first)
-        if found is None and has_moved and held.kind != HeldRandom.kind:
+        if found is None and has_moved and held.kind != RANDOM_KIND:
             self.notes.append(
                 f"{held.name} of {{ranks}}: not restored, since it differed between ranks when it was saved"
             )
         if self.rank == 0 and has_moved and len(copies.get(key, ())) > 1:
             lost = [rank for group in copies[key] for rank in group if rank >= self.world_size]
-            if lost and held.kind != HeldRandom.kind:
+            if lost and held.kind != RANDOM_KIND:
                 self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
         return found
 
     def _check_keys(self, name: str, held: HeldState, here: Tensors, sources: Mapping[str, str]) -> None:
-        lacking = [key for key in here if key not in sources] if isinstance(held, HeldModule) else []
-        foreign = [key for key in sources if key not in here] if isinstance(held, HeldModule) else []
+        if not isinstance(held, HeldModule):
+            return
+        lacking = [key for key in here if key not in sources]
+        foreign = [key for key in sources if key not in here]
         for keys, text in ((lacking, "the save does not have"), (foreign, "only the save has")):
             if keys:
                 more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
@@ -343,24 +336,12 @@ def _make_dtensor(name: str, layout: SavedLayout, size: torch.Size, dtype: torch
     return zeros(size, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-class KnownFiles(Protocol):
-    """The content of a save's files, by its keys."""
-
-    keys: Collection[str]
-
-    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
-        """Return the size and the type of a tensor; None for a pickled value."""
-
-    def value(self, key: str) -> Any:
-        """Return a pickled value."""
-
-
 class SavedFiles:
     """The files of a save on disk."""
 
     def __init__(self, saved: Saved) -> None:
         """Raises: UsageError."""
-        self._path = saved.path
+        self.saved = saved
         try:
             self._reader = (
                 FileSystemReader(saved.path) if saved.manifest.format == DCP else _safetensors_reader(saved.path)
@@ -373,15 +354,17 @@ class SavedFiles:
         self.keys: Collection[str] = self._metadata.state_dict_metadata.keys()
 
     def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
+        """Return the size and the type of a tensor; None for a pickled value."""
         about = self._metadata.state_dict_metadata[key]
         return (about.size, about.properties.dtype) if isinstance(about, TensorStorageMetadata) else None
 
     def value(self, key: str) -> Any:
+        """Return a pickled value. Raises: UsageError."""
         values: dict[str, Any] = {key: io.BytesIO()}
         try:
             self.load(values)
         except Exception as error:  # of a pickle
-            raise UsageError(f"{key} in {self._path} cannot be read ({error}); restore another save") from None
+            raise UsageError(f"{key} in {self.saved.path} cannot be read ({error}); restore another save") from None
         return values[key]
 
     def load(self, tensors: dict[str, Any]) -> None:
@@ -397,17 +380,3 @@ def _safetensors_reader(path: Path) -> Any:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     return HuggingFaceStorageReader(str(path))
-
-
-class DescribedFiles:
-    """The files of a save as a rank has told of them; ranks alone can read its tensors."""
-
-    def __init__(self, told: SaveDescription) -> None:
-        self._told = told
-        self.keys: Collection[str] = [*told.forms, *told.values]
-
-    def form(self, key: str) -> tuple[torch.Size, torch.dtype] | None:
-        return self._told.forms.get(key)
-
-    def value(self, key: str) -> Any:
-        return self._told.values[key]

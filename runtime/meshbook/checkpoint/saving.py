@@ -18,7 +18,6 @@ import functools
 import importlib.util
 import io
 import pickle
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -33,27 +32,29 @@ from torch.distributed.tensor import DTensor, Shard
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import SavedEntry, SaveFiles
 from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SavingState, TemporaryFolder
-from meshbook.checkpoint.state import RANDOM, HeldModule, HeldRandom, HeldTensor, hold
+from meshbook.checkpoint.state import RANDOM, TENSOR, HeldModule, hold, hold_random
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.curves.recorder import recorder
 from meshbook.errors import GroupAborted, SaveFailed, UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
-from meshbook.groups.store_client import LinkStore
 from meshbook.system.os_errors import explain
 
-V = TypeVar("V")
+T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 24 * 3600.0
 """The longest that ranks wait for each other's files. A rank that ends is known at once."""
 
 
 class SavingJob:
-    """A save, on one rank, from its begin to its end."""
+    """A save, on one rank: `begin` is a call of all ranks' main threads, the rest happens aside."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, path: Path, files: SaveFiles, temporary: TemporaryFolder | None, about: dict[str, Any], keep: int | None
+    ) -> None:
+        """temporary: the folder on rank 0. about: fields of its `Manifest`. keep: so many saves stay."""
+        self.name = path.name
         self.held_s = 0.0
         """The time that the main thread was held."""
         self.copied_bytes = 0
@@ -61,6 +62,13 @@ class SavingJob:
         """Whether this rank has given it up before its part was written, and may have changed that since."""
         self.written: Future[Saved] = Future()
         """Done when it is on disk under its name. Raises: SaveFailed."""
+        self._rank = dist.get_rank()
+        self._files = files
+        self._store = own_groups().store
+        self._scope = f"{own_groups().scope}/save/{self.name}"
+        self._temporary = temporary
+        self._about = about
+        self._keep = keep
 
     @property
     def state(self) -> SavingState:
@@ -71,6 +79,82 @@ class SavingJob:
             return SavingState(True, str(error))
         saved = self.written.result(0)
         return SavingState(True, "", str(saved.path), saved.manifest)
+
+    def begin(self, hashes: Sequence[Mapping[str, str]], copies: bool) -> None:
+        """Copy this rank's share, and begin to write it; the others are told if it is interrupted meanwhile."""
+        global last
+        try:
+            self._about["copies"] = self._files.plan(hashes)
+            self.copied_bytes = self._files.stage(copies=copies)
+            last = self
+            run_in_background(self._run)
+        except BaseException as error:
+            why = f"rank {self._rank} did not copy its part: {type(error).__name__} {error}".rstrip()
+            with contextlib.suppress(Exception):
+                self._tell(*(("end", ("", why)) if self._rank == 0 else (str(self._rank), (why, None))))
+            raise
+
+    def _run(self) -> None:
+        """Write this rank's part, and end the job when all have written theirs; raise nothing."""
+        global last_written
+        try:
+            self._tell(str(self._rank), self._write_part())
+            last_written = folders.read(Path(self._await_end()))
+            self.written.set_result(last_written)
+            return
+        except GroupAborted:
+            error = SaveFailed("a rank ended, or the process groups were formed again, before it was written")
+        except Exception as fault:  # of ours too: the save must end
+            error = fault if isinstance(fault, SaveFailed) else SaveFailed(f"{type(fault).__name__}: {fault}")
+        if self._temporary is not None:
+            self._temporary.discard()
+        self.written.set_exception(error)
+
+    def _tell(self, key: str, word: tuple[str, Any]) -> None:
+        self._store.set(f"{self._scope}/{key}", pickle.dumps(word))
+
+    def _write_part(self) -> tuple[str, Any]:
+        """Return the word to rank 0: why it is not written, and where everything is."""
+        try:
+            written = self._files.write()
+        except Exception as fault:
+            return f"rank {self._rank} could not write its part: {_explained(fault)}", None
+        why = f"rank {self._rank} was interrupted before its part was written" if self.is_dropped else ""
+        return why, written
+
+    def _await_end(self) -> str:
+        """Return the path of the save when all is written. Raises: SaveFailed, GroupAborted."""
+        if self._temporary is None:
+            self._store.wait([f"{self._scope}/end"], timedelta(seconds=WRITE_TIMEOUT_S))
+            path, why = pickle.loads(self._store.get(f"{self._scope}/end"))
+        else:
+            path, why = "", ""
+            try:
+                path = self._finish(self._temporary)
+            except GroupAborted:
+                raise
+            except Exception as fault:
+                why = _explained(fault)
+            with contextlib.suppress(GroupAborted):  # a rank has ended since: the save is there all the same
+                self._tell("end", (path, why))
+        if why:
+            raise SaveFailed(why)
+        return str(path)
+
+    def _finish(self, temporary: TemporaryFolder) -> str:
+        keys = [f"{self._scope}/{rank}" for rank in range(self._about["world_size"])]
+        self._store.wait(keys, timedelta(seconds=WRITE_TIMEOUT_S))
+        words = [pickle.loads(each) for each in self._store.multi_get(keys)]
+        self._store.delete_keys(keys)
+        for why, _ in words:
+            if why:
+                raise SaveFailed(why)
+        self._files.finish([written for _, written in words])
+        folders.write_manifest(temporary.path, **self._about)
+        path = temporary.commit()
+        if self._keep:
+            folders.keep_last(temporary.folder, self._keep)
+        return str(path)
 
 
 last: SavingJob | None = None
@@ -127,12 +211,10 @@ def _is_due(folder: str, every: int | timedelta) -> bool:
         return _calls[key] % every == 0
     own_groups().require()
     now = time.monotonic()
-    is_due = now - _saved_at.setdefault(folder, now) >= every.total_seconds()
-    due = torch.tensor([is_due], device="cpu", dtype=torch.uint8)
-    dist.broadcast(due, src=0)
-    if due.item():
+    is_due = from_first_rank(lambda: now - _saved_at.setdefault(folder, now) >= every.total_seconds())
+    if is_due:
         _saved_at[folder] = now
-    return bool(due.item())
+    return is_due
 
 
 def save_ranks(
@@ -186,39 +268,53 @@ def save_content(
     of_notebook: the names that the notebook holds. copies: write copies; else the values stay until they are written.
     Raises: UsageError, SaveFailed.
     """
-    groups = own_groups()
-    groups.require()
+    own_groups().require()
     if last is not None:
         last.written.wait()
     began = time.monotonic()
-    rank = dist.get_rank()
-    temporary, word = _begin(folder) if rank == 0 else (None, None)
-    box: list[Any] = [word]
+    temporary = None
+
+    def begin() -> Path:
+        nonlocal temporary
+        temporary = folders.begin(Path(folder))
+        return temporary.path
+
     try:
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], UsageError):
-            raise box[0]
-        path, name = Path(box[0][0]), box[0][1]
-        job = SavingJob(name)
+        path = from_first_rank(begin)
         content, files, told = _agree(path, collect, format)
-        fields = {
+        about = {
             "format": format,
             "step": content.step if step is None else step,
             "world_size": len(told),
-            "kinds": _merged([each.kinds for each in told]),
-            "mixed_kinds": _mixed_kinds(told),
-            "layouts": _merged([each.layouts for each in told]),
-            "skipped": _merged([each.skipped for each in told]),
+            "kinds": _merged([each.content.kinds for each in told]),
+            "mixed_kinds": _mixed_kinds([each.content.kinds for each in told]),
+            "layouts": _merged([each.content.layouts for each in told]),
+            "skipped": _merged([each.content.skipped for each in told]),
             "of_notebook": list(of_notebook),
         }
-        writing = _Writing(rank, job, files, groups.store, f"{groups.scope}/save/{name}", temporary, fields, keep)
-        _copy(writing, told, copies)
+        job = SavingJob(path, files, temporary, about, keep)
+        job.begin([each.hashes for each in told], copies)
     except BaseException:
         if temporary is not None:
             temporary.discard()
         raise
     job.held_s = time.monotonic() - began
     return job
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Return on all ranks what rank 0 makes. Raises: UsageError, that of rank 0 on all."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [make()]
+        except UsageError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], UsageError):
+        raise box[0]
+    made: T = box[0]
+    return made
 
 
 def _agree(
@@ -238,33 +334,10 @@ def _agree(
     if place.local_rank == 0 and (unseen := folders.leave_token(path, str(place.host_rank))):
         why = f"{place.host} {unseen}"
     told: list[Any] = [None] * dist.get_world_size()
-    about = content.lacks, content.kinds, content.layouts, content.skipped
-    dist.all_gather_object(told, _Told(why, place.host_rank, place.host, hashes, *about))
+    about = content._replace(entries={})
+    dist.all_gather_object(told, _Told(why, place.host_rank, place.host, hashes, about))
     _check(told, path)
     return content, files, told
-
-
-def _copy(writing: _Writing, told: Sequence[_Told], copies: bool) -> None:
-    """Copy this rank's share, and begin to write it; the others are told if it is interrupted meanwhile."""
-    global last
-    try:
-        writing.about["copies"] = writing.files.plan([each.hashes for each in told])
-        writing.job.copied_bytes = writing.files.stage(copies=copies)
-        last = writing.job
-        run_in_background(writing.run)
-    except BaseException as error:
-        with contextlib.suppress(Exception):
-            writing.tell(f"rank {writing.rank} did not copy its part: {type(error).__name__} {error}".rstrip())
-        raise
-
-
-def _begin(folder: str) -> tuple[TemporaryFolder | None, UsageError | tuple[str, str]]:
-    """Make the folder, and return it with the word of rank 0 to the others: where it is, and the save's name."""
-    try:
-        temporary = folders.begin(Path(folder))
-    except UsageError as error:
-        return None, error
-    return temporary, (str(temporary.path), secrets.token_hex(6))
 
 
 class _Told(NamedTuple):
@@ -275,10 +348,8 @@ class _Told(NamedTuple):
     host: int
     host_name: str
     hashes: dict[str, str]
-    lacks: dict[str, str]
-    kinds: dict[str, str]
-    layouts: dict[str, SavedLayout]
-    skipped: dict[str, str]
+    content: SaveContent
+    """The content without its entries."""
 
 
 class SaveContent(NamedTuple):
@@ -315,10 +386,10 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
     """
     if format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
         raise UsageError("the format safetensors needs that package: pip install safetensors")
-    kinds_kept = (HeldModule.kind, HeldTensor.kind) if format == SAFETENSORS else ()
+    kinds_kept = (HeldModule.kind, TENSOR) if format == SAFETENSORS else ()
     found = hold(names, strict=strict, kinds=kinds_kept)
     if format == DCP:
-        found.held[random] = HeldRandom(random)
+        found.held[random] = hold_random(random)
     entries: dict[str, SavedEntry] = {}
     layouts = {}
     for name, held in list(found.held.items()):
@@ -332,22 +403,21 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
             del found.held[name]
             continue
         entries.update({**tensors, **pickled})
-        if isinstance(held, HeldTensor) and (layout := _layout_of(tensors[name])):
+        if held.kind == TENSOR and (layout := _layout_of(tensors[name])):
             layouts[name] = layout
     kinds = {name: held.kind for name, held in found.held.items()}
     return SaveContent(entries, kinds, layouts, found.skipped, _step_of(names))
 
 
-def _merged(parts: Sequence[dict[str, V]]) -> dict[str, V]:
+def _merged(parts: Sequence[dict[str, T]]) -> dict[str, T]:
     """Return the entries of all; of the first that has one."""
     return {name: value for part in reversed(parts) for name, value in part.items()}
 
 
-def _mixed_kinds(told: Sequence[_Told]) -> dict[str, list[str]]:
+def _mixed_kinds(kinds: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the kinds on each rank of the names that have several; empty where a rank has no such name."""
-    names = dict.fromkeys(name for each in told for name in each.kinds)
-    kinds = {name: [each.kinds.get(name, "") for each in told] for name in names}
-    return {name: of_ranks for name, of_ranks in kinds.items() if len({*of_ranks} - {""}) > 1}
+    of_ranks = {name: [each.get(name, "") for each in kinds] for each in kinds for name in each}
+    return {name: found for name, found in of_ranks.items() if len({*found} - {""}) > 1}
 
 
 def _pickled(value: object) -> bytes:
@@ -372,83 +442,6 @@ def _step_of(names: MutableMapping[str, Any]) -> float | None:
     return None if recorder.stepped is None else recorder.stepped[1]
 
 
-class _Writing(NamedTuple):
-    """The part of a save that happens aside."""
-
-    rank: int
-    job: SavingJob
-    files: SaveFiles
-    store: LinkStore
-    scope: str
-    """The prefix of the keys by which the ranks tell each other that they have written."""
-    temporary: TemporaryFolder | None
-    """The folder on rank 0, its content, and how many saves are kept."""
-    about: dict[str, Any]
-    keep: int | None
-
-    def run(self) -> None:
-        """Write this rank's part, and end the job when all have written theirs; raise nothing."""
-        try:
-            path, why = self._write()
-        except GroupAborted:
-            path, why = "", "a rank ended, or the process groups were formed again, before it was written"
-        except Exception as fault:  # of ours: the save must end
-            path, why = "", f"{type(fault).__name__}: {fault}"
-        if why:
-            if self.temporary is not None:
-                self.temporary.discard()
-            self.job.written.set_exception(SaveFailed(why))
-            return
-        global last_written
-        try:
-            last_written = folders.read(Path(path))
-            self.job.written.set_result(last_written)
-        except UsageError as error:  # it was removed meanwhile
-            self.job.written.set_exception(error)
-
-    def _write(self) -> tuple[str, str]:
-        try:
-            word = pickle.dumps(("", self.files.write()))
-            if self.job.is_dropped:
-                word = pickle.dumps((f"rank {self.rank} was interrupted before its part was written", None))
-        except Exception as fault:
-            word = pickle.dumps((f"rank {self.rank} could not write its part: {_explained(fault)}", None))
-        self.store.set(f"{self.scope}/{self.rank}", word)
-        if self.temporary is None:
-            self.store.wait([f"{self.scope}/end"], timedelta(seconds=WRITE_TIMEOUT_S))
-            path, error = pickle.loads(self.store.get(f"{self.scope}/end"))
-            return path, error
-        try:
-            end = self._finish(self.temporary), ""
-        except GroupAborted:
-            raise
-        except Exception as fault:
-            end = "", _explained(fault)
-        with contextlib.suppress(GroupAborted):  # a rank has ended since: the save is there all the same
-            self.store.set(f"{self.scope}/end", pickle.dumps(end))
-        return end
-
-    def tell(self, why: str) -> None:
-        """Have the other ranks, which may write already, end the save: this one writes nothing."""
-        key, word = ("end", ("", why)) if self.rank == 0 else (str(self.rank), (why, None))
-        self.store.set(f"{self.scope}/{key}", pickle.dumps(word))
-
-    def _finish(self, temporary: TemporaryFolder) -> str:
-        keys = [f"{self.scope}/{rank}" for rank in range(self.about["world_size"])]
-        self.store.wait(keys, timedelta(seconds=WRITE_TIMEOUT_S))
-        words = [pickle.loads(each) for each in self.store.multi_get(keys)]
-        self.store.delete_keys(keys)
-        for why, _ in words:
-            if why:
-                raise SaveFailed(why)
-        self.files.finish([written for _, written in words])
-        folders.write_manifest(temporary.path, **self.about)
-        path = temporary.commit()
-        if self.keep:
-            folders.keep_last(temporary.folder, self.keep)
-        return str(path)
-
-
 def _explained(error: Exception) -> str:
     if isinstance(error, SaveFailed):
         return error.why
@@ -470,17 +463,13 @@ def _check(told: Sequence[_Told], path: Path) -> None:
     whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
     if whys:
         raise UsageError(join_reasons(whys, len(told)))
-    for name, why in told[0].lacks.items():
-        if all(name in each.lacks for each in told):
+    for name, why in told[0].content.lacks.items():
+        if all(name in each.content.lacks for each in told):
             raise UsageError(why)
     names = {str(each.host): each.host_name for each in told}
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        box = [[names[host] for host in folders.miss_tokens(path, list(names))]]
-    if len(names) > 1:  # a host sees its own folder
-        dist.broadcast_object_list(box, src=0)
-    if box[0]:
+    unseen = from_first_rank(lambda: folders.miss_tokens(path, list(names)))
+    if unseen:
         raise UsageError(
-            f"{path.parent} is not the same folder everywhere: what {', '.join(box[0])} writes there is not seen from "
-            f"{told[0].host_name}. Save to a folder that all hosts share."
+            f"{path.parent} is not the same folder everywhere: what {', '.join(names[host] for host in unseen)} writes "
+            f"there is not seen from {told[0].host_name}. Save to a folder that all hosts share."
         )

@@ -15,6 +15,7 @@ import datetime
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from meshbook.errors import UsageError
 
 RANDOM = "_random"
 """The name of the random states."""
+VALUE, TENSOR, OBJECT, RANDOM_KIND = "value", "tensor", "object", "random"
+"""The kinds of `HeldValue`."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, range,
           datetime.datetime, datetime.date, datetime.timedelta)  # fmt: skip
 _CODE = (ModuleType, type, property, staticmethod, classmethod)
@@ -156,110 +159,85 @@ class HeldOptimizer(HeldState):
         return super().like(key, size, dtype)  # a step counter, which lies on the CPU
 
 
-class HeldTensor(HeldState):
-    kind = "tensor"
-
-    def __init__(self, name: str, tensor: torch.Tensor | None, bind: Bind) -> None:
-        super().__init__(name)
-        self._tensor = None if tensor is None else tensor.detach()
-        self._bind = bind
-
-    def tensors(self) -> Tensors:
-        return {} if self._tensor is None else {self.name: self._tensor}
-
-    def give(self, tensors: Tensors, rest: Any) -> None:
-        if tensors[self.name] is not self._tensor:
-            self._bind(self.name, tensors[self.name])
-
-
 Bind = Callable[[str, object], object]
 
 
 class HeldValue(HeldState):
-    """A plain value, or containers of these and of tensors; a list or a dict is filled again in place."""
+    """A tensor, a plain value, or containers of these; or what an object says of its state."""
 
-    kind = "value"
-
-    def __init__(self, name: str, value: object, bind: Bind) -> None:
+    def __init__(self, name: str, value: object, take: Callable[[Any], object], kind: str = VALUE) -> None:
+        """take: takes the new value, in which tensors that were read into place are the same as before."""
         super().__init__(name)
-        self._value, self._bind = value, bind
+        self.kind = TENSOR if isinstance(value, torch.Tensor) and kind == VALUE else kind
+        self._take = take
         self._tensors: Tensors = {}
         self._rest = _split(name, value, self._tensors)
+        self._here = {key: each.detach() for key, each in self._tensors.items()}
 
     def tensors(self) -> Tensors:
-        return {key: value.detach() for key, value in self._tensors.items()}
+        return self._here
 
     def rest(self) -> object:
-        return {"value": self._rest}
+        return None if self.kind == TENSOR else {"value": self._rest}
 
     def give(self, tensors: Tensors, rest: Any) -> None:
-        self.take(_join(rest["value"], tensors))
+        given = {
+            key: self._tensors[key] if each is self._here.get(key) else each  # which parameters may be
+            for key, each in tensors.items()
+        }
+        self._take(_join(rest["value"], given))
 
-    def take(self, value: Any) -> None:
-        target = self._value
-        if isinstance(target, list) and isinstance(value, list):
-            target[:] = value
-        elif isinstance(target, dict) and isinstance(value, dict):
-            target.clear()
-            target.update(value)
+
+def tensor_rest(name: str) -> dict[str, Any]:
+    """Return the value of `HeldState.rest` for a tensor, which is saved without one."""
+    return {"value": {_TENSOR: name}}
+
+
+def hold_value(name: str, value: object, bind: Bind) -> HeldValue:
+    """Return the state of a tensor or a plain value; lists and dicts are filled again in place."""
+
+    def take(given: Any) -> None:
+        if given is value and isinstance(given, torch.Tensor):
+            return
+        if isinstance(value, list) and isinstance(given, list):
+            value[:] = given
+        elif isinstance(value, dict) and isinstance(given, dict):
+            value.clear()
+            value.update(given)
         else:
-            target = value
-        self._bind(self.name, target)
+            bind(name, given)
+            return
+        bind(name, value)
+
+    return HeldValue(name, value, take)
 
 
-class HeldObject(HeldValue):
-    """An object with ``state_dict`` and ``load_state_dict``: a scheduler, a sampler, a loader that can be resumed."""
+def hold_random(name: str = RANDOM) -> HeldValue:
+    """Return the random states of this process: of torch, of its device, of numpy, of Python."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
 
-    kind = "object"
+    def take(given: Any) -> None:
+        torch.set_rng_state(given["torch"])
+        random.setstate(given["python"])
+        if "cuda" in given and "cuda" in states:
+            torch.cuda.set_rng_state(given["cuda"])
+        if "numpy" in given and "numpy" in states:
+            sys.modules["numpy"].random.set_state(given["numpy"])
 
-    def __init__(self, name: str, object: Any) -> None:
-        super().__init__(name, object.state_dict(), lambda name, value: None)
-        self._object = object
-
-    def take(self, value: Any) -> None:
-        self._object.load_state_dict(value)
-
-
-class HeldRandom(HeldValue):
-    """The random states of this process: of torch, of its device, of numpy, of Python."""
-
-    kind = "random"
-
-    def __init__(self, name: str = RANDOM) -> None:
-        states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-        if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state()
-        if (numpy := sys.modules.get("numpy")) is not None:
-            states["numpy"] = numpy.random.get_state()
-        super().__init__(name, states, lambda name, value: None)
-
-    def take(self, value: Any) -> None:
-        torch.set_rng_state(value["torch"])
-        random.setstate(value["python"])
-        if "cuda" in value and torch.cuda.is_available():
-            torch.cuda.set_rng_state(value["cuda"])
-        if "numpy" in value and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(value["numpy"])
+    return HeldValue(name, states, take, RANDOM_KIND)
 
 
-class HeldGenerator(HeldValue):
-    """A generator of random numbers: of torch, or of numpy."""
-
-    kind = "object"
-
-    def __init__(self, name: str, generator: Any) -> None:
-        self._generator = generator
-        super().__init__(name, self._state(), lambda name, value: None)
-
-    def _state(self) -> Any:
-        is_torchs = isinstance(self._generator, torch.Generator)
-        return {"state": self._generator.get_state() if is_torchs else self._generator.bit_generator.state}
-
-    def take(self, value: Any) -> None:
-        if isinstance(self._generator, torch.Generator):
-            self._generator.set_state(value["state"])
-        else:
-            self._generator.bit_generator.state = value["state"]
+def _hold_generator(name: str, generator: Any) -> HeldValue:
+    """Return the state of a generator of random numbers: of torch, or of numpy."""
+    if isinstance(generator, torch.Generator):
+        state = {"state": generator.get_state()}  # a tensor alone has no value beside it
+        return HeldValue(name, state, lambda given: generator.set_state(given["state"]), OBJECT)
+    bits = generator.bit_generator
+    return HeldValue(name, bits.state, partial(setattr, bits, "state"), OBJECT)
 
 
 class _Known(NamedTuple):
@@ -314,7 +292,7 @@ def hold(
         elif isinstance(value, DTensor) and any(each.is_partial() for each in value.placements):
             skipped[name] = "a DTensor with partial sums: redistribute it first"
         else:
-            held[name] = HeldTensor(name, value, bind)
+            held[name] = hold_value(name, value, bind)
     for name, value in names.items():
         if name in held or name in skipped or id(value) in known or name in modules:
             continue
@@ -324,14 +302,14 @@ def hold(
             if strict:
                 skipped[name] = "it is code"
         elif isinstance(value, torch.Generator) or hasattr(value, "bit_generator"):
-            held[name] = HeldGenerator(name, value)
+            held[name] = _hold_generator(name, value)
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             try:
-                held[name] = HeldObject(name, value)
+                held[name] = HeldValue(name, value.state_dict(), value.load_state_dict, OBJECT)
             except Exception as error:  # of a user's class
                 skipped[name] = f"{type(value).__name__}.state_dict() failed: {error}"
         elif _is_plain(value, _DEEPEST):
-            held[name] = HeldValue(name, value, bind)
+            held[name] = hold_value(name, value, bind)
         elif strict or not callable(value):
             skipped[name] = f"{type(value).__name__} has no state_dict"
     for name in [name for name, each in held.items() if kinds and each.kind not in kinds]:
@@ -340,13 +318,6 @@ def hold(
         name, why = next(iter(skipped.items()))
         raise UsageError(f"{name} cannot be saved: {why}")
     return Found(dict(sorted(held.items(), key=lambda item: list(names).index(item[0]))), skipped)
-
-
-def missing(name: str, kind: str, bind: Bind) -> HeldState | None:
-    """Return a place for a saved name that is not bound; None for a kind that has to be there."""
-    if kind == HeldTensor.kind:
-        return HeldTensor(name, None, bind)
-    return HeldValue(name, None, bind) if kind == HeldValue.kind else None
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -158,11 +158,11 @@ def restore_from(
     procs = (mesh.procs if mesh else procs or current_procs()).base()
     plan, here = None, []
     if state:
-        from meshbook.checkpoint.restoring import DescribedFiles, Restoring
+        from meshbook.checkpoint.restoring import Restoring
 
         told = describe(folder, procs, step)
-        files, place = DescribedFiles(told), (procs.ranks[0], len(procs))
-        plan = Restoring(told.saved, files, state, {}, only=list(state), random=OF_NOTEBOOK, place=place)
+        place = procs.ranks[0], len(procs)
+        plan = Restoring(told, state, {}, only=list(state), random=OF_NOTEBOOK, place=place)
         folder = str(told.saved.path)
     saved = told.saved if plan else None
     notes: list[str] = plan.notes if plan else []
