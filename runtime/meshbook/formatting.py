@@ -71,6 +71,12 @@ def format_bytes_per_rank(sizes: Collection[int]) -> str:
     return f"{least if least == most else f'{least} to {most}'} per rank"
 
 
+def name_some(names: Sequence[str], count: int) -> str:
+    """``a, b and 3 more``: at most so many names, with commas."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
 def utf8_text(text: str) -> str:
     """``text`` for where only UTF-8 goes: lone surrogates, as of bad file names, get backslashes."""
     return text.encode(errors="backslashreplace").decode()

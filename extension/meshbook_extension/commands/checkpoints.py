@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from meshbook.checkpoint.folder import DCP, FORMATS, Saved
 from meshbook.concurrency.future import Future
 from meshbook.errors import MeshError, UsageError
-from meshbook.formatting import format_bytes, format_duration, name_ranks
+from meshbook.formatting import format_bytes, format_duration, name_ranks, name_some
 from meshbook.mesh import states
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook_extension.cells.running import interrupted
@@ -25,6 +25,8 @@ from meshbook_extension.output.labels import WARN, show_message
 from meshbook_extension.output.publisher import sink_for
 
 FORMAT = Option("--format", "dcp, which keeps all; safetensors, for modules and tensors alone", str, choices=FORMATS)
+NAMED = 8
+"""The most names that a line has."""
 STEP = Option("--step", "the training step", float, "N")
 
 
@@ -68,8 +70,7 @@ def save(session: Session, arguments: Arguments) -> object:
     every_s = arguments.number("--every")
     path = str(Path(folder).expanduser().absolute())
     plan = RegularSave(every_s or 0.0, path, tuple(names), keep, format)
-    with _interrupts_told():
-        tell_ahead(procs)
+    with _waiting_told(procs):
         begun = _begin(session, procs, plan, arguments.number("--step"))
         if every_s is not None:
             saves.regular[procs.name] = plan
@@ -82,20 +83,17 @@ def save(session: Session, arguments: Arguments) -> object:
         saved = begun.written.get()
     print(f"saved {_described(saved)} to {saved.path}")
     if saved.skipped:
-        print(f"  not saved: {_list_skipped(saved.skipped)}")
+        print(f"  not saved: {name_some([f'{name} ({why})' for name, why in saved.skipped.items()], NAMED)}")
     if every_s is not None:
         print(f"  again every {format_duration(every_s)}, between cells; end that: %mesh save --stop")
     return saved
 
 
-def tell_ahead(procs: ProcMesh) -> None:
-    """Say which cells the ranks run before."""
+@contextlib.contextmanager
+def _waiting_told(procs: ProcMesh) -> Iterator[None]:
+    """Say which cells the ranks run before, and after an interrupt what goes on."""
     if ahead := [f"{what} on {name_ranks(ranks)}" for what, ranks in states.ahead(procs, is_sent=False).items()]:
         print(f"waits behind {', '.join(ahead)}; an interrupt drops it", flush=True)
-
-
-@contextlib.contextmanager
-def _interrupts_told() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -122,8 +120,7 @@ def _note_end(session: Session, name: str, written: Future[Saved]) -> None:
     if saves.writing.get(name) is written:
         del saves.writing[name]
     if written.exception(0) is None:
-        saved = written.result(0)
-        saves.last[name] = LastSave(str(saved.path), saved.step, saved.manifest.saved_at)
+        saves.last[name] = LastSave.of(written.result(0))
 
 
 def held_on_mesh(session: Session, procs: ProcMesh) -> dict[str, Any]:
@@ -134,25 +131,17 @@ def held_on_mesh(session: Session, procs: ProcMesh) -> dict[str, Any]:
 
     from meshbook.tensors.handles.mesh_tensor import MeshTensor
 
-    def is_there(tensor: object) -> bool:
-        return isinstance(tensor, MeshTensor) and tensor.mesh.procs.id == procs.id
+    def is_there(value: object) -> bool:
+        if isinstance(value, torch.nn.Module):
+            return any(map(is_there, value.parameters()))
+        if isinstance(value, torch.optim.Optimizer):
+            return any(is_there(each) for group in value.param_groups for each in group["params"])
+        if isinstance(optimizer := getattr(value, "optimizer", None), torch.optim.Optimizer):  # of a scheduler
+            return is_there(optimizer)
+        return isinstance(value, MeshTensor) and value.mesh.procs.id == procs.id
 
     names = session.shell.user_ns
-    known = {name: value for name, value in names.items() if not name.startswith("_")}
-    found: dict[str, Any] = {}
-    optimizers = set()
-    for name, value in known.items():
-        if isinstance(value, torch.nn.Module):
-            if any(map(is_there, value.parameters())):
-                found[name] = value
-        elif isinstance(value, torch.optim.Optimizer):
-            if any(is_there(each) for group in value.param_groups for each in group["params"]):
-                found[name] = value
-                optimizers.add(id(value))
-        elif is_there(value):
-            found[name] = value
-    schedulers = {name: value for name, value in known.items() if id(getattr(value, "optimizer", None)) in optimizers}
-    return {**found, **schedulers}
+    return {name: value for name, value in names.items() if not name.startswith("_") and is_there(value)}
 
 
 def save_due(session: Session, *_: object) -> None:
@@ -184,15 +173,12 @@ def _tell_failure(tell: Any, written: Future[Saved]) -> None:
 
 
 def _described(saved: Saved) -> str:
-    names = [name for name in saved.manifest.kinds if not name.startswith("_")]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     step = "" if saved.step is None else f" at step {saved.step:g}"
-    return f"{shown or 'nothing'}{step}: {format_bytes(saved.size_bytes)}"
+    return f"{name_some(_names_in(saved), NAMED) or 'nothing'}{step}: {format_bytes(saved.size_bytes)}"
 
 
-def _list_skipped(skipped: Mapping[str, str]) -> str:
-    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
-    return ", ".join(shown) + (f" and {len(skipped) - 5} more" if len(skipped) > 5 else "")
+def _names_in(saved: Saved, only: Sequence[str] = ()) -> list[str]:
+    return [name for name in saved.manifest.kinds if not name.startswith("_") and (not only or name in only)]
 
 
 @Command(
@@ -209,10 +195,10 @@ that differed between ranks go back to the ranks that are left.""",
 def restore(session: Session, arguments: Arguments) -> object:
     folder, names = arguments.words[0], [check_identifier(name, "%mesh restore") for name in arguments.words[1:]]
     path = str(Path(folder).expanduser().absolute())
-    with _interrupts_told():
-        tell_ahead(session.mesh().base())
-        saved = restore_mesh(session, session.mesh().base(), path, names, arguments.number("--step"))
-    tell_restored(session, session.mesh().base(), saved, names)
+    procs = session.mesh().base()
+    with _waiting_told(procs):
+        saved = restore_mesh(session, procs, path, names, arguments.number("--step"))
+    tell_restored(procs, saved, names)
     return saved
 
 
@@ -223,41 +209,34 @@ def restore_mesh(
     from meshbook.tensors.handles.checkpoints import describe, restore_from
 
     told = describe(folder, procs, step)
-    of_notebook = [name for name in told.saved.manifest.of_notebook if not names or name in names]
-    state: dict[str, Any] = {}
+    manifest, here = told.saved.manifest, session.shell.user_ns
+    of_notebook = [name for name in _names_in(told.saved, names) if name in manifest.of_notebook]
     for name in of_notebook:
-        if name.startswith("_"):
-            continue
-        if name not in session.shell.user_ns:
-            kind = told.saved.manifest.kinds[name]
+        if name not in here:
             raise UsageError(
-                f"the save has the notebook's {kind} {name}, which is not there: run the cell that makes it"
+                f"the save has the notebook's {manifest.kinds[name]} {name}, which is not there: run the cell that "
+                "makes it"
             )
-        state[name] = session.shell.user_ns[name]
-    others = [name for name in names if name not in of_notebook]
-    has_others = any(name not in told.saved.manifest.of_notebook for name in told.saved.manifest.kinds)
-    only = others if names else []
-    saved = restore_from(
-        str(told.saved.path), only if others or (not names and has_others) else None, state or None, procs=procs
-    )
-    session.part(MeshSaves).last[procs.name] = LastSave(str(saved.path), saved.step, saved.manifest.saved_at)
+    only = [name for name in names if name not in of_notebook]
+    has_others = bool(only) if names else any(name not in manifest.of_notebook for name in manifest.kinds)
+    state = {name: here[name] for name in of_notebook}
+    saved = restore_from(told, only if has_others else None, state, procs=procs)
+    session.part(MeshSaves).last[procs.name] = LastSave.of(saved)
     return saved
 
 
 def last_save(session: Session, procs: ProcMesh) -> LastSave | None:
     """Return the last save of a mesh, by a command or by code on its ranks; None where there is none."""
     known, found = session.part(MeshSaves).last.get(procs.name), states.last_save(procs)
-    if found is None or (known is not None and known.at >= found.manifest.saved_at):
-        return known
-    return LastSave(str(found.path), found.step, found.manifest.saved_at)
+    is_newer = found is not None and (known is None or found.manifest.saved_at > known.at)
+    return LastSave.of(found) if found is not None and is_newer else known
 
 
-def tell_restored(session: Session, procs: ProcMesh, saved: Saved, names: Sequence[str] = ()) -> None:
+def tell_restored(procs: ProcMesh, saved: Saved, names: Sequence[str] = ()) -> None:
     """Say what was restored, and what was not."""
-    kinds = [name for name in saved.manifest.kinds if not name.startswith("_") and (not names or name in names)]
-    shown = ", ".join(kinds[:8]) + (f" and {len(kinds) - 8} more" if len(kinds) > 8 else "")
     was = saved.manifest.world_size
     before = "" if was == len(procs) else f", saved from {was} ranks"
-    print(f"restored {shown} on {name_ranks(procs.ranks)} from {saved.title}, {saved.age} old{before}")
+    names_shown = name_some(_names_in(saved, names), NAMED)
+    print(f"restored {names_shown} on {name_ranks(procs.ranks)} from {saved.title}, {saved.age} old{before}")
     for note in saved.notes:
         print(f"  {note}")

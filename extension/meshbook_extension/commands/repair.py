@@ -60,7 +60,7 @@ def heal(session: Session, arguments: Arguments) -> None:
         _replay_after(session, procs, session.setups.owe(procs.name, range(len(procs.base()))), owing)
     with _interrupts_told():
         saved = restore_mesh(session, procs.base(), last.path)
-    tell_restored(session, procs.base(), saved)
+    tell_restored(procs.base(), saved)
 
 
 @Command(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meshbook.checkpoint.folder import DCP, Saved
 from meshbook.concurrency.future import Future
 from meshbook.formatting import format_duration
 
@@ -20,6 +21,10 @@ class LastSave(msgspec.Struct, frozen=True):
     step: float | None
     at: float
     """Seconds since the epoch."""
+
+    @classmethod
+    def of(cls, saved: Saved) -> LastSave:
+        return cls(str(saved.path), saved.step, saved.manifest.saved_at)
 
     def __str__(self) -> str:
         """``step 1200, 41 s ago``."""
@@ -34,7 +39,7 @@ class RegularSave(msgspec.Struct, frozen=True):
     folder: str
     names: tuple[str, ...] = ()
     keep: int | None = None
-    format: str = "dcp"
+    format: str = DCP
 
 
 class MeshSaves:

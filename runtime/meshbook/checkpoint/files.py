@@ -68,7 +68,12 @@ class SaveFiles:
     def __init__(self, path: Path, entries: Mapping[str, SavedEntry], format: str) -> None:
         """entries: what this rank has, by key."""
         self._path, self._entries, self._format = path, entries, format
-        self._writer = FileSystemWriter(path) if format == DCP else _safetensors_writer(path)
+        if format == DCP:
+            self._writer: Any = FileSystemWriter(path)
+        else:
+            from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+            self._writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
         self._planner = _StagedPlanner()
         self._plan = SavePlan([])
         self._metadata: Metadata | None = None
@@ -110,12 +115,6 @@ class SaveFiles:
         self._writer.finish(self._metadata, list(written))
         if self._format == SAFETENSORS:
             shutil.rmtree(self._path / "sharded")  # of which whole files are made
-
-
-def _safetensors_writer(path: Path) -> Any:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    return HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
 
 
 class _StagedPlanner(DefaultSavePlanner):

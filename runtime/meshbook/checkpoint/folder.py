@@ -48,27 +48,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     world_size: int
     kinds: dict[str, str]
-    """The kind of each name: module, optimizer, tensor, object, value, random."""
+    """The kind of each name: module, optimizer, tensor, DTensor, object, value, random."""
     mixed_kinds: dict[str, list[str]] = {}
     """Names whose kind differs between ranks: the kind on each, empty where a rank has none."""
     copies: dict[str, list[list[int]]] = {}
     """Keys whose values differ between ranks: the ranks of each copy. A copy's key is ``KEY@FIRST_RANK``."""
     of_notebook: list[str] = []
     """The names that the notebook holds on the mesh; the others are variables of ranks."""
-    layouts: dict[str, SavedLayout] = {}
-    """The layouts of named DTensors, so that a rank without the name can make one."""
     skipped: dict[str, str] = {}
     """Names that were not saved, and why."""
     files: dict[str, int]
     """The size of each file in bytes."""
-
-
-class SavedLayout(msgspec.Struct, frozen=True):
-    """The layout of a DTensor: the axes of its mesh, and for each the dim that is cut along it, None where it is
-    whole."""
-
-    axes: list[str]
-    dims: list[int | None]
 
 
 @dataclass(frozen=True)

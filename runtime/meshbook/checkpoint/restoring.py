@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import Replicate, Shard
 
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import bare_key, key_of_copy
-from meshbook.checkpoint.folder import DCP, Saved, SavedLayout
+from meshbook.checkpoint.folder import DCP, Saved
 from meshbook.checkpoint.saving import from_first_rank, join_reasons, variables
 from meshbook.checkpoint.state import (
     RANDOM,
     RANDOM_KIND,
     TENSOR,
+    TENSORS,
     VALUE,
     HeldModule,
     HeldOptimizer,
@@ -41,7 +41,7 @@ from meshbook.checkpoint.state import (
     tensor_rest,
 )
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean, group_ranks, name_ranks
+from meshbook.formatting import did_you_mean, group_ranks, name_ranks, name_some
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.os_errors import explain
 
@@ -205,8 +205,10 @@ class Restoring:
         known = hold({name: value for name, value in names.items() if name in kinds or name in only}, bind=bind)
         aliases = names.keys() - known.held.keys() - known.skipped.keys()
         for name in only:
-            if name not in aliases:  # of parts of others, which were not saved by themselves
-                self._check_known(name)
+            if name not in self.manifest.kinds and name not in aliases:  # of parts of others, which are in theirs
+                known_names = [each for each in self.manifest.kinds if not each.startswith("_")]
+                near = did_you_mean(name, known_names)
+                raise UsageError(f"{self.saved.title} has no {name}.{near} It has {', '.join(known_names)}")
         self._held = {name: held for name, held in known.held.items() if name in kinds}
         for name, kind in kinds.items():
             if name not in self._held and kind != RANDOM_KIND and self._is_here(name):
@@ -226,13 +228,6 @@ class Restoring:
         for name, targets in self._targets.items():
             self._held[name].give(targets, self._rest.get(name))
 
-    def _check_known(self, name: str) -> None:
-        """Raises: UsageError for a name that was not saved."""
-        if name not in self.manifest.kinds:
-            near = did_you_mean(name, self.manifest.kinds)
-            known = ", ".join(each for each in self.manifest.kinds if not each.startswith("_"))
-            raise UsageError(f"{self.saved.title} has no {name}.{near} It has {known}")
-
     def _kind_of(self, name: str) -> str:
         """Return the kind that a name had on this rank; empty if it had none."""
         kinds = self.manifest.mixed_kinds.get(name, ())
@@ -244,13 +239,13 @@ class Restoring:
         return any(key_of_copy(key, self.manifest.copies, self.rank) is not None for key in keys)
 
     def _prepare(self, name: str, held: HeldState, kind: str) -> None:
-        if held.kind != kind and not {held.kind, kind} <= {TENSOR, VALUE}:  # as best = None at the begin
+        if held.kind != kind and not {held.kind, kind} <= {*TENSORS, VALUE}:  # as best = None at the begin
             raise UsageError(f"{name} is a {held.kind}, and was saved as a {kind}")
         here = held.tensors()
         keys = {key for key in self._keys if key.startswith(f"{name}.")}
-        keys |= {name} if kind == TENSOR else set()
+        keys |= {name} if kind in TENSORS else set()
         sources = {key: found for key in keys if (found := self._find(key, held)) is not None}
-        rest = self._find(name, held) if kind != TENSOR and name in self._keys else None
+        rest = self._find(name, held) if kind not in TENSORS and name in self._keys else None
         if not sources and rest is None:
             return
         if rest is not None:
@@ -258,7 +253,7 @@ class Restoring:
             why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
             if why:
                 raise UsageError(why)
-        if kind == TENSOR:
+        if kind in TENSORS:
             self._rest[name] = tensor_rest(name)
         if isinstance(held, HeldValue):
             needed = keys_of(self._rest.get(name))
@@ -273,36 +268,29 @@ class Restoring:
             assert form is not None
             size, dtype = form
             there = here.get(key)
-            fits = there is not None and there.size() == size
-            if there is not None and not fits and held.is_strict:
+            if held.is_strict and there is not None and there.size() != size:
                 raise UsageError(f"{key} has shape {tuple(there.size())}, and {tuple(size)} in the save")
-            if there is None or not fits or (not held.is_strict and not (there.dtype == dtype and _is_writable(there))):
-                there = self._empty(held, key, size, dtype)
+            if there is None or not (held.is_strict or _takes(there, size, dtype)):
+                there = held.like(key, size, dtype)
             targets[key] = self.sources[source] = there
         self._targets[name] = targets
-
-    def _empty(self, held: HeldState, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        layout = self.manifest.layouts.get(key)
-        return held.like(key, size, dtype) if layout is None else _make_dtensor(key, layout, size, dtype)
 
     def _find(self, key: str, held: HeldState) -> str | None:
         """Return the key of this rank's copy of an entry; None where it is to have none."""
         copies, has_moved = self.manifest.copies, self.world_size != self.manifest.world_size
         found = key_of_copy(key, copies, self.rank)
-        if found is None and has_moved and held.is_strict:
+        if not has_moved or held.kind == RANDOM_KIND:
+            return found
+        since = "since it differed between ranks when it was saved"
+        if found is None and held.is_strict:
             first = copies[key][0][0]
-            self.notes.append(
-                f"{held.name} of {{ranks}}: that of rank {first}, since it differed between ranks when it was saved"
-            )
+            self.notes.append(f"{held.name} of {{ranks}}: that of rank {first}, {since}")
             found = key_of_copy(key, copies, first)
-        if found is None and has_moved and held.kind != RANDOM_KIND:
-            self.notes.append(
-                f"{held.name} of {{ranks}}: not restored, since it differed between ranks when it was saved"
-            )
-        if self.rank == 0 and has_moved and len(copies.get(key, ())) > 1:
-            lost = [rank for group in copies[key] for rank in group if rank >= self.world_size]
-            if lost and held.kind != RANDOM_KIND:
-                self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
+        elif found is None:
+            self.notes.append(f"{held.name} of {{ranks}}: not restored, {since}")
+        lost = [rank for group in copies.get(key, ()) for rank in group if rank >= self.world_size]
+        if self.rank == 0 and lost and len(copies[key]) > 1:
+            self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
         return found
 
     def _check_keys(self, name: str, held: HeldState, here: Tensors, sources: Mapping[str, str]) -> None:
@@ -312,28 +300,13 @@ class Restoring:
         foreign = [key for key in sources if key not in here]
         for keys, text in ((lacking, "the save does not have"), (foreign, "only the save has")):
             if keys:
-                more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-                raise UsageError(f"{name} is another model than was saved: {text} {', '.join(keys[:SHOWN])}{more}")
+                raise UsageError(f"{name} is another model than was saved: {text} {name_some(keys, SHOWN)}")
 
 
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether values can be written into a tensor: each of its elements has memory of its own."""
-    return all(stride or size < 2 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-
-
-def _make_dtensor(name: str, layout: SavedLayout, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    from torch.distributed.tensor import zeros
-
-    place = own_groups().place
-    axes = dict(zip(place.axes, place.sizes, strict=True))
-    if any(axis not in axes for axis in layout.axes):
-        raise UsageError(
-            f"{name} lies along {', '.join(layout.axes)}, and this mesh has {', '.join(axes)}: make it first"
-        )
-    mesh = own_groups().device_mesh(place.axes, place.sizes)
-    dims = dict(zip(layout.axes, layout.dims, strict=True))
-    placements = [Replicate() if (dim := dims.get(axis)) is None else Shard(dim) for axis in axes]
-    return zeros(size, dtype=dtype, device_mesh=mesh, placements=placements)
+def _takes(tensor: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether such values can be written into a tensor: each of its elements has memory of its own."""
+    is_dense = all(stride or length < 2 for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.size() == size and tensor.dtype == dtype and is_dense
 
 
 class SavedFiles:
@@ -343,9 +316,12 @@ class SavedFiles:
         """Raises: UsageError."""
         self.saved = saved
         try:
-            self._reader = (
-                FileSystemReader(saved.path) if saved.manifest.format == DCP else _safetensors_reader(saved.path)
-            )
+            if saved.manifest.format == DCP:
+                self._reader: Any = FileSystemReader(saved.path)
+            else:
+                from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+                self._reader = HuggingFaceStorageReader(str(saved.path))
             self._metadata: Metadata = self._reader.read_metadata()
         except ImportError:
             raise UsageError("the save has the format safetensors: pip install safetensors on the ranks") from None
@@ -374,9 +350,3 @@ class SavedFiles:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _safetensors_reader(path: Path) -> Any:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    return HuggingFaceStorageReader(str(path))

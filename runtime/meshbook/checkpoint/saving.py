@@ -27,12 +27,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import SavedEntry, SaveFiles
-from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavedLayout, SavingState, TemporaryFolder
-from meshbook.checkpoint.state import RANDOM, TENSOR, HeldModule, hold, hold_random
+from meshbook.checkpoint.folder import DCP, SAFETENSORS, Saved, SavingState, TemporaryFolder
+from meshbook.checkpoint.state import RANDOM, TENSORS, HeldModule, hold, hold_random
 from meshbook.concurrency.background import run_in_background
 from meshbook.concurrency.future import Future
 from meshbook.curves.recorder import recorder
@@ -288,7 +287,6 @@ def save_content(
             "world_size": len(told),
             "kinds": _merged([each.content.kinds for each in told]),
             "mixed_kinds": _mixed_kinds([each.content.kinds for each in told]),
-            "layouts": _merged([each.content.layouts for each in told]),
             "skipped": _merged([each.content.skipped for each in told]),
             "of_notebook": list(of_notebook),
         }
@@ -357,7 +355,6 @@ class SaveContent(NamedTuple):
 
     entries: dict[str, SavedEntry] = {}
     kinds: dict[str, str] = {}
-    layouts: dict[str, SavedLayout] = {}
     skipped: dict[str, str] = {}
     step: float | None = None
     lacks: dict[str, str] = {}
@@ -372,7 +369,6 @@ class SaveContent(NamedTuple):
         return SaveContent(
             {**self.entries, **sent.entries},
             {**self.kinds, **sent.kinds},
-            {**self.layouts, **sent.layouts},
             {**self.skipped, **sent.skipped},
             sent.step if self.step is None else self.step,
             self.lacks,
@@ -386,12 +382,11 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
     """
     if format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
         raise UsageError("the format safetensors needs that package: pip install safetensors")
-    kinds_kept = (HeldModule.kind, TENSOR) if format == SAFETENSORS else ()
+    kinds_kept = (HeldModule.kind, *TENSORS) if format == SAFETENSORS else ()
     found = hold(names, strict=strict, kinds=kinds_kept)
     if format == DCP:
         found.held[random] = hold_random(random)
     entries: dict[str, SavedEntry] = {}
-    layouts = {}
     for name, held in list(found.held.items()):
         try:
             tensors, rest = held.tensors(), held.rest() if format == DCP else None
@@ -403,10 +398,8 @@ def collect(names: MutableMapping[str, Any], *, strict: bool, format: str, rando
             del found.held[name]
             continue
         entries.update({**tensors, **pickled})
-        if held.kind == TENSOR and (layout := _layout_of(tensors[name])):
-            layouts[name] = layout
     kinds = {name: held.kind for name, held in found.held.items()}
-    return SaveContent(entries, kinds, layouts, found.skipped, _step_of(names))
+    return SaveContent(entries, kinds, found.skipped, _step_of(names))
 
 
 def _merged(parts: Sequence[dict[str, T]]) -> dict[str, T]:
@@ -425,13 +418,6 @@ def _pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _layout_of(tensor: torch.Tensor) -> SavedLayout | None:
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.mesh_dim_names is None:
-        return None
-    dims = [each.dim if isinstance(each, Shard) else None for each in tensor.placements]
-    return SavedLayout(list(tensor.device_mesh.mesh_dim_names), dims)
 
 
 def _step_of(names: MutableMapping[str, Any]) -> float | None:

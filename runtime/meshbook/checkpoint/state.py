@@ -26,7 +26,8 @@ from meshbook.errors import UsageError
 
 RANDOM = "_random"
 """The name of the random states."""
-VALUE, TENSOR, OBJECT, RANDOM_KIND = "value", "tensor", "object", "random"
+VALUE, OBJECT, RANDOM_KIND = "value", "object", "random"
+TENSOR, DTENSOR = TENSORS = "tensor", "DTensor"
 """The kinds of `HeldValue`."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, range,
           datetime.datetime, datetime.date, datetime.timedelta)  # fmt: skip
@@ -165,10 +166,10 @@ Bind = Callable[[str, object], object]
 class HeldValue(HeldState):
     """A tensor, a plain value, or containers of these; or what an object says of its state."""
 
-    def __init__(self, name: str, value: object, take: Callable[[Any], object], kind: str = VALUE) -> None:
+    def __init__(self, name: str, value: object, take: Callable[[Any], object], kind: str) -> None:
         """take: takes the new value, in which tensors that were read into place are the same as before."""
         super().__init__(name)
-        self.kind = TENSOR if isinstance(value, torch.Tensor) and kind == VALUE else kind
+        self.kind = kind
         self._take = take
         self._tensors: Tensors = {}
         self._rest = _split(name, value, self._tensors)
@@ -178,7 +179,7 @@ class HeldValue(HeldState):
         return self._here
 
     def rest(self) -> object:
-        return None if self.kind == TENSOR else {"value": self._rest}
+        return None if self.kind in TENSORS else {"value": self._rest}
 
     def give(self, tensors: Tensors, rest: Any) -> None:
         given = {
@@ -197,19 +198,18 @@ def hold_value(name: str, value: object, bind: Bind) -> HeldValue:
     """Return the state of a tensor or a plain value; lists and dicts are filled again in place."""
 
     def take(given: Any) -> None:
-        if given is value and isinstance(given, torch.Tensor):
-            return
+        target = given
         if isinstance(value, list) and isinstance(given, list):
-            value[:] = given
+            value[:], target = given, value
         elif isinstance(value, dict) and isinstance(given, dict):
             value.clear()
             value.update(given)
-        else:
-            bind(name, given)
-            return
-        bind(name, value)
+            target = value
+        if not (given is value and isinstance(given, torch.Tensor)):
+            bind(name, target)
 
-    return HeldValue(name, value, take)
+    kind = DTENSOR if isinstance(value, DTensor) else TENSOR if isinstance(value, torch.Tensor) else VALUE
+    return HeldValue(name, value, take, kind)
 
 
 def hold_random(name: str = RANDOM) -> HeldValue:

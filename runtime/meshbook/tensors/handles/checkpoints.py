@@ -134,7 +134,9 @@ def restore(
     """
     path = str(Path(folder).expanduser().absolute())
     if not is_rank():
-        return restore_from(path, None if state else (), state, procs=procs, step=step)
+        mesh = _mesh_of(_tensors_in(state), procs) if state else None
+        procs = mesh.procs if mesh else procs or current_procs()
+        return restore_from(describe(path, procs, step), None if state else (), state, procs=procs)
     if state is None:
         raise UsageError('say what to restore: meshbook.restore(folder, {"model": model, "opt": opt})')
     from meshbook.checkpoint.restoring import restore_objects
@@ -143,42 +145,32 @@ def restore(
 
 
 def restore_from(
-    folder: str,
-    only: Sequence[str] | None,
-    state: MutableMapping[str, Any] | None,
-    *,
-    procs: ProcMesh | None = None,
-    step: float | None = None,
+    told: SaveDescription, only: Sequence[str] | None, state: MutableMapping[str, Any] | None, *, procs: ProcMesh
 ) -> Saved:
     """Restore variables of the ranks, and objects of the notebook, after all of them are checked.
 
     only: these variables; empty: all that were saved; None: none. Raises: UsageError.
     """
-    mesh = _mesh_of(_tensors_in(state), procs) if state else None
-    procs = (mesh.procs if mesh else procs or current_procs()).base()
-    plan, here = None, []
+    procs, saved, path = procs.base(), told.saved, str(told.saved.path)
+    plan = None
     if state:
         from meshbook.checkpoint.restoring import Restoring
 
-        told = describe(folder, procs, step)
         place = procs.ranks[0], len(procs)
         plan = Restoring(told, state, {}, only=list(state), random=OF_NOTEBOOK, place=place)
-        folder = str(told.saved.path)
-    saved = told.saved if plan else None
-    notes: list[str] = plan.notes if plan else []
     if only is not None:
-        saved = _on_ranks(procs, None, "restore", "restoring", "restore_ranks", (folder, only, step))[0]
-        notes = [*notes, *saved.notes]
-    if plan is not None:
-        there = {key: each for key, each in plan.sources.items() if isinstance(each, MeshTensor)}
-        _on_ranks(procs, mesh, "restore", "restoring", "load_tensors", (folder, there))
-        if here := [key for key in plan.sources if key not in there]:
-            read = _on_ranks(procs.select([0]), None, "restore", "restoring", "read_tensors", (folder, here))[0]
-            for key, tensor in read.items():
-                plan.sources[key].copy_(tensor)
-        plan.give()
-    assert saved is not None
-    return Saved(saved.path, saved.manifest, plan.values if plan else saved.values, tuple(notes))
+        saved = _on_ranks(procs, None, "restore", "restoring", "restore_ranks", (path, only, None))[0]
+    if plan is None:
+        return saved
+    there = {key: each for key, each in plan.sources.items() if isinstance(each, MeshTensor)}
+    mesh = _mesh_of(there, procs)
+    _on_ranks(procs, mesh, "restore", "restoring", "load_tensors", (path, there))
+    if here := [key for key in plan.sources if key not in there]:
+        read = _on_ranks(procs.select([0]), None, "restore", "restoring", "read_tensors", (path, here))[0]
+        for key, tensor in read.items():
+            plan.sources[key].copy_(tensor)
+    plan.give()
+    return Saved(saved.path, saved.manifest, plan.values, (*plan.notes, *saved.notes))
 
 
 def describe(folder: str, procs: ProcMesh, step: float | None = None) -> SaveDescription:
