@@ -199,11 +199,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 def leave_token(path: Path, name: str) -> str:
     """Write this host's token into the folder of a new save; returns why it cannot, empty if it can."""
-    deadline = time.monotonic() + TOKEN_TIMEOUT_S
-    while not path.is_dir():
-        if time.monotonic() > deadline:
-            return f"does not see {path.parent}: save to a folder that all hosts share"
-        time.sleep(0.05)
+    if not _comes(path, time.monotonic() + TOKEN_TIMEOUT_S):
+        return f"does not see {path.parent}: save to a folder that all hosts share"
     try:
         (path / f"token-{name}").write_text(name)
     except OSError as error:
@@ -213,17 +210,21 @@ def leave_token(path: Path, name: str) -> str:
 
 def miss_tokens(path: Path, names: list[str]) -> list[str]:
     """Return the hosts whose tokens are not seen, and remove those that are."""
-    deadline, missing = time.monotonic() + TOKEN_TIMEOUT_S, set(names)
-    while missing:
-        seen = {name for name in missing if (path / f"token-{name}").exists()}
-        for name in seen:
-            (path / f"token-{name}").unlink()
-        missing -= seen
-        if time.monotonic() > deadline:
-            break
-        if missing:
-            time.sleep(0.05)
+    deadline = time.monotonic() + TOKEN_TIMEOUT_S
+    tokens = {name: path / f"token-{name}" for name in names}
+    missing = [name for name, token in tokens.items() if not _comes(token, deadline)]
+    for token in tokens.values():
+        token.unlink(missing_ok=True)
     return sorted(missing)
+
+
+def _comes(path: Path, deadline: float) -> bool:
+    """Wait until another host's file or folder is seen here; return whether it is."""
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def write_manifest(path: Path, **about: Any) -> Manifest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from meshbook.checkpoint import folder as folders
 from meshbook.checkpoint.files import bare_key, key_of_copy
 from meshbook.checkpoint.folder import DCP, Saved
-from meshbook.checkpoint.saving import from_first_rank, join_reasons, variables
+from meshbook.checkpoint.saving import check_reasons, explained, from_first_rank, variables
 from meshbook.checkpoint.state import (
     RANDOM,
     RANDOM_KIND,
     TENSOR,
     TENSORS,
     VALUE,
-    HeldModule,
-    HeldOptimizer,
     HeldState,
     HeldValue,
     Tensors,
@@ -41,12 +39,9 @@ from meshbook.checkpoint.state import (
     tensor_rest,
 )
 from meshbook.errors import UsageError
-from meshbook.formatting import did_you_mean, group_ranks, name_ranks, name_some
+from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
 from meshbook.system.os_errors import explain
-
-SHOWN = 3
-"""The most keys that an error lists."""
 
 
 class _Report(NamedTuple):
@@ -97,10 +92,8 @@ def restore_objects(
         files, only = SavedFiles(saved), list(names) if strict else only
         plan = Restoring(files, names, values, only=only, random=RANDOM if strict or not only else "")
         told = _Report("", plan.notes)
-    except UsageError as error:
-        told = _Report(str(error), [])
     except Exception as error:  # of a user's class, or of a file that is not whole
-        told = _Report(f"{type(error).__name__}: {error}", [])
+        told = _Report(explained(error), [])
     notes = _agree(told)
     _load(files, plan.sources)
     plan.give()
@@ -160,8 +153,7 @@ def _agree(mine: _Report) -> list[str]:
     """Tell the other ranks. Returns: the notes of all. Raises: UsageError if one of them cannot go on."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
-    if whys := group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why):
-        raise UsageError(join_reasons(whys, len(told)))
+    check_reasons([each.why for each in told])
     notes = group_ranks((rank, note) for rank, each in enumerate(told) for note in each.notes)
     return [note.format(ranks=name_ranks(ranks)) for note, ranks in notes.items()]
 
@@ -250,9 +242,6 @@ class Restoring:
             return
         if rest is not None:
             self._rest[name] = self.files.value(rest)
-            why = held.check(self._rest[name]) if isinstance(held, HeldOptimizer) else ""
-            if why:
-                raise UsageError(why)
         if kind in TENSORS:
             self._rest[name] = tensor_rest(name)
         if isinstance(held, HeldValue):
@@ -260,8 +249,8 @@ class Restoring:
             if name not in self._rest or not needed <= sources.keys():
                 return  # a new rank, and a part of it differed between ranks
             sources = {key: sources[key] for key in needed}
-        if held.is_strict:
-            self._check_keys(name, held, here, sources)
+        if why := held.check(sources, self._rest.get(name)):
+            raise UsageError(why)
         targets: Tensors = {}
         for key, source in sources.items():
             form = self.files.form(source)
@@ -292,15 +281,6 @@ class Restoring:
         if self.rank == 0 and lost and len(copies[key]) > 1:
             self.notes.append(f"{held.name} of {name_ranks(lost)}: not restored, since there are fewer ranks now")
         return found
-
-    def _check_keys(self, name: str, held: HeldState, here: Tensors, sources: Mapping[str, str]) -> None:
-        if not isinstance(held, HeldModule):
-            return
-        lacking = [key for key in here if key not in sources]
-        foreign = [key for key in sources if key not in here]
-        for keys, text in ((lacking, "the save does not have"), (foreign, "only the save has")):
-            if keys:
-                raise UsageError(f"{name} is another model than was saved: {text} {name_some(keys, SHOWN)}")
 
 
 def _takes(tensor: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> bool:

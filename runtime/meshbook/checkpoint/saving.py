@@ -104,7 +104,7 @@ class SavingJob:
         except GroupAborted:
             error = SaveFailed("a rank ended, or the process groups were formed again, before it was written")
         except Exception as fault:  # of ours too: the save must end
-            error = fault if isinstance(fault, SaveFailed) else SaveFailed(f"{type(fault).__name__}: {fault}")
+            error = SaveFailed(explained(fault))
         if self._temporary is not None:
             self._temporary.discard()
         self.written.set_exception(error)
@@ -117,7 +117,7 @@ class SavingJob:
         try:
             written = self._files.write()
         except Exception as fault:
-            return f"rank {self._rank} could not write its part: {_explained(fault)}", None
+            return f"rank {self._rank} could not write its part: {explained(fault)}", None
         why = f"rank {self._rank} was interrupted before its part was written" if self.is_dropped else ""
         return why, written
 
@@ -133,7 +133,7 @@ class SavingJob:
             except GroupAborted:
                 raise
             except Exception as fault:
-                why = _explained(fault)
+                why = explained(fault)
             with contextlib.suppress(GroupAborted):  # a rank has ended since: the save is there all the same
                 self._tell("end", (path, why))
         if why:
@@ -325,10 +325,8 @@ def _agree(
         content = collect()
         files = SaveFiles(path, content.entries, format)
         hashes = files.hashes()
-    except UsageError as error:
-        why = str(error)
-    except Exception as error:  # of a user's class
-        why = f"{type(error).__name__}: {error}"
+    except Exception as error:  # of a user's class, it may be any
+        why = explained(error)
     if place.local_rank == 0 and (unseen := folders.leave_token(path, str(place.host_rank))):
         why = f"{place.host} {unseen}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -428,27 +426,30 @@ def _step_of(names: MutableMapping[str, Any]) -> float | None:
     return None if recorder.stepped is None else recorder.stepped[1]
 
 
-def _explained(error: Exception) -> str:
+def explained(error: Exception) -> str:
+    """Return why a rank cannot go on, in words."""
     if isinstance(error, SaveFailed):
         return error.why
+    if isinstance(error, UsageError):
+        return str(error)
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__  # torch's writer fails once more as it closes its file
     return f"{type(error).__name__}: {error}" if cause is None else explain(cause)
 
 
-def join_reasons(whys: Mapping[str, Sequence[int]], world_size: int) -> str:
-    """Return the reasons of ranks as one text; without the ranks where all have the same."""
-    if len(whys) == 1 and len(next(iter(whys.values()))) == world_size:
-        return next(iter(whys))
-    return "; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in whys.items())
+def check_reasons(whys: Sequence[str]) -> None:
+    """Raises: UsageError if a rank cannot go on, on all ranks alike. whys: the reason of each, empty if it can."""
+    groups = group_ranks((rank, why) for rank, why in enumerate(whys) if why)
+    if any(len(ranks) == len(whys) for ranks in groups.values()):
+        raise UsageError(whys[0])
+    if groups:
+        raise UsageError("; ".join(f"{name_ranks(ranks)}: {why}" for why, ranks in groups.items()))
 
 
 def _check(told: Sequence[_Told], path: Path) -> None:
     """Raises: UsageError if a rank cannot take part, on all ranks alike."""
-    whys = group_ranks((rank, each.why) for rank, each in enumerate(told) if each.why)
-    if whys:
-        raise UsageError(join_reasons(whys, len(told)))
+    check_reasons([each.why for each in told])
     for name, why in told[0].content.lacks.items():
         if all(name in each.content.lacks for each in told):
             raise UsageError(why)

@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshbook.errors import UsageError
+from meshbook.formatting import name_some
 
 RANDOM = "_random"
 """The name of the random states."""
@@ -33,6 +34,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.d
           datetime.datetime, datetime.date, datetime.timedelta)  # fmt: skip
 _CODE = (ModuleType, type, property, staticmethod, classmethod)
 _DEEPEST = 20
+SHOWN = 3
+"""The most keys that an error lists."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,6 +62,10 @@ class HeldState(abc.ABC):
     def give(self, tensors: Tensors, rest: Any) -> None:
         """Take a state. tensors: those of `tensors` have the new values already."""
 
+    def check(self, keys: Collection[str], rest: Any) -> str:
+        """Return why a saved state is not of this object; empty if it is. keys: those of the saved tensors."""
+        return ""
+
     def like(self, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor to be loaded, for a key that the object does not have yet."""
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -72,18 +79,23 @@ class HeldModule(HeldState):
         super().__init__(name)
         self.module = unwrapped(module)
 
-    def _state(self) -> dict[str, Any]:
-        return {f"{self.name}.{key}": value for key, value in self.module.state_dict().items()}
-
     def tensors(self) -> Tensors:
-        return {key: value for key, value in self._state().items() if isinstance(value, torch.Tensor)}
+        state = self.module.state_dict()
+        return {f"{self.name}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
     def rest(self) -> object:
-        return {
-            key.removeprefix(f"{self.name}."): value
-            for key, value in self._state().items()
-            if not isinstance(value, torch.Tensor)
-        } or None
+        state = self.module.state_dict()
+        return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)} or None
+
+    def check(self, keys: Collection[str], rest: Any) -> str:
+        here = self.tensors()
+        if lacking := [key for key in here if key not in keys]:
+            text = f"the save does not have {name_some(lacking, SHOWN)}"
+        elif foreign := [key for key in keys if key not in here]:
+            text = f"only the save has {name_some(foreign, SHOWN)}"
+        else:
+            return ""
+        return f"{self.name} is another model than was saved: {text}"
 
     def give(self, tensors: Tensors, rest: Any) -> None:
         if rest:
@@ -143,8 +155,7 @@ class HeldOptimizer(HeldState):
         for group, saved in zip(self.optimizer.param_groups, rest["groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
-    def check(self, rest: Any) -> str:
-        """Return why a saved state is not of this optimizer; empty if it is."""
+    def check(self, keys: Collection[str], rest: Any) -> str:
         kind = type(self.optimizer).__name__
         if rest["class"] != kind:
             return f"{self.name} is {kind}, and the save has {rest['class']}"
