@@ -149,15 +149,10 @@ def save_due(session: Session, *_: object) -> None:
     saves = session.part(MeshSaves)
     for name, plan in list(saves.regular.items()):
         procs = session.meshes.get(name)
-        if (
-            procs is None
-            or not procs.alive
-            or name in saves.writing
-            or procs.base().lost
-            or states.ahead(procs.base(), is_sent=False)
-        ):
+        if procs is None or not procs.alive or name in saves.writing or procs.base().lost:
             continue
-        if time.monotonic() - saves.begun.get(name, 0.0) < plan.every_s:
+        is_due = time.monotonic() - saves.begun.get(name, 0.0) >= plan.every_s
+        if not is_due or states.ahead(procs.base(), is_sent=False):
             continue
         saves.begun[name] = time.monotonic()
         tell = partial(show_message, sink_for(session.shell), WARN)

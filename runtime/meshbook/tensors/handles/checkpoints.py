@@ -109,7 +109,7 @@ def begin_save(
         from meshbook.checkpoint.saving import collect
 
         sent = collect(state, strict=True, format=format, random=OF_NOTEBOOK)
-        mesh = _mesh_of(sent.entries, procs)
+        mesh = _mesh_of(sent.entries)
         procs = mesh.procs if mesh else procs
     procs = (procs or current_procs()).base()
     arguments = folder, only, sent, step, keep, format
@@ -134,7 +134,7 @@ def restore(
     """
     path = str(Path(folder).expanduser().absolute())
     if not is_rank():
-        mesh = _mesh_of(_tensors_in(state), procs) if state else None
+        mesh = _mesh_of(_tensors_in(state)) if state else None
         procs = mesh.procs if mesh else procs or current_procs()
         return restore_from(describe(path, procs, step), None if state else (), state, procs=procs)
     if state is None:
@@ -152,18 +152,18 @@ def restore_from(
     only: these variables; empty: all that were saved; None: none. Raises: UsageError.
     """
     procs, saved, path = procs.base(), told.saved, str(told.saved.path)
-    plan = None
+    plan, mesh, there = None, None, {}
     if state:
         from meshbook.checkpoint.restoring import Restoring
 
         place = procs.ranks[0], len(procs)
         plan = Restoring(told, state, {}, only=list(state), random=OF_NOTEBOOK, place=place)
+        there = {key: each for key, each in plan.sources.items() if isinstance(each, MeshTensor)}
+        mesh = _mesh_of(there)
     if only is not None:
         saved = _on_ranks(procs, None, "restore", "restoring", "restore_ranks", (path, only, None))[0]
     if plan is None:
         return saved
-    there = {key: each for key, each in plan.sources.items() if isinstance(each, MeshTensor)}
-    mesh = _mesh_of(there, procs)
     _on_ranks(procs, mesh, "restore", "restoring", "load_tensors", (path, there))
     if here := [key for key in plan.sources if key not in there]:
         read = _on_ranks(procs.select([0]), None, "restore", "restoring", "read_tensors", (path, here))[0]
@@ -198,7 +198,7 @@ def _on_ranks(procs: ProcMesh, mesh: Mesh | None, what: str, module: str, functi
         raise
 
 
-def _mesh_of(tensors: Mapping[str, object], procs: ProcMesh | None) -> Mesh | None:
+def _mesh_of(tensors: Mapping[str, object]) -> Mesh | None:
     """Return the mesh of the mesh tensors among these. Raises: UsageError unless it is one, and whole."""
     meshes = {id(each.mesh): each.mesh for each in tensors.values() if isinstance(each, MeshTensor)}
     if len(meshes) > 1:
