@@ -19,12 +19,12 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 76_967,
-    "product: statements": 52_464,
-    "product: kB": 3_367,
-    "product: modules": 370,
-    "tests and benchmarks: lines": 64_235,
-    "docs by hand: kB": 219,
+    "product: lines": 82_191,
+    "product: statements": 56_101,
+    "product: kB": 3_608,
+    "product: modules": 396,
+    "tests and benchmarks: lines": 67_690,
+    "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
