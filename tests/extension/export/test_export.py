@@ -252,7 +252,7 @@ def test_what_a_script_cannot_have_is_told_by_its_line_and_nothing_is_written(no
         "%%mesh --out result\nrank": "its value is used in the notebook",
         "%mesh pull rank --out ranks\none = ranks.item(gpus=1) + result[0]\n%mesh push one": "line 2: ranks.item",
         "for _ in range(2):\n    %mesh push one": "%mesh inside of a block",
-        "import pathlib\nt = pathlib.Path('t.py')\nt.write_text('')\n%mesh run --keep t.py\nt.unlink()": "there is no t.py",
+        "t = __import__('pathlib').Path('t')\nt.write_text('')\n%mesh run --keep t\nt.unlink()": "there is no t",
     }
     for cell in cells:
         notebook.run(cell)
