@@ -24,6 +24,7 @@ from meshbook.checkpoint.files import bare_key, key_of_copy
 from meshbook.checkpoint.folder import DCP, Saved
 from meshbook.checkpoint.saving import check_reasons, explained, from_first_rank, variables
 from meshbook.checkpoint.state import (
+    DTENSOR,
     RANDOM,
     RANDOM_KIND,
     TENSOR,
@@ -204,6 +205,9 @@ class Restoring:
         self._held = {name: held for name, held in known.held.items() if name in kinds}
         for name, kind in kinds.items():
             if name not in self._held and kind != RANDOM_KIND and self._is_here(name):
+                if kind == DTENSOR and name not in only:
+                    self.notes.append(f"{name} of {{ranks}}: not restored, since it is not there; make it again")
+                    continue
                 if kind not in (TENSOR, VALUE):
                     raise UsageError(
                         f"the save has the {kind} {name}, which is not there: run the cell that makes it, then restore"
