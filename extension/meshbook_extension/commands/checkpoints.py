@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ def save(session: Session, arguments: Arguments) -> object:
             saves.regular[procs.name] = plan
             saves.begun[procs.name] = time.monotonic()
         if arguments.flag("--async"):
+            tell = partial(show_message, sink_for(session.shell), WARN)
+            begun.written.add_done_callback(partial(_tell_failure, tell, ""))
             print(
                 f"saving {format_bytes(begun.copied_bytes)} to {folder}; the ranks were held for {begun.held_s:.2f} s"
             )
@@ -157,14 +159,17 @@ def save_due(session: Session, *_: object) -> None:
         saves.begun[name] = time.monotonic()
         tell = partial(show_message, sink_for(session.shell), WARN)
         try:
-            _begin(session, procs.base(), plan).written.add_done_callback(partial(_tell_failure, tell))
+            begun = _begin(session, procs.base(), plan)
+            begun.written.add_done_callback(
+                partial(_tell_failure, tell, ". It is tried again; end that: %mesh save --stop")
+            )
         except (MeshError, KeyboardInterrupt) as error:
             tell(f"the regular save did not begin: {error or 'interrupted'}")
 
 
-def _tell_failure(tell: Any, written: Future[Saved]) -> None:
+def _tell_failure(tell: Callable[[str], object], more: str, written: Future[Saved]) -> None:
     if (error := written.exception(0)) is not None:
-        tell(f"{error}. It is tried again; end that: %mesh save --stop")
+        tell(f"{error}{more}")
 
 
 def _described(saved: Saved) -> str:

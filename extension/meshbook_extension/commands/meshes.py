@@ -21,6 +21,7 @@ from meshbook_extension.cells.running import Jobs, interrupted
 from meshbook_extension.commands import Command
 from meshbook_extension.commands.spawn import find_profiles
 from meshbook_extension.notebook.grammar import Arguments, Option, check_identifier
+from meshbook_extension.notebook.saves import MeshSaves
 from meshbook_extension.notebook.session import NamedSlice, Session
 from meshbook_extension.notebook.targets import FORMS, RANK
 from meshbook_extension.output.labels import count, show_tables
@@ -110,6 +111,7 @@ def stop(session: Session, arguments: Arguments) -> None:
     for name in names:
         if name not in session.meshes:
             session.mesh(name)  # says which there are
+        session.part(MeshSaves).await_written(name)
         session.meshes[name].stop()
         session.forget(name)
         print(f'mesh "{name}" stopped')

@@ -53,6 +53,12 @@ class MeshSaves:
         self.begun: dict[str, float] = {}
         """The time of the last regular save, by the clock of this process."""
 
+    def await_written(self, name: str) -> None:
+        """Wait for a save that the ranks of a mesh write; how it ends is told elsewhere. Raises: KeyboardInterrupt."""
+        if (written := self.writing.get(name)) is not None:
+            print("waits for a save that is being written; an interrupt leaves it and stops nothing", flush=True)
+            written.wait()
+
     def forget(self, name: str) -> None:
         """Forget a mesh that was stopped."""
         for known in (self.last, self.regular, self.begun):

@@ -112,6 +112,15 @@ def test_saves_aside_and_from_time_to_time(two: Any, folder: Path) -> None:
     assert two.run("%mesh save --stop").stdout == "nothing is saved from time to time\n"
 
 
+def test_stop_waits_for_a_save_that_is_being_written(two: Any, folder: Path) -> None:
+    two.run("%mesh spawn gpus=2 --device cpu --name short")
+    two.run("%%mesh\nlarge = torch.ones(40_000_000)")
+    two.run("%mesh save left --async")
+    two.run("%mesh stop short")
+    two.run("%mesh use main")
+    assert [path.name for path in (folder / "left").iterdir()] == ["save-1"]
+
+
 def test_a_regular_save_that_fails_is_told(two: Any, folder: Path) -> None:
     two.run("%mesh save timed step --every 0.01s")
     (folder / "timed").rename(folder / "before")
