@@ -154,7 +154,6 @@ def _settings() -> list[Setting]:
     settings: list[Setting] = [
         (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
         (sys.getrecursionlimit, sys.setrecursionlimit),
-        (lambda: threading.excepthook, lambda hook: setattr(threading, "excepthook", hook)),
         (
             lambda: multiprocessing.get_start_method(allow_none=True),
             lambda method: multiprocessing.set_start_method(method, force=True),
