@@ -43,7 +43,7 @@ TOLERANCE = 1e-6
 """The most by which two numbers that count as equal differ."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 ALIKE = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""As torchrun starts ranks by itself, and so that its lines are seen at once."""
+"""The variables that torchrun sets for its ranks, and those by which lines are seen at once and as plain text."""
 ALONE = "MESHBOOK_GUESTS_ALONE"
 HAS_GPUS = torch.cuda.device_count() >= RANKS
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")

@@ -136,9 +136,8 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     if earlier is not None:
         session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
         session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
-        for kept in (Jobs, AutoAttach, SentModules, Transcripts, WatchedNames):
+        for kept in (Jobs, AutoAttach, MeshSaves, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
-        session.part(MeshSaves).take_up(earlier.part(MeshSaves).last, earlier.part(MeshSaves).regular)
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
     record = session.add_part(CellRecord(session) if earlier is None else earlier.part(CellRecord).go_on(session))
     calls = session.add_part(CallOutput(session))
@@ -169,10 +168,10 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
         partial(tell_news, session),
     ]
     after: list[Callable[..., object]] = [
-        partial(save_due, session),
         calls.finish,
         curves.end_cell,
         record.note,
+        partial(save_due, session),
         state_writer.save,
         session.note_error,
         served_cell.end,

@@ -1,8 +1,9 @@
-"""Agents of which only their connections tell, as of those on other machines: nobody here watches their processes."""
+"""Hosts as on other machines: agents of which only their connections tell, and a launcher whose place has gone."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import psutil
@@ -68,3 +69,17 @@ class FarLauncher(LocalLauncher):
         with self._namespace.inside() if self._namespace else contextlib.nullcontext():
             started += super().launch(tickets[-1:])
         return [FarHost(host) for host in started if isinstance(host, LocalHost)]
+
+
+class MovedLauncher(LocalLauncher):
+    """Starts hosts until what it starts them with has gone."""
+
+    has_gone = False
+
+    def launch(self, tickets: Sequence[Ticket]) -> list[LaunchedHost]:
+        if self.has_gone:
+            raise FileNotFoundError(2, "it has gone")
+        return super().launch(tickets)
+
+    def for_host(self, index: int) -> MovedLauncher:
+        return self

@@ -266,20 +266,20 @@ class RecordedProgram:
         words = ", ".join(map(repr, (script.name, *script.arguments)))
         text = f"import sys\n\nsys.argv = [{words}]\n{script.source.decode()}"
         part = self._rank_part(cell, text, above, targets.pop(0) if targets else self.mesh)
-        part.source, part.is_script = f"{text.rstrip()};", True  # which shows no value
+        part.source, part.is_script = f"{text}\npass\n", True  # which shows no value
         yield part
 
     def _check_groups(self) -> None:
         """Find whether the first cell makes the process group; refuse a later one that would make it twice."""
-        on_ranks = [part for part in self.parts if part.kind == "ranks" and part.plain]
+        on_ranks = [part for part in self.parts if part.kind == "ranks"]
         for part in on_ranks:
-            text = part.plain.text if part.plain else ""
-            if "init_process_group(" in text and "is_initialized" not in text:
-                if part is not on_ranks[0]:
-                    instead = "there is a group already: write if not dist.is_initialized() above it"
-                    self.refuse(part.cell, part.line + 1, "init_process_group", instead)
-                self.makes_group |= part is on_ranks[0]
-            if "destroy_process_group(" in text and part is not on_ranks[-1]:
+            makes = "init_process_group(" in part.source and "is_initialized" not in part.source
+            if makes and part is on_ranks[0]:
+                self.makes_group = True
+            elif makes:
+                instead = "there is a group already: write if not dist.is_initialized() above it"
+                self.refuse(part.cell, part.line + 1, "init_process_group", instead)
+            if "destroy_process_group(" in part.source and part is not on_ranks[-1]:
                 self.refuse(
                     part.cell, part.line + 1, "destroy_process_group", "later cells need the group: take it out"
                 )

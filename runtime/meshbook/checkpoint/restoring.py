@@ -42,7 +42,6 @@ from meshbook.checkpoint.state import (
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean, group_ranks, name_ranks
 from meshbook.groups.rank_groups import own_groups
-from meshbook.system.os_errors import explain
 
 
 class _Report(NamedTuple):
@@ -53,7 +52,7 @@ class _Report(NamedTuple):
 
 
 class SaveDescription(NamedTuple):
-    """A save as the notebook is told of it; ranks alone can read its tensors."""
+    """The part of a save that the notebook is told of; ranks alone can read its tensors."""
 
     saved: Saved
     forms: dict[str, tuple[torch.Size, torch.dtype]]
@@ -109,12 +108,14 @@ def restore_ranks(folder: str, only: Sequence[str], step: float | None) -> Saved
     return Saved(saved.path, saved.manifest, told, saved.notes)  # tensors stay on the ranks
 
 
-def describe_save(folder: str, step: float | None) -> SaveDescription:
-    """Return what a save has, for the notebook; on any rank. Raises: UsageError."""
+def describe_save(folder: str, step: float | None, names: Collection[str]) -> SaveDescription:
+    """Return what a save has of these names, and of those that the notebook held; on any rank. Raises: UsageError."""
     saved = folders.find(Path(folder), step)
-    files = SavedFiles(saved)
+    files, wanted = SavedFiles(saved), {*names, *saved.manifest.of_notebook}
     forms, values = {}, {}
     for key in files.keys:
+        if bare_key(key, saved.manifest.copies).partition(".")[0] not in wanted:
+            continue
         if (form := files.form(key)) is None:
             values[key] = files.value(key)
         else:
@@ -145,8 +146,7 @@ def _load(files: SavedFiles, tensors: Tensors) -> None:
             files.load(tensors)
         told = _Report("", [])
     except Exception as error:  # of a file that was changed, it may be any
-        why = explain(error) if isinstance(error, OSError) else str(error)
-        told = _Report(f"{why}. What is restored is half old and half new now: restore a save again", [])
+        told = _Report(f"{explained(error)}. What is restored is half old and half new now: restore a save again", [])
     _agree(told)
 
 

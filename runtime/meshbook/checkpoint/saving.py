@@ -74,8 +74,8 @@ class SavingJob:
         """The progress of the save; from any thread."""
         if not self.written.done():
             return SavingState(False)
-        if (error := self.written.exception(0)) is not None:
-            return SavingState(True, str(error))
+        if isinstance(error := self.written.exception(0), Exception):
+            return SavingState(True, explained(error))
         saved = self.written.result(0)
         return SavingState(True, "", str(saved.path), saved.manifest)
 
@@ -172,7 +172,7 @@ def progress(name: str) -> SavingState:
         return SavingState(True, "", str(known.path), known.manifest) if known else SavingState(True, "no save")
     job = last
     if job is None or job.name != name:
-        return SavingState(True, "nothing was saved: the rank was started again meanwhile")
+        return SavingState(True, "the rank was started again meanwhile")
     return job.state
 
 

@@ -328,7 +328,7 @@ def hold(
     if strict and skipped:
         name, why = next(iter(skipped.items()))
         raise UsageError(f"{name} cannot be saved: {why}")
-    return Found(dict(sorted(held.items(), key=lambda item: list(names).index(item[0]))), skipped)
+    return Found({name: held[name] for name in names if name in held}, skipped)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -158,11 +158,12 @@ class ElasticLoop(Generic[T]):
                     return batch
                 self._save()  # which waits for all that was done
                 self._finish_save()
-                raise StopIteration
             except Exception as error:
-                if isinstance(error, StopIteration) or not can_recover(error, self._procs):
+                if not can_recover(error, self._procs):
                     raise
                 self._error = error
+            else:
+                raise StopIteration
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:

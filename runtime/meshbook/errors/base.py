@@ -62,14 +62,12 @@ class PeekRefused(UsageError):
 class SaveFailed(MeshError):
     """A save that was not written; the folder has the saves that it had. why: the reason, in words."""
 
-    BEGIN = "nothing was saved: "
-
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.why = why
 
     def __str__(self) -> str:
-        return f"{self.BEGIN}{self.why}"
+        return f"nothing was saved: {self.why}"
 
 
 class PromptRefused(MeshError, EOFError):

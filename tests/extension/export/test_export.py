@@ -103,12 +103,14 @@ def test_a_ddp_training_gives_the_same_losses_under_torchrun(notebook: Notebook)
     assert "lr = 0.05\n" in script.replace("local_", "") and "gather_objects(losses, range(world_size))" in script
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_comes(notebook: Notebook) -> None:
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     came = [notebook.run(text).stdout for kind, text in blocks if kind == "python"]
     assert came[-1] == blocks[len(came)][1]
 
 
+@pytest.mark.slow
 def test_verify_compares_prints_and_values(notebook: Notebook) -> None:
     notebook.run("%%mesh gpus=0\nkept = 1")
     for cell in ("%%mesh\ntorch.manual_seed(rank)\nw = torch.rand(3)\nw", "%%mesh gpus=1\nprint('one')\npoint['gpus']"):
@@ -119,6 +121,7 @@ def test_verify_compares_prints_and_values(notebook: Notebook) -> None:
     assert list(vars(notebook.shell)["_meshbook_session"].meshes) == ["main"]
 
 
+@pytest.mark.slow
 def test_verify_finds_what_is_not_the_same_twice(notebook: Notebook) -> None:
     notebook.run("%%mesh\nimport time\nnow = time.time()\ndrawn = torch.rand(2)\nprint('drawn', drawn)")
     told = notebook.fail("%mesh export out.py --verify")
@@ -126,8 +129,14 @@ def test_verify_finds_what_is_not_the_same_twice(notebook: Notebook) -> None:
     assert "[0] line 1: 'drawn" in told and "[0] drawn: tensor(" in told and "[0] now:" in told
 
 
-def test_verify_says_why_a_run_failed_and_when_it_takes_too_long(notebook: Notebook) -> None:
-    notebook.run("%%mesh\nimport os, time\nif os.environ.get('PYTHONUNBUFFERED'):\n    time.sleep(60)")
+SLOW_LATER = "%%mesh\nimport os, time\nif os.path.exists('slow'):\n    time.sleep(100)"
+"""A cell that is slow when it is run again, once there is a file ``slow``."""
+
+
+@pytest.mark.slow
+def test_verify_says_why_a_run_failed_and_when_it_takes_too_long(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(SLOW_LATER.replace("'slow'", repr(str(tmp_path / "slow"))))
+    (tmp_path / "slow").touch()
     assert "took longer than" in notebook.fail("%mesh export out.py --verify --timeout 4")
     record_of(notebook).cells.clear()
     notebook.run("%%mesh\nimport os\nassert 'TORCHELASTIC_RUN_ID' not in os.environ, 'a script'")
@@ -196,6 +205,7 @@ def test_random_numbers_of_the_notebook_and_of_the_ranks_stay_apart(notebook: No
     assert [ast.literal_eval(printed[rank][-1]) for rank in range(2)] == expected
 
 
+@pytest.mark.slow
 def test_mesh_tensors_become_dtensors(notebook: Notebook) -> None:
     notebook.run("""\
 import meshbook, torch
@@ -227,6 +237,7 @@ f"{loss:.3f}" if (loss := step(x)) is not None else \"\"""")
     assert "line 1: meshbook.rand()" in told and "line 2: the gradient of torch.nn.functional.mse_loss" in told
 
 
+@pytest.mark.slow
 def test_a_script_whose_names_were_kept_is_part_of_it(notebook: Notebook) -> None:
     lines = [
         "import sys",
@@ -304,8 +315,10 @@ def test_places_and_cells_that_are_none_are_refused(notebook: Notebook) -> None:
     assert sorted(each.name for each in Path().iterdir()) == ["own.py"]
 
 
-def test_an_interrupt_ends_both_runs(notebook: Notebook) -> None:
-    notebook.run("%%mesh\nimport os, time\nif os.environ.get('PYTHONUNBUFFERED'):\n    time.sleep(100)")
+@pytest.mark.slow
+def test_an_interrupt_ends_both_runs(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run(SLOW_LATER.replace("'slow'", repr(str(tmp_path / "slow"))))
+    (tmp_path / "slow").touch()
     interrupt = "import _thread, threading\nthreading.Timer(6, _thread.interrupt_main).start()\n"
     ran = notebook.try_to_run(f"{interrupt}%mesh export out.py --verify")
     assert isinstance(ran.error, KeyboardInterrupt)

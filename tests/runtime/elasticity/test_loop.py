@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import torch
 from elastic_training import kill_once, relative, train
+from far_hosts import MovedLauncher
 from patience import kill
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshbook
-from meshbook import LocalLauncher, ProcMesh, start_hosts, this_host
+from meshbook import ProcMesh, start_hosts, this_host
 from meshbook.controller import startup
 from meshbook.distributed import Mesh, TensorLost
 from meshbook.elasticity import loop as elastic_loop
 from meshbook.errors import CrashLoopError, UsageError, WorkerLost
-from meshbook.launchers.base import LaunchedHost
-from meshbook.wire.ticket import Ticket
 
 
 @pytest.fixture
@@ -255,20 +254,6 @@ def test_a_body_outside_of_a_block_is_told_how_to_stand_in_one(mesh: Mesh, tmp_p
         next(loop)
         with pytest.raises(UsageError, match=r"with loop\.attempt\(\):"):
             next(loop)
-
-
-class MovedLauncher(LocalLauncher):
-    """Starts hosts until their place has gone."""
-
-    has_gone = False
-
-    def launch(self, tickets: list[Ticket]) -> list[LaunchedHost]:
-        if self.has_gone:
-            raise FileNotFoundError(2, "it has gone")
-        return super().launch(tickets)
-
-    def for_host(self, index: int) -> MovedLauncher:
-        return self
 
 
 @pytest.mark.slow

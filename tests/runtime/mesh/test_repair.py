@@ -9,21 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from far_hosts import MovedLauncher
 from patience import kill, wait_until
 from template_processes import children_of, torch_templates_of
 
 from meshbook import DeviceMeshError, LocalLauncher, ProcMesh, errors, heal_mesh, start_hosts, this_host
 from meshbook.controller.startup import CrashLoops
-from meshbook.launchers.base import LaunchedHost
 from meshbook.mesh.rank_calls import set_axes
 from meshbook.system.processes import is_same_process, start_time
-from meshbook.wire.ticket import Ticket
 
 pytestmark = pytest.mark.usefixtures("no_lasting_template")
 
@@ -318,20 +317,6 @@ for leave in (shutdown, detach):
 def test_a_mesh_that_its_process_has_left_is_not_healed_and_says_so() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVERS], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["MeshStoppedError"] * 2 + ["MeshDetachedError"] * 2, done.stderr
-
-
-class MovedLauncher(LocalLauncher):
-    """Starts hosts until what it starts them with has gone."""
-
-    has_gone = False
-
-    def launch(self, tickets: Sequence[Ticket]) -> list[LaunchedHost]:
-        if self.has_gone:
-            raise FileNotFoundError(2, "it has gone")
-        return super().launch(tickets)
-
-    def for_host(self, index: int) -> MovedLauncher:
-        return self
 
 
 @pytest.mark.slow

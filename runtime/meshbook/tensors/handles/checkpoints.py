@@ -136,7 +136,7 @@ def restore(
     if not is_rank():
         mesh = _mesh_of(_tensors_in(state)) if state else None
         procs = mesh.procs if mesh else procs or current_procs()
-        return restore_from(describe(path, procs, step), None if state else (), state, procs=procs)
+        return restore_from(describe(path, procs, step, list(state or ())), None if state else (), state, procs=procs)
     if state is None:
         raise UsageError('say what to restore: meshbook.restore(folder, {"model": model, "opt": opt})')
     from meshbook.checkpoint.restoring import restore_objects
@@ -173,9 +173,10 @@ def restore_from(
     return Saved(saved.path, saved.manifest, plan.values, (*plan.notes, *saved.notes))
 
 
-def describe(folder: str, procs: ProcMesh, step: float | None = None) -> SaveDescription:
-    """Return what the last save of a folder has, as rank 0 sees it. Raises: UsageError."""
-    told = _on_ranks(procs.base().select([0]), None, "restore", "restoring", "describe_save", (folder, step))
+def describe(folder: str, procs: ProcMesh, step: float | None = None, names: Sequence[str] = ()) -> SaveDescription:
+    """Return what rank 0 finds in a save of these names and of the notebook's. Raises: UsageError."""
+    asked = folder, step, names
+    told = _on_ranks(procs.base().select([0]), None, "restore", "restoring", "describe_save", asked)
     return cast("SaveDescription", told[0])
 
 
@@ -227,7 +228,7 @@ def _await_end(procs: ProcMesh, name: str) -> Saved:
         silent = 0 if state else silent + 1
         if state is not None and state.is_over:
             if state.manifest is None:
-                raise SaveFailed(state.error.removeprefix(SaveFailed.BEGIN))
+                raise SaveFailed(state.error)
             return Saved(Path(state.path), state.manifest)
         if 0 in procs._mesh.lost or silent > _SILENT_MAX or not procs.alive:
             raise SaveFailed("rank 0, which writes it, has ended or does not answer")
