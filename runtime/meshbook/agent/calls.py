@@ -41,7 +41,6 @@ class _OpenCall(msgspec.Struct):
 
     waiting: set[int]  # the ranks, by their present numbers
     prints: bool  # whether its output has a listener: all printed text goes before the answer
-    is_mail: bool = False
     answer: MailAnswer | None = None  # takes the answers; None: they go to the controller
     memory: RememberedCall | None = None  # notes the answers that the next controller may want
     names: dict[int, int] | None = None  # the caller's numbers of the ranks, where they differ
@@ -77,12 +76,12 @@ class AgentCalls:
     ) -> tuple[AgentWorker, ...]:
         """Note a call that wants answers; return the members on which it was not cancelled before it came."""
         ranks = set(map(_rank_of, members))
-        opened = _OpenCall(ranks, prints=call.output != 0, is_mail=call.mailbox != 0, answer=answer)
+        opened = _OpenCall(ranks, prints=call.output != 0, answer=answer)
         self._open[call.id if call.origin is None else (call.origin, call.id)] = opened
         if answer is not None:
             return members
         opened.memory = self._memory.on_call(call, ranks)
-        if call.shortcut:  # it may have begun: only the rank can say whether it is dropped
+        if call.direct:  # it may have begun: only the rank can say whether it is dropped
             return members
         if self._early_cancels and (dropped := self.take_early_cancels(call.id, ranks)):
             members = tuple(worker for worker in members if worker.rank not in dropped)
@@ -96,6 +95,18 @@ class AgentCalls:
                 self._memory.on_ended(call.id)
         return members
 
+    def expect_late(self, call: wire.Call, worker: AgentWorker) -> None:
+        """Note that a worker has a call to answer that did not come by us."""
+        key = call.id if call.origin is None else (call.origin, call.id)
+        opened = self._open.get(key)
+        if opened is None and call.origin is None:
+            memory = self._memory.on_call(call, set())
+            opened = self._open[key] = _OpenCall(memory.waiting, prints=False, memory=memory)
+        elif opened is None:
+            assert call.origin is not None
+            opened = self._open[key] = _OpenCall(set(), prints=True, answer=self._mail.answer_to(call.origin))
+        opened.waiting.add(worker.rank)
+
     def expect_answers(self, question: int, ranks: set[int]) -> None:
         """Expect answers of the control threads of ``ranks`` to a question."""
         self._open[question] = _OpenCall(ranks, False)
@@ -108,7 +119,7 @@ class AgentCalls:
     def cancel(self, cancel: wire.Cancel) -> None:
         """Pass a cancel on to the members that have not answered; an insistent one also continues stopped processes."""
         call = self._open.get(cancel.call if cancel.origin is None else (cancel.origin, cancel.call))
-        if call is None:
+        if call is None and not cancel.direct:
             if cancel.origin is None:  # else it came behind its call, which has ended
                 before = self._early_cancels.pop(cancel.call, ())
                 self._early_cancels[cancel.call] = (*before, *cancel.target)
@@ -118,10 +129,14 @@ class AgentCalls:
         members = [
             worker
             for worker in self._pool.workers.values()
-            if worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
+            if (
+                wire.target_has(cancel.target, worker.rank)
+                if call is None or cancel.direct
+                else worker.rank in call.waiting and wire.target_has(cancel.target, call.name_of(worker.rank))
+            )
         ]
         for worker in members:
-            if call.is_mail:
+            if cancel.is_mail:
                 worker.send_mail([wire.encode(cancel)])  # behind the call
             else:
                 worker.urgent.send([wire.encode(cancel)])
@@ -136,9 +151,9 @@ class AgentCalls:
             self._host.segment_refs.take_back(worker, each)
         key = reply.id if reply.origin is None else (reply.origin, reply.id)
         call = self._open.get(key)
-        if reply.is_direct and worker not in self._pool.leaving:
-            self._output.send(worker, final=True)
-            self._mail.answer_direct(worker, reply, payload)
+        if reply.is_direct and call is None:
+            dropped = wire.RankReply(worker.rank, reply.status, 0, reply.duration_s, None)
+            self._uplink.send_urgent(wire.Replies(reply.id, (dropped,)))
             return
         if call is None or worker.rank not in call.waiting or worker in self._pool.leaving:
             if reply.segment is not None:

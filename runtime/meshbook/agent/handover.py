@@ -178,7 +178,7 @@ class RememberedCall(msgspec.Struct):
     waiting: set[int]  # the ranks here that have not answered; kept up to date by its owner
     replies: dict[int, tuple[wire.RankReply, Sequence[bytes]]] = {}
     size_bytes: int = 0
-    shortcut: int = 0  # see `meshbook.wire.messages.calls.Call`
+    direct: int = 0  # see `meshbook.wire.messages.calls.Call`
     is_over: bool = False  # whether a rank has forgotten it, since the controller had all answers
 
     def keep(self, reply: wire.RankReply, frames: Sequence[bytes]) -> None:
@@ -248,8 +248,13 @@ class CallJournal:
 
     def on_call(self, call: wire.Call, waiting: set[int]) -> RememberedCall:
         """Note a call; ``waiting`` shrinks as ranks answer. Return the record for its answers."""
+        if (before := self._ended.pop(call.id, None)) is not None:  # other ranks have answered it
+            self._ended_bytes -= before.size_bytes
+            before.waiting |= waiting
+            self._open[call.id] = before
+            return before
         remembered = self._open[call.id] = RememberedCall(
-            call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting, shortcut=call.shortcut
+            call.id, call.label[:LABEL_CHARS], call.target, call.output, call.mailbox, waiting, direct=call.direct
         )
         return remembered
 
@@ -305,9 +310,9 @@ class CallJournal:
         """Whether the controller that ended had all answers to a call that went past us. A rank that has told us
         nothing of it got a later one past us, which happens only then."""
         return call.is_over or (
-            call.shortcut != 0
+            call.direct != 0
             and any(
-                later.shortcut > call.shortcut and not call.waiting.isdisjoint((*later.waiting, *later.replies))
+                later.direct > call.direct and not call.waiting.isdisjoint((*later.waiting, *later.replies))
                 for later in (*self._ended.values(), *self._open.values())
             )
         )

@@ -8,32 +8,21 @@
 A rank that cannot answer is answered for (`wire.LOST`). A sender of more than a member reads is told to wait
 (`wire.MailHold`): its calls, not its answers, and only to that member.
 
-A worker that often calls another of this host gets a socket to it (`AgentLanes`), which the agent makes:
-
-    caller  --AskLane-->  agent                    some calls have come this way
-            <-LaneOffer-  with its end of a socketpair
-            --TakeLane->         --LaneOpened->  callee, with the other end
-            ===== calls, cancels =====================>
-            <==== answers ============================
-
-Calls that the caller has sent by the agent before `TakeLane` come to the callee before `LaneOpened`, so order holds. We
-only tell the caller when the callee is gone (`LaneLost`): calls that it has not answered by then it never will.
+Workers of one host that often call each other have direct links (`meshbook.wire.direct`), of which the agent sees
+nothing but large answers.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from meshbook.agent.peers import AgentPeers, ForwardedCalls
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
-from meshbook.lifecycle import WorkerPhase
 from meshbook.shape.members import AS_NOW, group
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
@@ -56,7 +45,6 @@ class AgentMail:
         self._host, self._meshes, self._segment_refs = host, meshes, host.segment_refs
         self.controller = self.calls_by(host.uplink)  # calls that are the controller's to answer
         self.peers = AgentPeers(self, host, is_there)
-        self.lanes = AgentLanes(host, meshes, self.peers)
         # senders that wait for a worker that reads too slowly, or for room on an uplink, with the hold they were sent
         self.held: dict[AgentWorker | Uplink, dict[AgentWorker, wire.MailHold]] = {}
 
@@ -117,6 +105,8 @@ class AgentMail:
         mesh = self._meshes.get(call.mesh)
         if call.generation not in (AS_NOW, len(self._host.moves.get(call.mesh, ()))):
             mesh, dead = None, _MOVING
+        elif mesh is not None and mesh.worker_pool.ending:
+            mesh, dead = None, _STOPPED
         else:
             dead = _STOPPED
         if mesh is not None:
@@ -165,19 +155,18 @@ class AgentMail:
         if not sender.has_ended:
             sender.send_mail([wire.encode(replies), *frames])
 
-    def answer_direct(self, worker: AgentWorker, reply: wire.Reply, payload: Sequence[Buffer]) -> None:
-        """Pass on the answer to a call that came past us; the caller knows by which number it called the rank."""
-        origin = reply.origin
-        mesh = self._meshes.get(origin.mesh) if origin is not None else None
+    def answer_to(self, origin: wire.Origin) -> MailAnswer:
+        """Return what takes the answers to a call of a worker of this host that did not come by us."""
+        mesh = self._meshes.get(origin.mesh)
         workers = mesh.workers.values() if mesh is not None else ()
-        sender = next((one for one in workers if origin is not None and one.pid == origin.pid), None)
-        if sender is not None:
-            answer = wire.RankReply(
-                worker.rank, reply.status, len(payload), reply.duration_s, reply.segment, None, reply.inline
-            )
-            self._answer(sender, wire.Replies(reply.id, (answer,), origin), payload)
-        elif reply.segment is not None:
-            self.discard(reply.segment)
+        if (sender := next((one for one in workers if one.pid == origin.pid), None)) is not None:
+            return functools.partial(self._answer, sender)
+        return self._discard_all
+
+    def _discard_all(self, replies: wire.Replies, frames: Sequence[Buffer]) -> None:
+        for reply in replies.replies:
+            if reply.segment is not None:
+                self.discard(reply.segment)
 
     def discard(self, segment: wire.SegmentRef) -> None:
         """Drop a payload that no call wants."""
@@ -207,65 +196,3 @@ class AgentMail:
 
 _MOVING = wire.DeathCause("", "the ranks of its mesh are getting other numbers just now; call again", "")
 _STOPPED = wire.DeathCause("", "its mesh was stopped, or was never on this host", "")
-# a socket whose other end was closed is most often that of a process that ends: its cause is waited for so long
-CUT_S = 1.0
-SEND_BYTES = 1 << 20  # room in a socket, as far as the system allows; a message counts for more than its bytes
-_CUT = wire.DeathCause("", "its connection was closed; call again", "")
-
-
-class _OfferedLane(NamedTuple):
-    caller: AgentWorker
-    callee: AgentWorker
-    theirs: socket.socket | None  # the callee's end, before it was sent
-
-
-class AgentLanes:
-    """The sockets between workers of one host. meshes: the meshes with workers here."""
-
-    def __init__(self, host: HostResources, meshes: Mapping[int, AgentMesh], peers: AgentPeers) -> None:
-        self._host, self._meshes, self._peers = host, meshes, peers
-        self._given: dict[int, _OfferedLane] = {}
-        self._numbers = itertools.count(1)
-
-    def offer(self, caller: AgentWorker, asked: wire.AskLane) -> None:
-        """Give a worker its end of a new socket, if the other worker lives here and no call to its mesh waits."""
-        mesh = self._meshes.get(asked.mesh)
-        if mesh is None or self._peers.must_wait(asked.mesh, is_here=mesh.is_all_here):
-            return
-        callee = mesh.workers.get(asked.rank)
-        if callee is None or callee is caller or caller.has_ended or callee.phase is not WorkerPhase.READY:
-            return
-        if asked.generation != len(self._host.moves.get(asked.mesh, ())):
-            return
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError:
-            return  # no descriptor is left: it goes on as before
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-        number = next(self._numbers)
-        self._given[number] = _OfferedLane(caller, callee, theirs)
-        caller.send_mail([wire.encode(wire.LaneOffer(number, asked.mesh, asked.rank, asked.generation))], ours)
-
-    def take(self, number: int) -> None:
-        """Pass the other end on, behind the messages that the caller has sent so far."""
-        if (given := self._given.get(number)) is not None and given.theirs is not None:
-            self._given[number] = given._replace(theirs=None)
-            given.callee.send_mail([wire.encode(wire.LaneOpened())], given.theirs)
-
-    def cut(self, number: int) -> None:
-        """Note that the caller has closed its end, or found it closed."""
-        self._host.loop.call_later(CUT_S, lambda: self._lose(number, _CUT))
-
-    def lose(self, worker: AgentWorker, death: wire.DeathCause) -> None:
-        """Tell the callers of a worker that is gone, or will not answer any more."""
-        for number, given in tuple(self._given.items()):
-            if worker in given[:2]:
-                self._lose(number, death)
-
-    def _lose(self, number: int, death: wire.DeathCause) -> None:
-        if (given := self._given.pop(number, None)) is not None:
-            if given.theirs is not None:
-                given.theirs.close()
-            if not given.caller.has_ended:
-                given.caller.send_mail([wire.encode(wire.LaneLost(number, death))])

@@ -30,9 +30,9 @@ from meshbook.lifecycle import WorkerEvent
 from meshbook.system.exits import CRASH_REPORT_LINES, last_words, log_tail
 from meshbook.system.processes import is_ending, process_state, processor_time, some_thread_runs
 from meshbook.wire import messages as wire
+from meshbook.wire.direct import remove_listener
 from meshbook.wire.frames import Buffer, pack
 from meshbook.wire.replies import agents_answer, failed_replies
-from meshbook.wire.shortcuts import remove_ends
 
 LOG_TAIL_LINES = 5
 
@@ -83,8 +83,6 @@ class AgentMesh:
         """Pass a call on to its members here, and return them. answer: takes the answers to a worker's call. had_by:
         the worker that has told us of it, as it came there past us; the others get it here, once."""
         found = members = self.worker_pool.members(call.target)
-        if call.shortcut and self.memory.knows(call.id):
-            return found
         if call.reply and members:
             members = self.calls.expect(call, members, answer)
         if call.segment is not None:
@@ -100,9 +98,14 @@ class AgentMesh:
                 worker.send_packed_mail(data)
             else:
                 worker.calls.send_packed(data)
-        if call.shortcut and self.calls.take_early_cancels(call.id, [worker.rank for worker in found]):
-            self.calls.cancel(wire.Cancel(self.id, call.id, call.target, insist=False))
         return found
+
+    def _came_early(self, worker: AgentWorker, call: wire.Call) -> None:
+        """Expect a worker's answer to a call that has come there by a direct link."""
+        if worker.untold and not self.memory.knows(call.id):
+            self.call(call, (), had_by=worker)  # the controller has gone: other members may not have got it
+        else:
+            self.calls.expect_late(call, worker)
 
     def refuse(self, call: wire.Call, error: MeshError) -> None:
         """Answer a call that cannot be passed on, for its members here."""
@@ -196,15 +199,9 @@ class AgentMesh:
                 self.mail.call(worker, self.id, message, payload)
             case wire.Cancel():
                 self.mail.cancel(worker, self.id, message)
-            case wire.AskLane():
-                self.mail.lanes.offer(worker, message)
-            case wire.TakeLane(number):
-                self.mail.lanes.take(number)
-            case wire.CutLane(number):
-                self.mail.lanes.cut(number)
             case wire.CameEarly(call):
                 if worker not in self.worker_pool.leaving:
-                    self.call(call, (), had_by=worker)
+                    self._came_early(worker, call)
             case wire.ToldAll():
                 worker.untold -= 1
             case wire.Begun(control_thread=thread, dump_fd=fd):
@@ -220,7 +217,7 @@ class AgentMesh:
         self.output.send(worker, final=True)
         told = self.worker_pool.left(worker)
         worker.close()
-        remove_ends(self.worker_pool.shortcut, worker.pid)
+        remove_listener(self.worker_pool.direct, worker.pid)
         if not told:
             self.store.drop_client(worker.rank)
         for segment in tuple(worker.segments):
@@ -236,7 +233,6 @@ class AgentMesh:
             death = wire.DeathCause(self.worker_pool.host, cause, tail, alone)
         else:
             death = self.death(worker.rank)
-        self.mail.lanes.lose(worker, death)
         if not told:  # else nothing has reached it since, also where its rank is another's by now
             self.calls.forget_rank(worker.rank, death)
         self.tell_if_stopped()
@@ -254,7 +250,6 @@ class AgentMesh:
             worker.output.release()
             self.output.send(worker, final=True)
             self.store.drop_client(worker.rank)
-            self.mail.lanes.lose(worker, self.death(worker.rank))
             self.calls.forget_rank(worker.rank, self.death(worker.rank))
 
     def death(self, rank: int) -> wire.DeathCause:
@@ -295,8 +290,6 @@ class AgentMesh:
         """End all workers: idle ones leave by themselves, busy ones are killed after ``grace_s``."""
         self.worker_pool.ending = True
         death = wire.DeathCause(self.worker_pool.host, "its mesh was stopped", "")
-        for worker in self.workers.values():
-            self.mail.lanes.lose(worker, death)
         self.calls.give_up_mail(death)
         self.tell_if_stopped()
         for worker in self.workers.values():

@@ -56,17 +56,14 @@ class WorkerLane:
         """Send a message, now or as soon as the worker reads."""
         self.send_packed(pack(frames))
 
-    def send_packed(self, data: bytes, given: socket.socket | None = None) -> None:
-        """Send a message as `pack` makes it, which may go to several workers. given: see `MessageSocket.send`."""
+    def send_packed(self, data: bytes) -> None:
+        """Send a message as `pack` makes it, which may go to several workers."""
         if self._watch is not None:
             try:
-                if not self._messages.send(data, given):
+                if not self._messages.send(data):
                     self._loop.want_writable(self._watch, True)
-                return
             except OSError:
                 pass  # the worker is gone; its pidfd tells the story
-        if given is not None:
-            given.close()
 
     @property
     def fd(self) -> int:
@@ -199,16 +196,16 @@ class AgentWorker:
         """Whether the worker still is to report calls that came past us, and can."""
         return self.untold > 0 and self.calls.fd >= 0 and self.mail.fd >= 0
 
-    def send_mail(self, frames: Sequence[Buffer], given: socket.socket | None = None) -> None:
-        """Send a message that does not wait for the worker's main thread. given: as in `MessageSocket.send`."""
-        self.send_packed_mail(pack(frames), given)
+    def send_mail(self, frames: Sequence[Buffer]) -> None:
+        """Send a message that does not wait for the worker's main thread."""
+        self.send_packed_mail(pack(frames))
 
-    def send_packed_mail(self, data: bytes, given: socket.socket | None = None) -> None:
+    def send_packed_mail(self, data: bytes) -> None:
         """Send mail as `pack` makes it."""
         if not self._reads_mail:
             self._reads_mail = True
             self.urgent.send([wire.encode(wire.OpenMail())])
-        self.mail.send_packed(data, given)
+        self.mail.send_packed(data)
 
     @property
     def has_ended(self) -> bool:

@@ -25,8 +25,8 @@ from meshbook.system.devices import count_cores, plan_devices
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
+from meshbook.wire.direct import direct_folder
 from meshbook.wire.replies import agents_answer
-from meshbook.wire.shortcuts import shortcut_path
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh
@@ -57,8 +57,10 @@ class WorkerPool:
         self._owner, self._log_dir = owner, log_dir
         self._loop, self._report, self.host = host.loop, host.uplink.send, host.name
         self._host_id = host.ticket.host_id
-        # the path of the controller's end of shortcuts; empty where there is none
-        self.shortcut = shortcut_path(host.ticket.endpoint) if host.ticket.shares_memory else ""
+        # the folder of the sockets of direct links, and whether the controller listens there
+        self.direct = direct_folder(host.ticket.endpoint) if host.ticket.shares_memory else ""
+        self._controller_is_here = bool(self.direct)
+        self.direct = self.direct or host.ticket.log_dir
         self._marker = b"\x1e" + os.urandom(8).hex().encode() + b":"
         self._batches: list[_Batch] = []
         self._replaced = 0
@@ -102,7 +104,14 @@ class WorkerPool:
                     own[b"CUDA_VISIBLE_DEVICES"] = ",".join(devices).encode()
                 binding = spawn.bindings[seat.local_rank] if seat.local_rank < len(spawn.bindings) else {}
                 begin = wire.Begin(
-                    worker.identity, self._marker, common, own, import_in_workers, binding, self.shortcut
+                    worker.identity,
+                    self._marker,
+                    common,
+                    own,
+                    import_in_workers,
+                    binding,
+                    self.direct,
+                    self._controller_is_here,
                 )
                 worker.calls.send([wire.encode(begin)])
         except OSError as error:

@@ -145,20 +145,23 @@ class OutgoingCall(msgspec.Struct, eq=False):
             if mesh.generation != self.generation:  # it queued while ranks got other numbers
                 self.fail(stale_view(mesh))
                 return
-            shortcuts = self.dispatcher.shortcuts
+            direct, members, mailbox = self.dispatcher.direct, self.request.members, self.request.mailbox
             if not self.request.reply:
-                shortcuts.note_cast(mesh)
+                direct.relay(mesh, mailbox, members.rank_set, 0)
                 if mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
-                    hosts = list(mesh.by_host(self.request.members.ranks()))
+                    hosts = list(mesh.by_host(members.ranks()))
             if self.segment is not None:
+                direct.relay(mesh, mailbox, members.rank_set, self.call.id)
                 self.dispatcher.payloads.send(hosts, self.message, self.payload, self.segment)
                 return
             message = self.message
-            if self.request.reply and not self.payload and len(hosts) == 1 and not hosts[0].lost:
-                left = shortcuts.send(hosts[0], mesh, self.call, message)
-                if left is None:
-                    return
-                message = left
+            if self.request.reply:
+                if len(hosts) == 1 and not hosts[0].lost:
+                    left = direct.send(hosts[0], mesh, self.call, message, self.payload)
+                    if left is None:
+                        return
+                    message = left
+                direct.relay(mesh, mailbox, members.rank_set, self.call.id)
             for host in hosts:
                 if not host.lost:
                     host.send(message, self.payload)

@@ -87,9 +87,10 @@ class Controller:
         # have the I/O thread do something, and return the result (`meshbook.controller.io_turns.TurnQueue`)
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         self._dispatcher = Dispatcher(
-            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.send_past,
+            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.watch, self._socket.forget,
             folder.state.lease_s, folder.settle_late,
         )  # fmt: skip
+        self._socket.on_path = self._dispatcher.direct.listen
         # returns the mesh with this number, unless it has ended; any thread may call it
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
         # the mailboxes of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)
@@ -177,12 +178,12 @@ class Controller:
             return all(host.has_all for host in self.hosts if not host.lost and host.hello is not None)
 
         def say() -> None:
-            self._dispatcher.shortcuts.acknowledge()  # before agents tell ranks that we have gone
+            self._dispatcher.direct.acknowledge()
+            self._dispatcher.direct.close()  # before agents tell ranks that we have gone
             for host in self.hosts:
                 host.send(wire.Leave(lease_s))
 
         def go() -> None:
-            self._dispatcher.shortcuts.acknowledge()
             for host in self.hosts:
                 if not host.lost:
                     host.knock()  # what has come has come; what comes now is for the next controller
@@ -295,7 +296,8 @@ class Controller:
             meant = call.members
             if ranks is not None:
                 meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
-            mesh.tell(wire.Cancel(mesh.id, id, meant.encoded, insist))
+            is_direct = self._dispatcher.direct.has(id)
+            mesh.tell(wire.Cancel(mesh.id, id, meant.encoded, insist, is_mail=call.mailbox != 0, direct=is_direct))
 
         self.submit(send)
 

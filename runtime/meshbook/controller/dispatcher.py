@@ -23,6 +23,7 @@ from meshbook.calls.output import NewScalars, OutputTarget, StreamText
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.background import attempt, tell
 from meshbook.concurrency.future import Future
+from meshbook.controller.direct_links import DirectLinks
 from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState, LateHosts
 from meshbook.controller.io_turns import TurnQueue
@@ -31,7 +32,6 @@ from meshbook.controller.mesh_state import MeshState, Renumbering, check_ranks, 
 from meshbook.controller.payloads import Payloads
 from meshbook.controller.queries import HeldDeadlines, put
 from meshbook.controller.reattach import Reattach
-from meshbook.controller.shortcuts import Shortcuts
 from meshbook.controller.startup import PendingWorkers
 from meshbook.curves.series import LoggedPoints, Points
 from meshbook.errors import (
@@ -72,11 +72,12 @@ class Dispatcher:
         next_id: Callable[[], int],
         key_of: Callable[[str], str],
         peer_ip: Callable[[], str],
-        send_past: Callable[[bytes, str], bool] = lambda data, address: False,
+        watch: Callable[[int, Callable[[], object]], object] = lambda fd, look: None,
+        forget: Callable[[int], object] = lambda fd: None,
         lease_s: float = 0.0,
         on_late_settled: Callable[[str], object] = lambda id: None,
     ) -> None:
-        """See `PeerDirectory` for key_of and peer_ip, `ControllerSocket` for send_past, `LateHosts` for the rest."""
+        """See `PeerDirectory` for key_of and peer_ip, `CallerLinks` for watch and forget, `LateHosts` for the rest."""
         self._inbox, self._next_id = inbox, next_id
         self.machine = machine_id()
         self._started = start_time(os.getpid()) or 0
@@ -86,7 +87,7 @@ class Dispatcher:
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)
         self.held_deadlines = HeldDeadlines(self.calls, next_id)
-        self.shortcuts = Shortcuts(self.calls, next_id, send_past)
+        self.direct = DirectLinks(self.meshes, self.calls, next_id, watch, forget)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
@@ -125,7 +126,7 @@ class Dispatcher:
 
     def acknowledge(self, hosts: Iterable[str]) -> None:
         """Acknowledge messages of hosts, and of ranks that have sent past them."""
-        self.shortcuts.acknowledge()
+        self.direct.acknowledge()
         for id in hosts:
             if (host := self.hosts.get(id)) is not None and not host.lost:
                 host.acknowledge_rest()
@@ -162,7 +163,7 @@ class Dispatcher:
 
     def plan(self) -> float:
         """Return when `expire` has something to do, on the monotonic clock; infinity if never."""
-        due = min(self.calls.next_deadline(), self.shortcuts.due)
+        due = self.calls.next_deadline()
         for recovery in self.recoveries.values():
             due = min(due, recovery.due)
         self.due_at = max(due, self._rests_until)
@@ -170,7 +171,6 @@ class Dispatcher:
 
     def expire(self, now: float) -> None:
         """Do work that is due by now, as far as it was planned: changes since then are for the next turn."""
-        self.shortcuts.expire(now)
         well = attempt(self.calls.expire, "failing calls")
         for recovery in list(self.recoveries.values()):
             if recovery.due <= now:
@@ -205,15 +205,6 @@ class Dispatcher:
             tell(error, f"what host {host.name} has acknowledged")
         if self.is_full:
             self._make_room()
-
-    def on_datagram(self, data: bytes, address: str) -> None:
-        """Take a datagram that a rank of this machine has sent past its agent; one that makes no sense is dropped."""
-        try:
-            self.shortcuts.on_datagram(data, address)
-        except wire.MALFORMED:
-            pass  # a call that waits for it is answered by the agent
-        except Exception as error:
-            tell(error, "what a rank has said past its agent")
 
     def _make_room(self) -> None:
         """Let new calls come again, unless too many messages wait for a slow host still."""
@@ -380,6 +371,7 @@ class Dispatcher:
         ranks = range(mesh.extent.nelements)
         leaving = [rank for rank in ranks if rank not in renumbering.moved and rank not in mesh.lost]
         gone = self.retire(mesh, mesh.by_host(leaving), grace_s)
+        self.direct.forget(mesh.id)
         mesh.renumber(renumbering)
         for host in self.hosts.values():
             self._tell_moves(host, mesh)
@@ -407,6 +399,7 @@ class Dispatcher:
         for reply in message.replies:  # also where nobody waits for them: that gives them back
             buffers.append(self.payloads.receive(host, reply) if reply.bulk or reply.segment else ())
         if call is not None:
+            self.direct.hear(call, message.replies)
             self.calls.answer(call, message, frames, buffers)
         else:
             self.calls.answer_question(host.id, message, frames)
@@ -462,6 +455,7 @@ class Dispatcher:
     def _on_exited(self, host: HostState, mesh: MeshState, exited: wire.WorkerExited) -> None:
         rank = mesh.rank_of(host, exited.pid)
         if rank is not None and rank not in mesh.lost:
+            self.direct.serve(mesh, rank)  # what it has answered before it ended
             mesh.crash_loops.record(rank, time.monotonic())
             self.lose_worker(mesh, WorkerLost(rank, host.name, exited.cause, exited.log_tail), alone=exited.alone)
         elif rank is None:
@@ -470,6 +464,7 @@ class Dispatcher:
 
     def lose_worker(self, mesh: MeshState, error: WorkerLost, *, alone: bool = False) -> None:
         mesh.on_lost(error)
+        self.direct.lose(mesh, error.rank)
         error.is_last = len(mesh.lost) == mesh.extent.nelements
         self.held_deadlines.on_ended(mesh, (error.rank,))
         if mesh.host_of(error.rank) is not mesh.store_host:
@@ -503,7 +498,7 @@ class Dispatcher:
 
     def forget(self, mesh: MeshState) -> None:
         mesh.stopped_ranks.clear()
-        self.shortcuts.forget(mesh.id)
+        self.direct.forget(mesh.id)
         self.meshes.pop(mesh.id, None)
         self.recoveries.pop(mesh.id, None)
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.background import hidden_thread, is_from_outside, pass_on, serving, tell
+from meshbook.concurrency.background import attempt, hidden_thread, is_from_outside, pass_on, serving, tell
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import SigintScope
 from meshbook.wire.lanes import HEARTBEAT_S
@@ -177,6 +177,7 @@ class IoThread:
         try:
             self.turn.serve_until(lambda: self._inbox.is_closed)
         finally:
+            self._dispatcher.direct.close()
             self._socket.close(LINGER_MS)
 
     def _serve(self, timeout_s: float | None) -> None:
@@ -195,12 +196,10 @@ class IoThread:
             return
         self._sleep(timeout_s)
         heard = self._heard
+        for look in self._socket.take_ready():
+            attempt(look, "what a rank has sent by its link")
+            heard.add("")  # no host's id: there is something to acknowledge, soon, though no pause may come
         messages = self._socket.receive()
-        if messages or self._socket.has_datagrams or not self._tick_at:
-            # An agent says what has become of ranks: what these have sent past it before counts first.
-            for data, address in self._socket.receive_past():
-                self._dispatcher.on_datagram(data, address)
-                heard.add("")  # nobody's name: there is something to acknowledge, soon, though no pause may come
         for host_id, lane, frames in messages:
             self._dispatcher.on_frames(host_id, lane, frames)
             heard.add(host_id)

@@ -81,6 +81,7 @@ class MeshState:
         self.host_axes: tuple[str, ...] = ()  # the axes that count hosts, by the names that they had at first
         self.pending_workers: PendingWorkers | None = None
         self.crash_loops = CrashLoops()
+        self.told = 0  # number of urgent messages to all hosts
         self.grouped = True  # whether its ranks form a process group, rather than make their own
         self.began = time.time()
         self.called_at = time.monotonic()  # the time of the last call
@@ -137,6 +138,7 @@ class MeshState:
 
     def tell(self, message: wire.ToHost) -> None:
         """Send an urgent message to all hosts of the mesh; a lost one gets nothing."""
+        self.told += 1
         for host in self.hosts:
             host.send_urgent(message)
 

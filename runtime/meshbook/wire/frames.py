@@ -32,8 +32,6 @@ READ_BYTES = 1 << 18  # read at a time: all that a Unix socket of Linux holds, u
 MAX_FRAMES = 4096
 MAX_MESSAGE_BYTES = 1 << 31
 _U32 = struct.Struct("<I")
-# room for a descriptor that comes with a message; the system brings those of one message at a time
-_CARRIED_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 
 def pack(frames: Sequence[Buffer]) -> bytes:
@@ -99,10 +97,8 @@ def _cut(data: Buffer) -> tuple[list[bytes], int] | None:
 class FrameSocket:
     """A stream socket with blocking messages; one reader thread, writers serialised by their owner."""
 
-    def __init__(self, sock: socket.socket, *, takes_descriptors: bool = False) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        # descriptors that have come with messages, in order
-        self.descriptors: deque[int] | None = deque() if takes_descriptors else None
         # called when data has come, before the messages that it completes are handed out
         self.on_taken: Callable[[], object] | None = None
         self._arrivals = select.poll()
@@ -133,12 +129,7 @@ class FrameSocket:
             if not is_there:
                 self._arrivals.poll()  # `recv` would wake a second time, when the other end has read what we sent
             is_there = False
-            if self.descriptors is None:
-                data = self._sock.recv(self._read_bytes)
-            else:
-                data, carried, _, _ = self._sock.recvmsg(self._read_bytes, _CARRIED_BYTES, socket.MSG_CMSG_CLOEXEC)
-                for _, _, numbers in carried:
-                    self.descriptors.extend(memoryview(numbers).cast("i"))
+            data = self._sock.recv(self._read_bytes)
             if not data:
                 return None
             self._read_bytes = READ_BYTES if len(data) >= FIRST_READ_BYTES else FIRST_READ_BYTES
@@ -163,13 +154,6 @@ def only_frame(payload: Sequence[bytes]) -> bytes:
     return payload[0]
 
 
-def _give(sock: socket.socket, data: Buffer, given: socket.socket) -> int:
-    """Send ``data``, as much as there is room for, and a socket with it, which is closed here. Raises: OSError."""
-    sent = socket.send_fds(sock, [data], [given.fileno()])
-    given.close()
-    return sent
-
-
 class MessageSocket:
     """A stream socket with whole messages that never blocks; data that does not fit now waits here. Raises: OSError."""
 
@@ -179,38 +163,37 @@ class MessageSocket:
         sock.setblocking(False)
         self._sock, self.fd = sock, sock.fileno()
         self._reader = FrameReader()
-        # data that waits, and the socket that goes with it
-        self._unsent: deque[tuple[memoryview, socket.socket | None]] = deque()
+        self._unsent: deque[memoryview] = deque()  # data that waits
         self.unsent_bytes = 0
         self.has_more = False  # whether the last `receive` may have left data
 
-    def send(self, data: bytes, given: socket.socket | None = None) -> bool:
+    def send(self, data: bytes) -> bool:
         """Send a message as `pack` makes it; return whether no data waits for the other end to read. If some does, call
-        `flush` when there is room. given: a socket that travels with it, and is closed here."""
+        `flush` when there is room."""
         if self._unsent:
             sent = 0
         else:
             try:
-                sent = self._sock.send(data) if given is None else _give(self._sock, data, given)
+                sent = self._sock.send(data)
             except BlockingIOError:
                 sent = 0
             if sent == len(data):
                 return True
-        self._unsent.append((memoryview(data)[sent:], given if not sent else None))
+        self._unsent.append(memoryview(data)[sent:])
         self.unsent_bytes += len(data) - sent
         return False
 
     def flush(self) -> bool:
         """Send waiting data, as far as there is room; return whether that was all."""
         while self._unsent:
-            part, given = self._unsent[0]
+            part = self._unsent[0]
             try:
-                sent = self._sock.send(part) if given is None else _give(self._sock, part, given)
+                sent = self._sock.send(part)
             except BlockingIOError:
                 return False
             self.unsent_bytes -= sent
             if sent < len(part):
-                self._unsent[0] = part[sent:], None
+                self._unsent[0] = part[sent:]
                 return False
             self._unsent.popleft()
         return True
@@ -237,9 +220,6 @@ class MessageSocket:
         return self._reader.feed(data)
 
     def close(self) -> None:
-        for _, given in self._unsent:
-            if given is not None:
-                given.close()
         self._sock.close()
 
 

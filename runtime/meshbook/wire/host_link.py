@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from meshbook.wire import messages as wire
 from meshbook.wire.bulk import BulkReceiver, BulkSender, NamesPayload, Sent, Spans
@@ -37,28 +37,15 @@ class HostLink:
         self._outbox = Batch(self._send_or_wait)
         self.flush = self._outbox.flush  # sends the messages that `send` has collected
         self.backlog: deque[Sent] = deque()  # messages that wait for the host to acknowledge earlier ones
-        # calls that went past the host, with the ranks that have not answered (`meshbook.wire.shortcuts`)
-        self.deferred: list[tuple[Collection[int], wire.Call]] = []
         self._bulk_out = BulkSender(lambda: self._links["bulk"], functools.partial(self._transmit, "bulk"))
 
     def send(self, message: wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
         """Send on the lane of calls, at the next `flush`; the message waits here while the host is slow."""
-        if self.deferred:
-            self.send_deferred()
         self._outbox.add(wire.encode(message), payload)
 
     def send_urgent(self, message: wire.ToHost) -> None:
         """Send on the lane that never waits behind payloads."""
-        if self.deferred:
-            self.send_deferred()
         self._transmit("urgent", wire.encode(message), ())
-
-    def send_deferred(self) -> None:
-        """Send the calls that the host does not know, and that are still open."""
-        deferred, self.deferred = self.deferred, []
-        for waiting, call in deferred:
-            if waiting:
-                self._outbox.add(wire.encode(call))
 
     def send_bulk(self, buffers: Sequence[Buffer]) -> tuple[int, Spans]:
         """Send a payload, as fast as the host takes it; see `meshbook.wire.bulk.BulkSender.send`."""
@@ -70,7 +57,6 @@ class HostLink:
         """Count the host as lost: nothing is sent to it any more, and only urgent messages are kept."""
         self.lost = reason
         self.backlog.clear()
-        self.deferred.clear()
         self._bulk_out.clear()
         self._links = {lane: link if lane == "urgent" else Link(link.epoch) for lane, link in self._links.items()}
 

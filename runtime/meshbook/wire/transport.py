@@ -8,20 +8,21 @@ The socket of a controller is used under its turn, and closed by its I/O thread;
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
 import os
 import select
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from meshbook.system.exits import open_end
 from meshbook.wire.connections import ConnectionFilter
+from meshbook.wire.direct import direct_folder, direct_path
 from meshbook.wire.frames import Buffer
 from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
-from meshbook.wire.shortcuts import ShortcutServer, shortcut_path
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.unix_transport import SCHEME, HostLane, OnVisit, UnixLane, UnixServer
 from meshbook.wire.zmq_transport import ZmqLane, ZmqServer
@@ -45,11 +46,12 @@ class ControllerSocket:
         self._unix: UnixServer | None = None
         # takes visits (`meshbook.wire.visits`); until it is set they get no answer
         self.on_visit: OnVisit = lambda asked, answer: None
-        self._shortcuts: ShortcutServer | None = None
-        self._datagrams_fd = -1
+        # called with the path for direct links, once there is a folder for it (`meshbook.wire.direct`)
+        self.on_path: Callable[[str], object] = lambda path: None
+        self._looks: dict[int, Callable[[], object]] = {}
+        self._ready: list[Callable[[], object]] = []
         self._servers: list[ZmqServer] = []  # a server for each address of this machine by which hosts reach it
         self._server_of: dict[str, int] = {}  # the index of a host's server, by host id, once it was heard of
-        self.has_datagrams = False  # whether `receive_past` may have something
         # descriptors of processes whose end `poll` waits for (`meshbook.system.exits`)
         self._ends: set[int] = set()
 
@@ -57,19 +59,13 @@ class ControllerSocket:
         """Listen at ``unix:PATH``, once, and at ``tcp://IP:PORT``, ``*`` for any port; return the endpoint to dial.
         Raises: OSError if the system has no sockets for it, and for other addresses."""
         if address.startswith(SCHEME):
-            shortcuts = ShortcutServer(shortcut_path(address))
-            try:
-                self._unix = UnixServer(
-                    address.removeprefix(SCHEME),
-                    self._epoll,
-                    self._identify,
-                    lambda asked, answer: self.on_visit(asked, answer),
-                )
-            except OSError:
-                shortcuts.close()  # whoever tries again makes both
-                raise
-            self._shortcuts, self._datagrams_fd = shortcuts, shortcuts.fd
-            self._epoll.register(self._datagrams_fd, select.EPOLLIN)
+            self._unix = UnixServer(
+                address.removeprefix(SCHEME),
+                self._epoll,
+                self._identify,
+                lambda asked, answer: self.on_visit(asked, answer),
+            )
+            self.on_path(direct_path(direct_folder(address)))
             return address
         if not address.startswith("tcp://"):  # as earlier versions have saved it
             raise OSError(errno.EPROTONOSUPPORT, "no address that this version listens at")
@@ -146,8 +142,8 @@ class ControllerSocket:
         if self._servers and timeout_s != 0 and any(server.is_there for server in self._servers):
             timeout_s = 0  # its descriptors tell edges only
         for fd, events in self._epoll.poll(timeout_s):
-            if fd == self._datagrams_fd:
-                self.has_datagrams = True
+            if (look := self._looks.get(fd)) is not None:
+                self._ready.append(look)
                 continue
             if self._unix is not None and self._unix.serve(fd, events):
                 continue
@@ -204,14 +200,23 @@ class ControllerSocket:
                 received.append(message)
         return received
 
-    def receive_past(self) -> Iterable[tuple[bytes, str]]:
-        """Return datagrams that ranks of this machine have sent past their agents, with addresses."""
-        self.has_datagrams = False
-        return self._shortcuts.receive() if self._shortcuts is not None else ()
+    def watch(self, fd: int, look: Callable[[], object]) -> None:
+        """Have `take_ready` return ``look`` when the descriptor can be read."""
+        self._looks[fd] = look
+        self._epoll.register(fd, select.EPOLLIN)
 
-    def send_past(self, data: bytes, address: str) -> bool:
-        """Send a datagram to a rank past its agent; return False if it cannot go."""
-        return self._shortcuts is not None and self._shortcuts.send(data, address)
+    def forget(self, fd: int) -> None:
+        """Watch a descriptor no more; call it before that is closed."""
+        del self._looks[fd]
+        with contextlib.suppress(OSError):  # user code has closed it
+            self._epoll.unregister(fd)
+
+    def take_ready(self) -> Sequence[Callable[[], object]]:
+        """Return the functions of `watch` whose descriptors could be read at the last `poll`."""
+        if not self._ready:
+            return ()
+        ready, self._ready = self._ready, []
+        return ready
 
     def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
         """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
@@ -226,8 +231,6 @@ class ControllerSocket:
             self._forget_end(fd)
         if self._unix is not None:
             self._unix.close(linger_ms / 1000)
-        if self._shortcuts is not None:
-            self._shortcuts.close()
         for server in self._servers:
             server.close(linger_ms)
         self._epoll.close()

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 class AgentChannel:
     """A message socket to the agent: one reading thread, any number of writers; useless in forked children."""
 
-    def __init__(self, fd: int, gate: InterruptGate, *, takes_descriptors: bool = False) -> None:
-        # for the reading thread
-        self.frames = FrameSocket(socket.socket(fileno=fd), takes_descriptors=takes_descriptors)
+    def __init__(self, fd: int, gate: InterruptGate) -> None:
+        self.frames = FrameSocket(socket.socket(fileno=fd))  # for the reading thread
         self.shield = gate.shield
         self.sent = 0  # how many messages were sent
         self._lock = threading.Lock()

@@ -144,8 +144,8 @@ class ControlThread:
             case wire.Moved(mesh, moves):
                 self._worker.moves[mesh] = moves
             case wire.ControllerGone():
-                self._worker.shortcut.give_up()
-                self._worker.mail.give_up_shortcut()
+                self._worker.direct.tell()
+                self._worker.mail.direct.tell()
             case wire.Query(id, asked=wire.AskRank() as asked):
                 if asked.endpoint in SLOW_QUERIES:
                     run_in_background(lambda: self._answer_query(id, asked))
@@ -162,7 +162,7 @@ class ControlThread:
             self._worker.gate.interrupt(cancel.call, insist=cancel.insist)
             interrupt_children(since=running.since)
         elif is_dropped:
-            self._urgent.send(wire.Reply(cancel.call, wire.DROPPED, 0.0))
+            self._urgent.send(wire.Reply(cancel.call, wire.DROPPED, 0.0, is_direct=cancel.direct))
 
     def _answer_query(self, id: int, asked: wire.AskRank) -> None:
         try:

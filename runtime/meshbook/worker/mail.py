@@ -28,11 +28,9 @@ from meshbook.concurrency.interrupts import STEP_S, gate_of_this_thread
 from meshbook.errors import MeshError
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
-from meshbook.wire.frames import pack as pack_frames
 from meshbook.wire.replies import place_head
-from meshbook.wire.shortcuts import RankShortcut
 from meshbook.worker.channel import AgentChannel, RankPayloads
-from meshbook.worker.direct_lanes import RankLane, RankLanes
+from meshbook.worker.direct_calls import BROKEN, CalleeLink, CalleeLinks, RankLinks, broken_box
 from meshbook.worker.mail_turn import MailTurn
 
 T = TypeVar("T")
@@ -96,8 +94,10 @@ class WorkerMail:
         self._held: frozenset[tuple[int, int]] = frozenset()  # (mesh, rank) for which too much waits
         ids = self._table.ids
         self.turn = MailTurn(channel, self._read, self._expire, self.boxes.numbers, ids, self._others)
-        self._lanes = RankLanes(channel, self.turn, identity, self._on_call_past_agent, self._on_replies)
-        self.open_shortcut("")
+        watch, forget = self.turn.watch, self.turn.forget
+        self.direct = CalleeLinks(identity, channel.send, self._on_direct, watch, forget, is_mail=True)
+        self._links = RankLinks(channel.send, self.call, self._on_replies, identity, watch, forget)
+        self.boxes.open(BROKEN, broken_box(self.direct))
         self._said = 0  # how many messages were sent on this lane that the agent is to pass on before later answers
         self._starting = threading.Lock()
         self._started = False
@@ -135,10 +135,11 @@ class WorkerMail:
             id, request.mesh, request.endpoint, request.members.encoded, output, inline=inline,
             label=request.what if request.reply else "", mailbox=request.mailbox, reply=request.reply,
             segment=self._payloads.pool.write(buffers) if buffers else None, chain=chain,
-            generation=request.generation, origin=self._lanes.origin,
+            generation=request.generation, origin=self._links.origin,
         )  # fmt: skip
         self._payloads.tell_freed()
-        self._lanes.send(message, payload)
+        with self._channel.shield:
+            self._links.send(message, payload, request.members)
 
     def _wait_for_room(self, request: CallRequest) -> None:
         """Wait while too much waits for one of the members. In short steps, in which the thread can be interrupted."""
@@ -158,8 +159,8 @@ class WorkerMail:
     def _cancel(self, id: int) -> None:
         """Ask for the end of a call on all of its members that have not answered."""
         if (call := self._table.find(id)) is not None:
-            cancel = wire.Cancel(call.mesh, id, call.members.encoded, False)
-            if not self._lanes.cancel(cancel):
+            cancel = wire.Cancel(call.mesh, id, call.members.encoded, False, is_mail=True)
+            if not self._links.cancel(cancel):
                 self._channel.send(cancel)
 
     def start(self) -> None:
@@ -172,17 +173,11 @@ class WorkerMail:
             self._started = True
         hidden_thread(self._serve, "meshbook.mail").start()
 
-    def open_shortcut(self, path: str) -> None:
-        """Let calls come past the agent from now on. path: see `RankShortcut`."""
-
-        def take() -> None:
-            if (call := shortcut.take(self._identity())) is not None:
-                self._on_call_past_agent(None, call, [])
-
-        self._shortcut = shortcut = RankShortcut(
-            path, self._channel.send, lambda fd: self.turn.watch(fd, take), is_mail=True
-        )
-        self.give_up_shortcut = shortcut.give_up
+    def open_direct(self, folder: str, *, controller_is_here: bool) -> None:
+        """Let direct links be made from now on. folder, controller_is_here: see `wire.Begin`."""
+        self.direct.open(folder, controller_is_here=controller_is_here)
+        self._links.open(folder)
+        self._channel.frames.on_taken = self.direct.serve_all  # what has come by links was sent before
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
@@ -196,18 +191,15 @@ class WorkerMail:
         try:
             match message:
                 case wire.Call():
-                    if not message.shortcut or self._shortcut.is_news(message, self._identity()):
+                    if not message.direct or self.direct.is_news(message):
+                        self.direct.note(message)
                         self._deliver(message, frames)
                 case wire.Replies():
+                    if (call := self._table.find(message.id)) is not None:
+                        self._links.hear(call, message)
                     self._on_replies(message, frames)
                 case wire.Cancel():
                     self._incoming.cancel(message)
-                case wire.LaneOffer():
-                    self._lanes.on_offer(message)
-                case wire.LaneOpened():
-                    self._lanes.on_opened()
-                case wire.LaneLost():
-                    self._lanes.on_lost(message)
                 case other:
                     raise AssertionError(f"{other!r} does not belong on the mail socket")
         except BrokenPipeError:
@@ -216,30 +208,28 @@ class WorkerMail:
             traceback.print_exc()  # a fault of ours, or of a hook: it costs this message, not the mail
         return True
 
-    def _on_call_past_agent(self, lane: RankLane | None, message: wire.Call | wire.Cancel, frames: list[bytes]) -> None:
+    def _on_direct(self, link: CalleeLink, message: wire.Call | wire.Cancel, frames: list[bytes]) -> None:
         try:
             if isinstance(message, wire.Call):
-                self._deliver(message, frames, lane)
+                self._deliver(message, frames, link)
             else:
                 self._incoming.cancel(message)
         except Exception:
             traceback.print_exc()  # as in `_read`
 
-    def _deliver(self, call: wire.Call, frames: list[bytes], lane: RankLane | None = None) -> None:
+    def _deliver(self, call: wire.Call, frames: list[bytes], link: CalleeLink | None = None) -> None:
         here = self._identity()
         incoming = IncomingCall(
             call,
             partial(self._payloads.load, call, frames, here),
             partial(self._payloads.discard, call),
-            partial(self._reply, call, lane, self._said),
+            partial(self._reply, call, link, self._said),
         )
         self._on_call(call)
         self._incoming.deliver(incoming, here.rank, here.host)
 
     def _on_replies(self, message: wire.Replies, frames: Sequence[bytes]) -> None:
         """Take answers to calls of this worker."""
-        if message.id in self._lanes.open:
-            message = self._lanes.name(message)
         buffers = [self._buffers(reply) for reply in message.replies]  # also where nobody waits: that gives them back
         if (call := self._table.find(message.id)) is not None:
             self._table.answer(call, message, frames, buffers)
@@ -269,27 +259,21 @@ class WorkerMail:
     def close(self) -> None:
         """Let go of the socket, which is the parent's, in a forked child."""
         self._channel.close()
-        self._lanes.abandon()
-        self._shortcut.close()
+        self.direct.abandon()
+        self._links.abandon()
 
-    def _reply(self, call: wire.Call, lane: RankLane | None, said: int, answer: Outcome, duration_s: float) -> None:
-        """Send an answer; any thread. lane: the lane by which the call came. said: `_said` at that time."""
+    def _reply(self, call: wire.Call, link: CalleeLink | None, said: int, answer: Outcome, duration_s: float) -> None:
+        """Send an answer; any thread. link: the direct link by which the call came. said: `_said` at that time."""
         if self._generation != forks.generation:
             forks.refuse_inherited(self._generation)
         self._incoming.open.pop((call.origin, call.id), None)
         groups = self._tell_groups() if call.origin is None else b""  # those who call from ranks do not compare
         status, payload, inline, segment = pack(answer, self._payloads.pool.write, self._payloads.describe)
-        if lane is not None and segment is None and said == self._said:
+        is_first = link is not None and segment is None and said == self._said
+        freed = () if is_first else self._payloads.take_freed()
+        reply = wire.Reply(call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed)
+        if link is None:
+            self._channel.send(reply, payload)
+        else:
             with self._channel.shield:
-                lane.send(pack_frames([wire.encode(wire.Reply(call.id, status, duration_s, None, inline)), *payload]))
-            return
-        freed = self._payloads.take_freed()
-        reply = wire.Reply(
-            call.id, status, duration_s, segment, inline, 0.0, call.origin, groups, freed, is_direct=lane is not None
-        )
-        if call.shortcut:
-            is_value = status == wire.OK and not (payload or segment or freed)
-            with self._channel.shield:
-                if self._shortcut.answer(call, reply, self._identity().rank, may_pass=is_value and said == self._said):
-                    return
-        self._channel.send(reply, payload)
+                self.direct.answer(link, reply, payload, may_pass=is_first)

@@ -26,7 +26,7 @@ from meshbook.worker.channel import AgentChannel
 
 REST_S = 0.003  # the mail's thread takes over when the actor has not come back for so long
 _LOOK_S = 0.005  # how often it looks meanwhile
-SOLE = 2  # the mailboxes of a process with one actor: that of the actor, and the one in which actors are spawned
+SOLE = 3  # mailboxes of a process with one actor: its own, and those in which actors are spawned and links mended
 _LOOKS = 10  # the thread sleeps after so many looks at an idle actor, until that has something to do
 
 
@@ -152,20 +152,11 @@ class MailTurn:
         self._others[fd] = look
         self._arrivals.register(fd, select.EPOLLIN)
 
-    def want_writable(self, fd: int, wanted: bool) -> None:
-        """Watch a descriptor for writing, too, or no more. Any thread."""
-        self._arrivals.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-
     def forget(self, fd: int) -> None:
         """Watch a descriptor no more; call it before that is closed."""
-        self._arrivals.unregister(fd)
-        del self._others[fd]
-
-    def serve_others(self) -> None:
-        """Look at the other descriptors now."""
-        for fd, _ in self._arrivals.poll(0):
-            if (look := self._others.get(fd)) is not None:
-                look()
+        self._others.pop(fd, None)
+        with contextlib.suppress(OSError):  # user code has closed it
+            self._arrivals.unregister(fd)
 
     def _read(
         self, waits: Callable[[], bool], step_s: float | None, arrivals: select.poll | None, *, leads: bool = False

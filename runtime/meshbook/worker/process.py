@@ -45,6 +45,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
         set_own_router(lambda: router, takes_all=True)
         worker.begin()
         worker.serve_calls()
+        worker.mail.direct.close()
         worker.registry.end_all()
         _keep_operators()
         atexit._run_exitfuncs()

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import os
 import random
-import select
 import sys
 import threading
 import time
@@ -37,10 +36,10 @@ from meshbook.stacks.dump import accept_dumps
 from meshbook.system.devices import GpuGauge, bind
 from meshbook.system.processes import may_be_traced, set_title
 from meshbook.wire import messages as wire
-from meshbook.wire.shortcuts import RankShortcut
 from meshbook.worker.actors import ActorRegistry, RankProcess
 from meshbook.worker.channel import AgentChannel, RankPayloads, WorkerOutput
 from meshbook.worker.control_thread import Claims, ControlThread
+from meshbook.worker.direct_calls import CalleeLink, CalleeLinks, DirectArrivals
 from meshbook.worker.endpoints import CALLS, INVOKING
 from meshbook.worker.interrupt_gate import InterruptGate
 from meshbook.worker.mail import WorkerMail
@@ -60,6 +59,11 @@ class Worker:
         self.shell = shell
         self.gate = InterruptGate()
         self.calls = AgentChannel(call_fd, self.gate)
+        self._arrivals = DirectArrivals(call_fd)
+        arrivals, identity = self._arrivals, functools.partial(getattr, self, "identity")
+        self.direct = CalleeLinks(
+            identity, self.calls.send, arrivals.put, arrivals.watch, arrivals.forget, is_mail=False
+        )
         self.urgent = AgentChannel(urgent_fd, self.gate)
         self.moves: dict[int, Moves] = {}  # moves of meshes whose ranks got other numbers
         self.groups = _groups()
@@ -67,17 +71,19 @@ class Worker:
         self.claims = Claims()
         self.debug_session: DebugSession | None = None  # the debug session of this process, or the last one
         self.payloads = RankPayloads(self.urgent, shell.describe)
-        mail = AgentChannel(mail_fd, self.gate, takes_descriptors=True)
-        self.mail = WorkerMail(mail, self.payloads, lambda: self.identity, self._limit_prompts, self.groups.tell)
+        self.mail = WorkerMail(
+            AgentChannel(mail_fd, self.gate),
+            self.payloads,
+            lambda: self.identity,
+            self._limit_prompts,
+            self.groups.tell,
+        )
         self.registry = ActorRegistry(RankProcess(self), self.mail.boxes)
         self.groups.ask_of_actors(self.registry.handled)
         self.control = ControlThread(self, self.urgent)
         self.output = WorkerOutput(shell, self.gate, self.calls, self.mail)
         self._was_long = False
         self._generation = forks.generation
-        self._call_fd = call_fd
-        self._arrivals = select.poll()  # descriptors that the main thread waits for where calls may come past the agent
-        self.shortcut = self._open_shortcut("")
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -90,8 +96,8 @@ class Worker:
         assert isinstance(begin, wire.Begin)
         self.identity = identity = begin.identity
         self.output.marker = begin.marker
-        self.shortcut = self._open_shortcut(begin.shortcut)
-        self.mail.open_shortcut(begin.shortcut)
+        self.direct.open(begin.direct, controller_is_here=begin.controller_is_here)
+        self.mail.open_direct(begin.direct, controller_is_here=begin.controller_is_here)
         self.gpu, self.kept = GpuGauge(identity.device), HeldMemoryGauge()
         forks.at_fork(in_child=self._leave_to_parent)
         enter_environment(begin)
@@ -109,39 +115,39 @@ class Worker:
     def serve_calls(self) -> None:
         """Run calls until the agent closes the socket."""
         while (received := self._receive()) is not None:
-            message, frames = received
+            message, frames, link = received
             if isinstance(message, wire.Renumbered):
                 self._renumber(message.identity)
             else:
                 assert isinstance(message, wire.Call)
-                self._run_call(message, frames)
+                self._run_call(message, frames, link)
 
-    def _receive(self) -> tuple[wire.ToWorker, list[bytes]] | None:
-        """Wait for the next message of the agent, which goes first, or call past it, once; return None at the end."""
-        shortcut, frames = self.shortcut, self.calls.frames
+    def _receive(self) -> tuple[wire.ToWorker, list[bytes], CalleeLink | None] | None:
+        """Wait for the next message, of the controller's link or of the agent; return None at the end.
+
+        What is there by the link goes first: it was sent before what the agent has brought.
+        """
+        arrivals, frames = self._arrivals, self.calls.frames
         while True:
-            is_open = shortcut.fd >= 0 and not frames.has_message
-            if is_open and self._call_fd not in dict(self._arrivals.poll()):
-                if (early := shortcut.take(self.identity)) is not None:
-                    return early, []
+            if arrivals.early:
+                return arrivals.early.popleft()
+            is_there = arrivals.fd >= 0 and not frames.has_message
+            if is_there and not arrivals.wait():
                 continue
-            received = self.calls.receive(is_there=is_open)
-            call = None if received is None else received[0]
-            if not isinstance(call, wire.Call) or not call.shortcut or shortcut.is_news(call, self.identity):
-                return received
-
-    def _open_shortcut(self, path: str) -> RankShortcut:
-        def watch(fd: int) -> None:
-            self._arrivals = select.poll()
-            for each in (self._call_fd, fd):
-                self._arrivals.register(each, select.POLLIN)
-
-        return RankShortcut(path, self.calls.send, watch, is_mail=False)
+            if (received := self.calls.receive(is_there=is_there)) is None:
+                return None
+            call = received[0]
+            if isinstance(call, wire.Call):
+                if call.direct and not self.direct.is_news(call):
+                    continue
+                self.direct.note(call)
+            return *received, None
 
     def _leave_to_parent(self) -> None:
         """Close the sockets in a process that user code has forked: it is no rank."""
-        for end in (self.calls, self.urgent, self.mail, self.shortcut):
+        for end in (self.calls, self.urgent, self.mail):
             end.close()
+        self.direct.abandon()
         self.gate.after_fork()
         self.registry.after_fork()
         leave_to_parent(self._generation)
@@ -189,12 +195,13 @@ class Worker:
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
-    def _run_call(self, call: wire.Call, frames: list[bytes]) -> None:
+    def _run_call(self, call: wire.Call, frames: list[bytes], link: CalleeLink | None) -> None:
         if self._was_long:
             self.control.catch_up()
         if not self.claims.start(call.id, call.endpoint):
             self.payloads.discard(call)
-            self.shortcut.drop(call)
+            if link is not None:
+                self.direct.forget(link, call.id)
             return
         if call.output != self.output.current:
             self.output.begin(call.output)
@@ -218,7 +225,7 @@ class Worker:
         self.shell.reopen()
         duration_s = time.monotonic() - started
         self._was_long = duration_s > LONG_CALL_S
-        self._reply(call, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s, said)
+        self._reply(call, link, answer, duration_s, self.groups.waited_s(self.main_thread) - waited_s, said)
         del answer
         if self.shell.is_untidy:
             self.shell.tidy()
@@ -244,7 +251,9 @@ class Worker:
                     self.shell.keep_error(error, call.id)
             return Outcome(status, failure=failure)
 
-    def _reply(self, call: wire.Call, answer: Outcome, duration_s: float, waited_s: float, said: int) -> None:
+    def _reply(
+        self, call: wire.Call, link: CalleeLink | None, answer: Outcome, duration_s: float, waited_s: float, said: int
+    ) -> None:
         """Send the answer. said: how many messages the agent had of ours when the call began."""
         write = self.payloads.pool.write
         if answer.position:
@@ -252,12 +261,10 @@ class Worker:
         status, payload, inline, segment = pack(answer, write, self.shell.describe)
         freed, groups = self.payloads.take_freed(), self.groups.tell()
         message = wire.Reply(call.id, status, duration_s, segment, inline, waited_s, None, groups, freed)
-        if call.shortcut:
-            is_value = status == wire.OK and not (payload or segment or freed)
-            may_pass = is_value and said == self.calls.sent
-            if self.shortcut.answer(call, message, self.identity.rank, may_pass=may_pass):
-                return
-        self.calls.send(message, payload)
+        if link is None:
+            self.calls.send(message, payload)
+        else:
+            self.direct.answer(link, message, payload, may_pass=not (segment or freed) and said == self.calls.sent)
 
     def _limit_prompts(self, call: wire.Call) -> None:
         """Note, as a call to a mailbox is read, whether a person can answer prompts."""

@@ -15,7 +15,7 @@ from patience import wait_until
 
 from meshbook import Future, LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import ActorMesh, SupervisionError
-from meshbook.worker import direct_lanes
+from meshbook.worker import direct_calls
 
 STEPS = 40
 """Of each sender."""
@@ -26,16 +26,16 @@ LONGEST_DELAY_S = 0.1
 HOW = {"broadcast": 5, "call": 6, "await": 1, "cancel": 2}
 
 
-def _ask_for_lanes_at_once() -> None:
-    direct_lanes.ASK_AFTER = 2
+def _dial_at_once() -> None:
+    direct_calls.DIAL_AFTER[False] = 2
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one agent", "two agents"])
 def whole(clean_end: None, request: pytest.FixtureRequest) -> Iterator[ProcMesh]:
-    """Agents with three ranks each; where there is one, ranks soon have lanes to each other."""
+    """Agents with three ranks each; where there is one, ranks soon have direct links."""
     hosts = start_hosts({"hosts": request.param}, LocalLauncher(separate_hosts=True))
     with hosts.spawn_procs({"gpus": 3}, name="order", group=False) as mesh:
-        mesh.execute(_ask_for_lanes_at_once).get(30)
+        mesh.execute(_dial_at_once).get(30)
         yield mesh
 
 

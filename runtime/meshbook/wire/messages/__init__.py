@@ -35,14 +35,13 @@ FromHost: TypeAlias = (
 )  # fmt: skip
 ToWorker: TypeAlias = (
     Begin | Renumbered | Call | Query | Cancel | AbortGroups | SegmentFree | StoreAnswer | OpenMail | Replies | MailHold
-    | Moved | LaneOffer | LaneOpened | LaneLost | ControllerGone
+    | Moved | ControllerGone
 )  # fmt: skip
 FromWorker: TypeAlias = (
-    Begun | Reply | DisplayData | StreamText | Prompted | Logged | StoreRequest | SegmentFree | Call | Cancel | AskLane
-    | TakeLane | CutLane | CameEarly | ToldAll
+    Begun | Reply | DisplayData | StreamText | Prompted | Logged | StoreRequest | SegmentFree | Call | Cancel
+    | CameEarly | ToldAll
 )  # fmt: skip
-BetweenWorkers: TypeAlias = Call | Cancel | Reply
-PastAgent: TypeAlias = Call | Heard | Replies | ShortcutOpened
+PastAgent: TypeAlias = Call | Cancel | Replies | DirectHello
 
 # errors of the decoders for bytes that no peer of ours sends
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -98,5 +97,4 @@ decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-decode_between_workers = msgspec.msgpack.Decoder(BetweenWorkers).decode
 decode_past_agent = msgspec.msgpack.Decoder(PastAgent).decode

@@ -1,7 +1,6 @@
 """Calls: their header, their payloads, their answers, how they are cancelled, and how they come past the agent.
 
-Payloads travel in shared memory of one host, in pieces between hosts, or within their message. Calls come past the
-agent by sockets between two workers, and by shortcuts between the controller and a rank.
+Payloads travel in shared memory of one host, in pieces between hosts, or within their message.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ class Call(Header, frozen=True, tag="call"):
     # names, oldest first, of the calls between actors that have led to this one, its own last
     chain: tuple[int, ...] = ()
     generation: int = -1  # generation of the target's ranks (`meshbook.shape.members`); -1: the present one
-    # number of a call of the controller to ranks that have no other to answer, so that it may come past the agent, and
-    # by the agent as well (`meshbook.wire.shortcuts`); such numbers go up; others have 0
-    shortcut: int = 0
+    # number of a call of the controller that has gone by direct links (`meshbook.wire.direct`); such numbers go up;
+    # others have 0
+    direct: int = 0
 
 
 class Cancel(Header, frozen=True, tag="cancel"):
@@ -100,6 +99,8 @@ class Cancel(Header, frozen=True, tag="cancel"):
     target: Target
     insist: bool = False
     origin: Origin | None = None
+    is_mail: bool = False  # whether the call is to mailboxes
+    direct: bool = False  # whether ranks have got the call by direct links, so that the agent may not know it
 
 
 # status of a reply: a value, an exception, stopped by `Cancel` while running, dropped by it before, a value that was
@@ -130,7 +131,7 @@ class Reply(Header, frozen=True, tag="reply"):
     origin: Origin | None = None
     groups: bytes = b""  # news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller
     freed: tuple[tuple[int, int], ...] = ()  # payloads that it has let go of before, see `SegmentFree`
-    is_direct: bool = False  # whether the call has come not by the agent, but over a socket between the two workers
+    is_direct: bool = False  # whether it is of a call that was dropped, and may have come by a direct link
 
 
 class RankReply(NamedTuple):
@@ -163,62 +164,20 @@ class MailHold(Header, frozen=True, tag="hold"):
     held: bool
 
 
-class AskLane(Header, frozen=True, tag="lane?"):
-    """A worker often calls this rank: a socket between the two would help. Answered by `LaneOffer`, or not at all."""
+class DirectHello(Header, frozen=True, tag="direct"):
+    """A rank's first message on a direct link (`meshbook.wire.direct`): who it is, and whom it takes the caller for."""
 
     mesh: int
-    rank: int
     generation: int
-
-
-class LaneOffer(Header, frozen=True, tag="laneoffer"):
-    """A socket to that rank, whose descriptor comes with this."""
-
-    number: int
-    mesh: int
     rank: int
-    generation: int
-
-
-class TakeLane(Header, frozen=True, tag="lane!"):
-    """The worker uses that socket from now on, behind the messages to its agent before."""
-
-    number: int
-
-
-class LaneOpened(Header, frozen=True, tag="laneopen"):
-    """Another worker's `Call` and `Cancel` come by the socket whose descriptor comes with this."""
-
-
-class CutLane(Header, frozen=True, tag="lanecut"):
-    """The socket was closed, at either end."""
-
-    number: int
-
-
-class LaneLost(Header, frozen=True, tag="lanelost"):
-    """Messages that were sent over that socket and not answered never will be."""
-
-    number: int
-    death: DeathCause
-
-
-class ShortcutOpened(Header, frozen=True, tag="shortcut"):
-    """A rank tells the controller that calls to its main thread, or to its mailboxes, may come past the agent."""
-
-    mesh: int
-    rank: int
-    is_mail: bool
-
-
-class Heard(Header, frozen=True, tag="heard"):
-    """The controller has the answer to this call, which came past the agent."""
-
-    call: int
+    pid: int
+    is_mail: bool  # whether the link is to its mailboxes, or to its main thread
+    caller: Origin | None = None  # the rank at the other end; None: the controller
 
 
 class CameEarly(Header, frozen=True, tag="early"):
-    """A call has come past the agent, which is to know it, and passes it on to its other ranks; our answer follows."""
+    """A call has come by a direct link, and the agent is to know it; our answer follows. When the controller has ended
+    the agent passes it on to the other ranks, some of which may not have got it."""
 
     call: Call
 

@@ -216,8 +216,9 @@ class Begin(Header, frozen=True, tag="begin"):
     environment: dict[bytes, bytes]  # the rank's own variables, beside those of the request
     imports: bool  # whether it is to import the modules of ``spawn.preload``: its template has not
     binding: dict[str, str] = {}
-    # the path of the controller's end of shortcuts (`meshbook.wire.shortcuts`); empty: there is none here
-    shortcut: str = ""
+    # the folder of the sockets of direct links (`meshbook.wire.direct`), and whether the controller listens there
+    direct: str = ""
+    controller_is_here: bool = False
 
 
 class Renumbered(Header, frozen=True, tag="renumbered"):

@@ -17,7 +17,7 @@ from patience import wait_until
 from meshbook import ProcMesh, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.mesh.rank_calls import start_cell
-from meshbook.worker.direct_lanes import ASK_AFTER, RankLanes
+from meshbook.worker.direct_calls import DIAL_AFTER, RankLinks
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +55,9 @@ class Clerk(Actor):
 
     @endpoint
     def warm(self, other: Any) -> int:
-        for number in range(2 * ASK_AFTER):
+        for number in range(2 * DIAL_AFTER[False]):
             assert other.echo.call_one(number).get(20) == number
-        return len(lanes()._used)
+        return len(links().links.all())
 
     @endpoint
     def many_sizes(self, other: Any) -> list[int]:
@@ -100,29 +100,30 @@ class Clerk(Actor):
 class AsyncClerk(Actor):
     @endpoint
     async def warm(self, other: Any) -> int:
-        for number in range(2 * ASK_AFTER):
+        for number in range(2 * DIAL_AFTER[False]):
             assert await other.echo.call_one(number) == number
-        return len(lanes()._used)
+        return len(links().links.all())
 
 
-def lanes() -> RankLanes:
-    return mail_ranks.worker().mail._lanes
+def links() -> RankLinks:
+    return mail_ranks.worker().mail._links
 
 
 def callers() -> int:
-    """How many ranks have a lane to this one."""
-    return len(lanes()._others)
+    """How many ranks have a link to this one."""
+    return sum(link.caller is not None for link in mail_ranks.worker().mail.direct._links.values())
 
 
-def lanes_left() -> list[int]:
-    """Lanes of this rank, those that are in use, calls by them that are open."""
-    return [len(lanes()._lanes), len(lanes()._used), len(lanes().open)]
+def links_left() -> list[int]:
+    """Links of this rank to others, and calls by them that are open."""
+    return [len(links().links.all()), len(links().links.open)]
 
 
-def break_lanes() -> None:
+def break_links() -> None:
     """As user code does that closes what it has not opened."""
-    for lane in [*lanes()._others]:
-        socket.socket(fileno=os.dup(lane._messages.fd)).shutdown(socket.SHUT_RDWR)
+    for link in list(mail_ranks.worker().mail.direct._links.values()):
+        if link.caller is not None:
+            socket.socket(fileno=os.dup(link.fd)).shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def clerks(procs: ProcMesh) -> Any:
     return clerks
 
 
-def test_ranks_that_call_each_other_often_have_a_lane(procs: ProcMesh, clerks: Any) -> None:
+def test_ranks_that_call_each_other_often_have_a_link(procs: ProcMesh, clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     assert procs.execute(callers).get(20).values() == [0, 1, 0]
     assert first.many_sizes.call_one(second).get(30) == [1, 1000, 60_000, 190_000, 1, 1 << 20, 1]
@@ -157,7 +158,7 @@ def test_messages_keep_their_order_whichever_way_each_goes(procs: ProcMesh, cler
         assert first.wait_for.call_one(second, "read").get(30) == list(range(count))
     first.wait_for.call_one(second, "echo", 1).get(20)
     assert first.warm.call_one(second).get(30) == 1
-    wait_until(lambda: procs.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]])
+    wait_until(lambda: procs.slice(gpus=0).execute(links_left).get(20).values() == [[1, 0]])
     wait_until(lambda: procs.slice(gpus=1).execute(callers).get(20).values() == [1])
 
 
@@ -182,7 +183,7 @@ def test_who_waits_for_a_rank_that_dies_is_told_at_once(procs: ProcMesh, clerks:
     procs.heal()
     again: Any = procs.slice(gpus=1).spawn("again", Clerk)
     assert first.warm.call_one(again).get(30) == 1
-    assert procs.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]]
+    assert procs.slice(gpus=0).execute(links_left).get(20).values() == [[1, 0]]
 
 
 def test_an_actor_that_was_stopped_says_so(clerks: Any, procs: ProcMesh) -> None:
@@ -214,35 +215,46 @@ def test_the_end_of_a_mesh_ends_calls_to_it(procs: ProcMesh, clerks: Any) -> Non
         time.sleep(0.2)
     with pytest.raises(ActorError, match="stopped"):
         waiting.get(20)
-    assert procs.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]]
+    assert procs.slice(gpus=0).execute(links_left).get(20).values() == [[1, 0]]
 
 
-def test_a_lane_that_user_code_breaks_is_no_hang(procs: ProcMesh, clerks: Any) -> None:
+def test_a_link_that_user_code_breaks_costs_nothing(procs: ProcMesh, clerks: Any) -> None:
+    first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
+    waiting = [first.wait_for.call_one(second, "sleep", 2), first.wait_for.call_one(second, "echo", 7)]
+    time.sleep(0.2)
+    procs.slice(gpus=1).execute(break_links).get(20)
+    assert [future.get(20) for future in waiting] == [None, 7]
+    assert first.warm.call_one(second).get(30) == 1
+
+
+def test_a_rank_that_dies_behind_a_broken_link_is_told(procs: ProcMesh, clerks: Any) -> None:
     first, second = clerks.slice(gpus=0), clerks.slice(gpus=1)
     waiting = first.wait_for.call_one(second, "sleep", 60)
     time.sleep(0.2)
-    procs.slice(gpus=1).execute(break_lanes).get(20)
-    with pytest.raises(ActorError, match="connection was closed"):
+    procs.slice(gpus=1).execute(break_links).get(20)
+    clerks.slice(gpus=2).wait_for.call_one(second, "echo", 1)
+    time.sleep(0.2)
+    os.kill(procs.status()[1].pid, signal.SIGKILL)
+    with pytest.raises(ActorError, match="killed by SIGKILL"):
         waiting.get(20)
-    clerks.slice(gpus=2).echo.call_one(1).get(20)
 
 
-def test_a_forked_child_has_no_lanes(clerks: Any) -> None:
+def test_a_forked_child_has_no_links(clerks: Any) -> None:
     assert clerks.slice(gpus=0).fork.call_one(clerks.slice(gpus=1)).get(30) == 7
 
 
 def test_what_was_printed_comes_before_the_answer(procs: ProcMesh, clerks: Any) -> None:
     first = procs.slice(gpus=0)
     first.push({"clerk": clerks.slice(gpus=1)}).get(20)
-    before = first.execute(lanes_left).get(20).values()
+    before = first.execute(links_left).get(20).values()
     for number in range(20):
         told: list[object] = []
         start_cell(first, f"clerk.say.call_one('line {number}').get()", on_output=told.append).future.get(20)
         assert f"line {number}" in str(told)
-    assert first.execute(lanes_left).get(20).values() == before
+    assert first.execute(links_left).get(20).values() == before
 
 
-def test_ranks_that_get_other_numbers_get_other_lanes(procs: ProcMesh, clerks: Any) -> None:
+def test_ranks_that_get_other_numbers_get_other_links(procs: ProcMesh, clerks: Any) -> None:
     first, third = clerks.slice(gpus=0), clerks.slice(gpus=2)
     assert first.warm.call_one(third).get(30) == 2
     os.kill(procs.status()[1].pid, signal.SIGKILL)
@@ -250,4 +262,4 @@ def test_ranks_that_get_other_numbers_get_other_lanes(procs: ProcMesh, clerks: A
     fewer = procs.shrink()
     assert first.warm.call_one(third).get(30) == 1
     assert first.wait_for.call_one(third, "echo", 1).get(20) == 1
-    wait_until(lambda: fewer.slice(gpus=0).execute(lanes_left).get(20).values() == [[1, 1, 0]])
+    wait_until(lambda: fewer.slice(gpus=0).execute(links_left).get(20).values() == [[1, 0]])

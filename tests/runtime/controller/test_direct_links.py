@@ -1,11 +1,10 @@
-"""Calls that go past the agent keep the promises of those that go by it: order, once, told to the next controller."""
+"""Calls by direct links keep the promises of those that go by the agent: order, once, told to the next controller."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mail_ranks
-import msgspec
 import numpy as np
 import pytest
 from controllers import Zygote, alone
@@ -25,8 +23,10 @@ from meshbook.actor import Actor, endpoint
 from meshbook.errors import CallFailed, CallTimeout, WorkerLost
 from meshbook.shape.members import Piece
 from meshbook.wire import messages as wire
-from meshbook.wire.shortcuts import GROUPS_MAX_BYTES, OPEN_AFTER, RankShortcut, ShortcutServer, shortcut_path
+from meshbook.wire.direct import MAX_BYTES, DirectLink, DirectListener
+from meshbook.worker.direct_calls import DIAL_AFTER, CalleeLink, CalleeLinks
 
+OPEN_AFTER = DIAL_AFTER[True]
 LARGE = np.zeros(1 << 17, np.uint8)
 """It travels in shared memory, and so by the agent."""
 
@@ -85,17 +85,26 @@ def fail_on(failing: int, seconds: float) -> None:
     time.sleep(seconds)
 
 
-def came_past() -> tuple[int, int]:
-    """The number of the last call that came past the agent to the main thread, and to mailboxes; 0: none is kept."""
+def kept() -> tuple[int, int]:
+    """How many calls by the controller's links are kept, of the main thread and of mailboxes."""
     worker = mail_ranks.worker()
-    lanes = worker.shortcut, worker.mail._shortcut
-    numbers = [0 if lane._call is None else lane._call.shortcut for lane in lanes]
-    return numbers[0], numbers[1]
+    counts = [
+        sum(len(link.kept) for link in links._links.values() if link.caller is None)
+        for links in (worker.direct, worker.mail.direct)
+    ]
+    return counts[0], counts[1]
 
 
-def break_shortcut() -> None:
+def break_link() -> None:
     """As user code does that closes what it has not opened."""
-    os.close(mail_ranks.worker().shortcut.fd)
+    os.close(mail_ranks.worker().direct._links[0].fd)
+
+
+def break_link_and_wait() -> str:
+    """The same while other calls have come and were not read."""
+    time.sleep(0.3)
+    break_link()
+    return "broken"
 
 
 def die_at(path: str) -> None:
@@ -232,21 +241,20 @@ def test_a_rank_that_raises_ends_a_call_of_several(procs: ProcMesh) -> None:
 
 def test_calls_of_several_with_large_answers_go_by_the_agent(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     warm(lambda number: procs.execute(note, number).get(30))
-    shortcuts = procs._controller._dispatcher.shortcuts
-    sent: list[wire.Call] = []
+    links = procs._controller._dispatcher.direct._links
+    sent: list[int] = []
 
-    def send(data: bytes, address: str, go: Callable[[bytes, str], bool] = shortcuts._send) -> bool:
-        message = wire.decode_past_agent(data)
-        sent.extend([message] if isinstance(message, wire.Call) else [])
-        return go(data, address)
+    def send(chosen: Any, *message: Any, go: Callable[..., Any] = links.send) -> Any:
+        sent.append(len(chosen))
+        return go(chosen, *message)
 
-    monkeypatch.setattr(shortcuts, "_send", send)
-    for past in (3, 0, 0):
+    monkeypatch.setattr(links, "send", send)
+    for direct in ([3], [], []):
         assert procs.execute(bytes, 100_000).get(30).values() == [bytes(100_000)] * 3
-        assert len(sent) == past
+        assert sent == direct
         sent.clear()
     assert procs.execute(abs, -1).get(30).values() == [1] * 3
-    assert len(sent) == 3
+    assert sent == [3]
 
 
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
@@ -316,196 +324,200 @@ def answer_and_end() -> str:
     return "answered"
 
 
-def test_an_answer_past_the_agent_counts_before_what_the_agent_says_later(
-    procs: ProcMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_by_a_link_counts_before_what_the_agent_says_later(procs: ProcMesh) -> None:
     first, controller = procs.slice(gpus=0), procs._controller
     warm(lambda number: first.execute(abs, -number).get(30))
-    poll = controller._socket.poll
-
-    def poll_before_it_came(wake_fd: int, timeout_s: float | None) -> bool:
-        ended = poll(wake_fd, timeout_s)
-        if controller._socket._unix.received:  # read after the wait had ended, as the answer came
-            controller._socket.has_datagrams = False
-        return ended
-
-    monkeypatch.setattr(controller._socket, "poll", poll_before_it_came)
     future = first.execute(answer_and_end)
     controller.ask(lambda: time.sleep(1.0))  # meanwhile it answers and ends, and the agent has seen that
     assert future.get(30).values() == ["answered"]
 
 
-def test_a_rank_that_closes_its_end_is_called_by_the_agent(procs: ProcMesh) -> None:
+def test_a_link_that_user_code_breaks_costs_nothing(procs: ProcMesh) -> None:
     first = procs.slice(gpus=0)
-    first.execute(break_shortcut).get(30)
-    for number in range(20):
-        assert first.execute(note, number).get(30).values() == [number]
+    assert first.execute(break_link_and_wait).get(30).values() == ["broken"]
+    warm(lambda number: first.execute(note, number).get(30))
+    assert first.execute(read).get(30).values() == [list(range(2 * OPEN_AFTER))]
+    futures = [first.execute(break_link_and_wait), *(first.execute(note, number) for number in range(20))]
+    assert [future.get(30).values()[0] for future in futures] == ["broken", *range(20)]
     assert first.execute(read).get(30).values() == [list(range(20))]
 
 
 def test_an_answer_is_kept_until_it_was_heard(procs: ProcMesh, clerks: Any) -> None:
-    wait_until(lambda: procs.slice(gpus=0).execute(came_past).get(30).values()[0][0] > 0)  # that very call
+    wait_until(lambda: procs.slice(gpus=0).execute(kept).get(30).values()[0][0] > 0)  # that very call
     clerks.slice(gpus=0).note.call_one(1).get(30)
     time.sleep(0.1)  # nothing comes for a moment
-    wait_until(lambda: procs.slice(gpus=[0, 1]).execute(came_past).get(30).values()[0] == (0, 0))
+    assert procs.slice(gpus=0).execute(kept).get(30).values() == [(1, 0)]
 
 
 # ---- a rank's end, without a rank -----------------------------------------------------------------------------------
 
 
+class Ends:
+    """A caller without a controller, and the links of a rank without the rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told: list[Any] = []
+        self.callers: list[DirectLink] = []
+        self.came: list[tuple[CalleeLink, wire.Call]] = []
+        self.listener = DirectListener(str(folder / "direct"))
+        self.rank = CalleeLinks(
+            lambda: HERE, lambda message, payload: self.told.append(message),
+            lambda link, call, frames: self.came.append((link, call)),  # type: ignore[arg-type]
+            lambda fd, serve: None, lambda fd: None, is_mail=False,
+        )  # fmt: skip
+        self.rank.open(str(folder), controller_is_here=True)
+
+    def connect(self) -> DirectLink:
+        for number in range(OPEN_AFTER):
+            self.rank.note(_call(number, 0))
+        sock = self.listener.accept()
+        assert sock is not None
+        caller = DirectLink(sock)
+        self.callers.append(caller)
+        assert _received(caller) == [wire.DirectHello(1, 0, 1, os.getpid(), False)]
+        return caller
+
+    def send(self, caller: DirectLink, id: int) -> tuple[CalleeLink, wire.Call]:
+        assert caller.send(wire.encode(_call(id, id)), _call(id, id))
+        self.rank.serve_all()
+        return self.came.pop()
+
+    def close(self) -> None:
+        self.rank.abandon()
+        for caller in self.callers:
+            caller.close()
+        self.listener.close()
+
+
+def _received(link: DirectLink) -> list[Any]:
+    return [wire.decode_past_agent(header) for header, _ in iter(link.receive, None)]
+
+
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[ShortcutServer, RankShortcut, list[Any]]]:
-    path = shortcut_path(f"unix:{tmp_path}/control")
-    told: list[Any] = []
-    server = ShortcutServer(path)
-    rank = RankShortcut(path, told.append, lambda fd: None, is_mail=False)
-    with contextlib.closing(server), contextlib.closing(rank):
-        yield server, rank, told
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    with contextlib.closing(Ends(tmp_path)) as ends:
+        yield ends
 
 
 HERE = wire.Identity(1, "m", "here", "cpu", 1, 2, 1, 2, 0, 1, ("gpus",), (2,), 1)
 
 
 def _call(id: int, number: int, **others: Any) -> wire.Call:
-    return wire.Call(id, 1, "invoke", (Piece(1, (), ()),), shortcut=number, generation=0, **others)
-
-
-def _open(server: ShortcutServer, rank: RankShortcut) -> str:
-    for number in range(1, 1 + OPEN_AFTER):
-        assert rank.is_news(_call(number, number), HERE)
-    ((data, address),) = server.receive()
-    assert wire.decode_past_agent(data) == wire.ShortcutOpened(1, 1, False)
-    return address
+    return wire.Call(id, 1, "invoke", (Piece(1, (), ()),), direct=number, generation=0, **others)
 
 
 def _reply(id: int) -> wire.Reply:
     return wire.Reply(id, wire.OK, 0.5, inline=b"value")
 
 
-Ends = tuple[ShortcutServer, RankShortcut, list[Any]]
+def test_a_rank_answers_by_the_link_or_tells_the_agent_of_the_call(ends: Ends) -> None:
+    caller = ends.connect()
+    link, _ = ends.send(caller, 50)
+    ends.rank.answer(link, _reply(50), [b"frame"], may_pass=True)
+    header, frames = next(iter(caller.receive, None))
+    assert frames == [b"frame"]
+    assert wire.decode_past_agent(header) == wire.Replies(
+        50, (wire.RankReply(1, wire.OK, 1, 0.5, None, None, b"value"),)
+    )
+    assert list(link.kept) == [50]
+    link, _ = ends.send(caller, 51)  # which says that the answer has come
+    assert list(link.kept) == [51]
+    assert not ends.told
+    ends.rank.answer(link, _reply(51), (), may_pass=False)
+    assert ends.told == [wire.CameEarly(_call(51, 51)), _reply(51)]
+    ends.told.clear()
+    link, _ = ends.send(caller, 52)
+    ends.rank.answer(link, _reply(52), [bytes(MAX_BYTES)], may_pass=True)
+    assert ends.told == [wire.CameEarly(_call(52, 52)), _reply(52)]
+    assert not _received(caller)
 
 
-def test_a_rank_answers_once_and_tells_the_agent_when_it_must(ends: Ends) -> None:
-    server, rank, told = ends
-    address = _open(server, rank)
-    assert server.send(wire.encode(_call(50, 50)), address)
-    call = rank.take(HERE)
-    assert call == _call(50, 50)
-    assert rank.answer(call, _reply(50), 1, may_pass=True)
-    ((data, _),) = server.receive()
-    assert wire.decode_past_agent(data) == wire.Replies(50, (wire.RankReply(1, wire.OK, 0, 0.5, None, None, b"value"),))
-    assert not told
-    assert not rank.is_news(_call(50, 50), HERE)  # the agent brings it as well
-    assert told == [_reply(50)]
-    assert not rank.is_news(_call(50, 50), HERE)
-    assert told.pop().status == wire.GONE
-
-
-def test_what_a_rank_tells_of_its_groups_goes_with_its_answer_past_the_agent_unless_it_is_long(ends: Ends) -> None:
-    server, rank, told = ends
-    address = _open(server, rank)
-    for id, groups in ((50, b"told"), (51, bytes(GROUPS_MAX_BYTES)), (52, bytes(1 + GROUPS_MAX_BYTES))):
-        assert server.send(wire.encode(_call(id, id)), address)
-        call = rank.take(HERE)
-        assert call is not None
-        reply = msgspec.structs.replace(_reply(id), inline=bytes(wire.INLINE_MAX_BYTES), groups=groups)
-        may_pass = len(groups) <= GROUPS_MAX_BYTES
-        assert rank.answer(call, reply, 1, may_pass=True) is may_pass
-        came = [wire.decode_past_agent(data) for data, _ in server.receive()]
-        assert [each.replies[0].groups for each in came if isinstance(each, wire.Replies)] == [groups] * may_pass
-    assert told == [wire.CameEarly(_call(52, 52))]
+def test_a_call_that_the_agent_passes_on_runs_once(ends: Ends) -> None:
+    caller = ends.connect()
+    link, call = ends.send(caller, 50)
+    assert not ends.rank.is_news(call)
+    ends.rank.answer(link, _reply(50), (), may_pass=True)
+    assert not ends.rank.is_news(call)
+    assert not ends.told
+    assert len(_received(caller)) == 1
+    assert caller.send(b"", None)
+    ends.rank.serve_all()
+    assert not ends.rank.is_news(call)  # its controller had the answer
+    assert ends.told.pop().status == wire.GONE
+    assert ends.rank.is_news(_call(60, 60))
+    assert not ends.rank.is_news(_call(60, 60))
 
 
 def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends) -> None:
-    server, rank, told = ends
-    address = _open(server, rank)
-    server.send(wire.encode(_call(50, 50)), address)
-    call = rank.take(HERE)
-    assert call is not None
-    rank.give_up()  # while it runs
-    assert told == [wire.CameEarly(call), wire.ToldAll()]
-    assert not rank.answer(call, _reply(50), 1, may_pass=True)
-    told.clear()
-    for id, is_heard in ((60, False), (61, True)):
-        server.send(wire.encode(_call(id, id)), address)
-        call = rank.take(HERE)
-        assert call is not None
-        assert rank.answer(call, _reply(id), 1, may_pass=True)
-        server.send(wire.encode(wire.Heard(id if is_heard else id - 1)), address)
-        assert rank.take(HERE) is None
-        rank.give_up()
-        assert told == [*(() if is_heard else (wire.CameEarly(call), _reply(id))), wire.ToldAll()]
-        told.clear()
-    server.send(wire.encode(_call(65, 65)), address)
-    call = rank.take(HERE)
-    assert call is not None
-    rank.give_up()
-    told.clear()
-    assert not rank.is_news(call, HERE)  # the agent had heard of it from another rank, and has our word by now
-    assert not told
-    assert not rank.answer(call, _reply(65), 1, may_pass=True)
-    server.send(wire.encode(_call(70, 70)), address)
-    call = rank.take(HERE)
-    assert call is not None
-    server.close()
-    assert not rank.answer(call, _reply(70), 1, may_pass=True)  # who has called is gone
-    assert told == [wire.CameEarly(call)]
+    caller = ends.connect()
+    link, _ = ends.send(caller, 50)
+    ends.rank.answer(link, _reply(50), (), may_pass=True)
+    assert len(_received(caller)) == 1
+    link, _ = ends.send(caller, 51)
+    ends.rank.answer(link, _reply(51), (), may_pass=True)
+    assert caller.send(wire.encode(_call(52, 52)), _call(52, 52))  # not read yet
+    caller.close()
+    ends.rank.tell()
+    assert ends.told == [wire.CameEarly(_call(51, 51)), wire.CameEarly(_call(52, 52)), _reply(51), wire.ToldAll()]
+    ends.told.clear()
+    link, call = ends.came.pop()
+    assert call == _call(52, 52)
+    ends.rank.answer(link, _reply(52), (), may_pass=True)
+    assert ends.told == [_reply(52)]  # the agent knows the call
+    assert not ends.rank.is_news(_call(51, 51))  # which another rank has told as well
+    assert len(ends.told) == 1
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"nonsense",
-        wire.encode(wire.Heartbeat()),
-        wire.encode(_call(50, 3)),  # an old one
-        wire.encode(msgspec.structs.replace(_call(50, 50), mesh=2)),
-        wire.encode(msgspec.structs.replace(_call(50, 50), generation=1)),
-        wire.encode(msgspec.structs.replace(_call(50, 50), target=(Piece(0, (), ()),))),
-    ],
-)
-def test_a_rank_takes_nothing_that_is_not_for_it(ends: Ends, data: bytes) -> None:
-    server, rank, told = ends
-    address = _open(server, rank)
-    assert server.send(data, address)
-    assert rank.take(HERE) is None
-    assert server.send(wire.encode(_call(51, 51)), address)
-    assert rank.take(HERE) == _call(51, 51)
-    assert not told
+@pytest.mark.parametrize("received", [0, 1, 2])
+def test_both_ends_send_the_rest_by_the_agent_when_a_link_breaks(ends: Ends, received: int) -> None:
+    caller = ends.connect()
+    for id in (50, 51):
+        link, _ = ends.send(caller, id)
+        ends.rank.answer(link, _reply(id), (), may_pass=True)
+    assert caller.send(wire.encode(_call(52, 52)), _call(52, 52))
+    link.is_open = False  # user code has closed it
+    assert ends.rank.end(0, False, 1 + received) == 2
+    assert [message.id for message, _ in caller.unreceived(2)] == [52]
+    lacks = [_call(id, id) for id in (50, 51)[received:]]
+    assert ends.told == [*map(wire.CameEarly, lacks), *(_reply(call.id) for call in lacks)]
+    assert ends.rank.end(0, False, 0) == -1
 
 
-def test_a_rank_tells_what_it_has_not_taken_yet_when_the_controller_is_gone(ends: Ends) -> None:
-    server, rank, told = ends
-    address = _open(server, rank)
-    server.send(wire.encode(_call(50, 50)), address)
-    call = rank.take(HERE)
-    assert call is not None
-    assert rank.answer(call, _reply(50), 1, may_pass=True)
-    server.send(wire.encode(wire.Heard(50)), address)
-    server.send(wire.encode(_call(60, 60)), address)
-    rank.give_up()
-    assert told == [wire.CameEarly(_call(60, 60)), wire.ToldAll()]
-    told.clear()
-    call = rank.take(HERE)
-    assert call == _call(60, 60)
-    assert not rank.answer(call, _reply(60), 1, may_pass=True)  # the agent is to have it, and knows the call
-    assert not told
+@pytest.mark.parametrize("data", [b"", b"short", bytes(9) + b"nonsense", bytes(9) + wire.encode(wire.Heartbeat()),
+                                  b"\x07" + bytes(8) + wire.encode(_call(50, 50))])  # fmt: skip
+def test_a_rank_ends_a_link_by_which_nonsense_comes(ends: Ends, data: bytes) -> None:
+    caller = ends.connect()
+    link = ends.rank._links[0]
+    caller._sock.send(data or b"x")
+    ends.rank.serve_all()
+    assert not link.is_open
+    assert not ends.came
+    assert not ends.told
 
 
-def test_nobody_but_the_controller_sends_to_a_rank(ends: Ends) -> None:
-    server, rank, _ = ends
-    address = _open(server, rank)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, pytest.raises(PermissionError):
-        stranger.sendto(wire.encode(_call(50, 50)), address)
+def test_a_send_never_waits(ends: Ends) -> None:
+    caller = ends.connect()
+    sent = 0
+    while caller.send(wire.encode(_call(100 + sent, 100 + sent)), _call(100 + sent, 100 + sent), [bytes(1000)]):
+        sent += 1
+    assert sent > 50
+    ends.rank.serve_all()
+    assert [call.id for _, call in ends.came] == [100 + number for number in range(sent)]
+    assert caller.send(wire.encode(_call(9999, 9999)), _call(9999, 9999))
 
 
-def test_what_cannot_go_is_said(ends: Ends) -> None:
-    server, rank, _ = ends
-    address = _open(server, rank)
-    assert not server.send(bytes(1 << 20), address)
-    rank.close()
-    assert not server.send(b"x", address)
-    assert RankShortcut("", print, print, is_mail=False).is_news(_call(1, 1), HERE)
+def test_two_ends_that_flood_each_other_do_not_wait(ends: Ends) -> None:
+    caller = ends.connect()
+    link = ends.rank._links[0]
+    refused = 0
+    for number in range(2000):
+        refused += not caller.send(wire.encode(_call(number, number)), _call(number, number), [bytes(5000)])
+        reply = wire.Replies(number, (wire.RankReply(1, wire.OK, 1, 0.5, None),))
+        refused += not link.send(wire.encode(reply), reply, [bytes(5000)])
+    assert refused > 3000
+    assert len(_received(caller)) == caller.received - 1
+    ends.rank.serve_all()
+    assert len(ends.came) == link.received
 
 
 # ---- the next controller --------------------------------------------------------------------------------------------
@@ -530,7 +542,6 @@ def call(seconds):
 """
 
 SPREAD = """
-shortcuts = mesh._controller._dispatcher.shortcuts
 for number in range({often}):
     mesh.execute(abs, -number).get(30)
 time.sleep(0.2)
@@ -539,15 +550,15 @@ def call(seconds, number=77):
     mesh._controller.ask(lambda: None)
     return future
 def die_after_one(kind):
-    from meshbook.wire import messages
-    send, is_sent = shortcuts._send, []
-    def send_one(data, address):
-        if type(messages.decode_past_agent(data)).__name__ == kind:
+    from meshbook.wire.direct import DirectLink
+    send, is_sent = DirectLink.send, []
+    def send_one(link, header, message, payload=()):
+        if (message is not None) is (kind == "Call"):
             if is_sent:
                 os.kill(os.getpid(), signal.SIGKILL)
             is_sent.append(kind)
-        return send(data, address)
-    shortcuts._send = send_one
+        return send(link, header, message, payload)
+    DirectLink.send = send_one
 def sleep_unevenly(number):
     import __main__
     return sleep_and_say(number, 0.5 * __main__.rank)
