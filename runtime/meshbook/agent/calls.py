@@ -151,10 +151,6 @@ class AgentCalls:
             self._host.segment_refs.take_back(worker, each)
         key = reply.id if reply.origin is None else (reply.origin, reply.id)
         call = self._open.get(key)
-        if reply.is_direct and call is None:
-            dropped = wire.RankReply(worker.rank, reply.status, 0, reply.duration_s, None)
-            self._uplink.send_urgent(wire.Replies(reply.id, (dropped,)))
-            return
         if call is None or worker.rank not in call.waiting or worker in self._pool.leaving:
             if reply.segment is not None:
                 worker.urgent.send([wire.encode(wire.SegmentFree(worker.pid, reply.segment.segment))])

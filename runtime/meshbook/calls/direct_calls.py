@@ -7,11 +7,16 @@ before it takes what the agent has brought.
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from meshbook.errors import PeerProtocolError
+from meshbook.shape.members import group
 from meshbook.wire import messages as wire
 from meshbook.wire.direct import DirectLink, DirectListener
 from meshbook.wire.frames import Buffer
@@ -32,7 +37,7 @@ class CallerLink(DirectLink):
         super().__init__(sock)
         self.hello: wire.DirectHello | None = None
         """The rank's first message."""
-        self.rank = -1
+        self.rank = self.pid = -1
         self._relayed: dict[int, None] = {}
         self._unsettled: deque[int] = deque()
 
@@ -50,9 +55,10 @@ class CallerLink(DirectLink):
                 if each == id:
                     break
 
-    @property
-    def may_send(self) -> bool:
+    def may_send(self, is_open: Callable[[int], bool]) -> bool:
         """Whether no relayed message may still be on its way to the rank, and it need not keep too many answers."""
+        if len(self._unsettled) >= MAX_KEPT:
+            self.settle(is_open)
         return not self._relayed and len(self._unsettled) < MAX_KEPT
 
     def note_answer(self, id: int) -> None:
@@ -66,6 +72,14 @@ class CallerLink(DirectLink):
             self.settled += 1
 
 
+class SentCall(NamedTuple):
+    """A call that has gone by links, and those by which no answer has come."""
+
+    call: wire.Call
+    payload: Sequence[Buffer]
+    links: list[CallerLink]
+
+
 class CallerLinks:
     """The links of one process to ranks that it calls. One thread at a time uses it, but for `send`."""
 
@@ -74,24 +88,25 @@ class CallerLinks:
         is_welcome: Callable[[wire.DirectHello], bool],
         is_open: Callable[[int], bool],
         on_replies: Callable[[CallerLink, wire.Replies, list[bytes]], object],
-        on_lost: Callable[[CallerLink], object],
+        relay: Callable[[wire.Call, Sequence[Buffer]], object],
         watch: Callable[[int, Callable[[], object]], object],
         forget: Callable[[int], object],
     ) -> None:
         """is_welcome: whether a rank may link to us. is_open: whether a call is not over on all ranks.
 
-        on_lost: called when a link has ended that was not closed here.
+        relay: sends a call by the agent.
 
         watch, forget: have a function called when a descriptor can be read, or no more.
         """
-        self._is_welcome, self._is_open, self._on_replies, self._on_lost = is_welcome, is_open, on_replies, on_lost
+        self._is_welcome, self.is_open, self._on_replies, self._relay = is_welcome, is_open, on_replies, relay
         self._watch, self._forget = watch, forget
         self._listener: DirectListener | None = None
         self._strangers: set[CallerLink] = set()
         self.by_key: dict[LinkKey, dict[int, CallerLink]] = {}
         """The links by rank."""
-        self.open: dict[int, list[CallerLink]] = {}
-        """The links by which unanswered calls have gone, by call."""
+        self.open: dict[int, SentCall] = {}
+        """The unanswered calls that have gone by links."""
+        self._numbers = itertools.count(1)
 
     def listen(self, path: str) -> None:
         """Let ranks link to us. Raises: OSError."""
@@ -133,13 +148,19 @@ class CallerLinks:
         if not link.is_open:
             self.drop(link)
             link.close()
-            if link.hello is not None:
-                self._on_lost(link)
+            self._send_again(link)
+
+    def _send_again(self, link: CallerLink) -> None:
+        """Send the unanswered calls of a broken link by the agent, which answers for the rank if it has ended."""
+        for sent in [sent for sent in self.open.values() if link in sent.links]:
+            self._settle(sent.call.id, link)
+            target = group([link.rank])
+            self._relay(msgspec.structs.replace(sent.call, target=target, pid=link.pid), sent.payload)
 
     def _greet(self, link: CallerLink, hello: wire.DirectHello) -> bool:
         if link.hello is not None or not self._is_welcome(hello):
             return False
-        link.hello, link.rank = hello, hello.rank
+        link.hello, link.rank, link.pid = hello, hello.rank, hello.pid
         link.relay(0)  # what was relayed before is not known here
         links = self.by_key.setdefault((hello.mesh, hello.generation, hello.is_mail), {})
         if (former := links.get(hello.rank)) is not None:
@@ -150,11 +171,12 @@ class CallerLinks:
 
     def send(self, links: Sequence[CallerLink], message: wire.Call, payload: Sequence[Buffer]) -> list[CallerLink]:
         """Send a call by links; return those by which it has not gone."""
+        message = msgspec.structs.replace(message, direct=next(self._numbers))
         header = wire.encode(message)
         for link in links:
-            link.settle(self._is_open)
+            link.settle(self.is_open)
         if message.reply:
-            self.open[message.id] = list(links)
+            self.open[message.id] = SentCall(message, payload, list(links))
         left = [link for link in links if not link.send(header, message, payload)]
         for link in left:
             self._settle(message.id, link)
@@ -162,10 +184,10 @@ class CallerLinks:
 
     def _settle(self, id: int, link: CallerLink) -> None:
         """Expect no answer to a call from a link."""
-        if (links := self.open.get(id)) is not None:
-            if link in links:
-                links.remove(link)
-            if not links:
+        if (sent := self.open.get(id)) is not None:
+            if link in sent.links:
+                sent.links.remove(link)
+            if not sent.links:
                 self.open.pop(id, None)
 
     def relay(self, key: LinkKey, ranks: Collection[int], id: int) -> None:
@@ -182,12 +204,8 @@ class CallerLinks:
 
     def acknowledge(self, link: CallerLink) -> None:
         """Tell a rank which answers it may forget; the next call would tell it, too."""
-        link.settle(self._is_open)
+        link.settle(self.is_open)
         link.send(b"", None)
-
-    def calls_by(self, link: CallerLink) -> list[int]:
-        """Return the unanswered calls that have gone by a link."""
-        return [id for id, links in list(self.open.items()) if link in links]
 
     def drop(self, link: CallerLink) -> None:
         """Send no more by a link."""
@@ -205,7 +223,7 @@ class CallerLinks:
         """Close a link, since the rank has ended, or will be called no more."""
         self.drop(link)
         link.close()
-        for id in self.calls_by(link):
+        for id in list(self.open):
             self._settle(id, link)
 
     def abandon(self) -> None:

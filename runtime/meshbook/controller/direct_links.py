@@ -6,27 +6,21 @@ controller has ended, each rank tells its agent which calls have come, and the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.direct_calls import CallerLink, CallerLinks, LinkKey
-from meshbook.calls.table import CallTable, OpenQuestion
+from meshbook.calls.direct_calls import CallerLink, CallerLinks
+from meshbook.calls.table import CallTable
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
-from meshbook.controller.queries import ask_rank, put
-from meshbook.shape.members import AS_NOW, group
+from meshbook.shape.members import group
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 
 MOST_RANKS = 16
 """A call to more ranks goes by their agent: one message for all of them."""
-KEPT_NAMES = 256
-"""The number of names of calls with large answers that are remembered."""
-BROKEN_S = 60.0
-"""The longest wait for a rank to say how much has come by a link that has broken."""
 
 
 class DirectLinks:
@@ -36,21 +30,18 @@ class DirectLinks:
         self,
         meshes: Mapping[int, MeshState],
         calls: CallTable,
-        next_id: Callable[[], int],
         watch: Callable[[int, Callable[[], object]], object],
         forget: Callable[[int], object],
     ) -> None:
         """watch, forget: see `CallerLinks`."""
-        self._meshes, self._calls, self._next_id = meshes, calls, next_id
+        self._meshes, self._calls = meshes, calls
         self._links = CallerLinks(
-            self._is_welcome, lambda id: calls.find(id) is not None, self._on_replies, self._on_lost, watch, forget
+            self._is_welcome, lambda id: calls.find(id) is not None, self._on_replies, self._relay, watch, forget
         )
         self.listen, self.close = self._links.listen, self._links.close_all
         self._told: dict[int, int] = {}
         """The urgent messages to each mesh that its links know of: a later call by a link would overtake them."""
         self._owed: set[CallerLink] = set()
-        # (mesh, name) of calls to several ranks with answers that had to go by the agent, which combines them
-        self._large: set[tuple[int, str]] = set()
 
     def _is_welcome(self, hello: wire.DirectHello) -> bool:
         mesh = self._meshes.get(hello.mesh)
@@ -60,7 +51,7 @@ class DirectLinks:
         )
 
     def send(
-        self, host: HostState, mesh: MeshState, call: OpenCall, message: wire.Call, payload: Collection[Buffer]
+        self, host: HostState, mesh: MeshState, call: OpenCall, message: wire.Call, payload: Sequence[Buffer]
     ) -> wire.Call | None:
         """Send a call of one host by links; return None, or the message to send by the host."""
         ranks = call.waiting
@@ -71,23 +62,12 @@ class DirectLinks:
             self._told[mesh.id] = mesh.told
             for each in self._links.of_mesh(mesh.id):
                 each.relay(0)
-        chosen = [link for rank in ranks if (link := links.get(rank)) is not None and link.may_send]
-        if len(chosen) < len(ranks) or (len(ranks) > 1 and (mesh.id, call.what) in self._large):
+        is_open = self._links.is_open
+        chosen = [link for rank in ranks if (link := links.get(rank)) is not None and link.may_send(is_open)]
+        if len(chosen) < len(ranks):
             return message
-        message = msgspec.structs.replace(message, direct=self._next_id(), generation=mesh.generation)
-        if len(chosen) > 1:
-            call.when_ended(partial(self._note_large, call))
-        if not (left := self._links.send(chosen, message, list(payload))):
-            return None
-        return msgspec.structs.replace(message, target=group(link.rank for link in left), direct=0, generation=AS_NOW)
-
-    def _note_large(self, call: OpenCall) -> None:
-        for head, buffers in call.results.raw.values():
-            if buffers or len(head) > wire.INLINE_MAX_BYTES:
-                if len(self._large) >= KEPT_NAMES:
-                    self._large.clear()
-                self._large.add((call.mesh, call.what))
-                return
+        left = self._links.send(chosen, msgspec.structs.replace(message, generation=mesh.generation), payload)
+        return msgspec.structs.replace(message, target=group(link.rank for link in left)) if left else None
 
     def relay(self, mesh: MeshState, mailbox: int, ranks: Collection[int], id: int) -> None:
         """Note that a message goes to ranks by their agents. id: of a call that is answered, else 0."""
@@ -137,27 +117,11 @@ class DirectLinks:
             self._links.acknowledge(link)
             self._links.close(link)
 
-    # ---- a link that has broken --------------------------------------------------------------------------------
-
-    def _on_lost(self, link: CallerLink) -> None:
-        """Ask a rank that may live how much has come by its link, and send it the rest by its agent."""
-        hello = link.hello
-        assert hello is not None
-        mesh = self._meshes.get(hello.mesh)
-        if mesh is None or link.rank in mesh.lost or mesh.generation != hello.generation:
-            return
-
-        def go_on(question: OpenQuestion[int]) -> None:
-            for received in question.told.values():
-                if received < 0:
-                    return  # another process has the rank, or it has told its agent that we are gone
-                for message, payload in link.unreceived(received):
-                    if isinstance(message, wire.Call) and not host.lost:
-                        one = msgspec.structs.replace(message, target=group([link.rank]), direct=0)
-                        self._links.relay(key, (link.rank,), message.id if message.reply else 0)
-                        host.send(one, payload)
-
-        host = mesh.host_of(link.rank)
-        key: LinkKey = (mesh.id, mesh.generation, hello.is_mail)
-        question = OpenQuestion(self._next_id(), mesh.id, int, BROKEN_S, go_on)
-        put(self._calls, question, mesh, {host: [link.rank]}, ask_rank("link_broken", hello.is_mail, link.received))
+    def _relay(self, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Send a call by the agent of the rank that it is for."""
+        mesh = self._meshes.get(call.mesh)
+        rank = call.target[0].offset
+        if mesh is not None and rank not in mesh.lost and mesh.generation == call.generation:
+            self.relay(mesh, call.mailbox, (rank,), call.id)
+            if not (host := mesh.host_of(rank)).lost:
+                host.send(call, payload)

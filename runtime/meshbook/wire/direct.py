@@ -10,9 +10,9 @@ them:
     u64 settled | u8 count of frames | u32 length of each | header of the message | frames      without a header:
                                                                                                 an acknowledgement
 
-A send never waits: what finds no room, or is too large, goes by the agent. Messages are kept until they are
-acknowledged, for a link may break while both processes live, as when user code closes descriptors that it has not
-opened: what the other end has not received is sent again by the agent.
+A send never waits: what finds no room, or is too large, goes by the agent. A rank keeps its answers until they are
+acknowledged. When a link breaks while both processes live, as when user code closes descriptors that it has not opened,
+the caller sends its unanswered calls by the agent as well: the rank runs each once, and answers once more.
 
 The sockets lie in a folder that is their owner's alone, and both ends check the user at the other.
 """
@@ -60,7 +60,7 @@ def remove_listener(folder: str, pid: int) -> None:
 
 
 class DirectLink:
-    """One end of a link. A single thread receives at a time; any thread may send."""
+    """An end of a link. A single thread receives at a time; any thread may send."""
 
     settles_at_once = True
     """Whether the other end may forget each message when it has come, rather than when `settled` says so."""
@@ -147,13 +147,6 @@ class DirectLink:
             message = self.unacked.popleft()[0]
             if isinstance(message, wire.Replies):
                 self.kept.pop(message.id, None)
-
-    def unreceived(self, received: int) -> list[tuple[wire.PastAgent | None, Sequence[Buffer]]]:
-        """Close this end; return our messages that the other end lacks. received: how many it has got."""
-        self.close()
-        with self._lock:
-            self._note_acked(received)
-            return list(self.unacked)
 
     def _lose(self, error: OSError | None = None) -> None:
         self.is_open = self._takes = False

@@ -162,7 +162,7 @@ class ControlThread:
             self._worker.gate.interrupt(cancel.call, insist=cancel.insist)
             interrupt_children(since=running.since)
         elif is_dropped:
-            self._urgent.send(wire.Reply(cancel.call, wire.DROPPED, 0.0, is_direct=cancel.direct))
+            self._worker.direct.drop(wire.Reply(cancel.call, wire.DROPPED, 0.0))
 
     def _answer_query(self, id: int, asked: wire.AskRank) -> None:
         try:

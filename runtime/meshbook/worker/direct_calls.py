@@ -3,9 +3,6 @@
 A rank dials a caller that has called it some times by the agent. Small answers go back by the link; those with large
 values, and those behind a print, by the agent. An agent that loses its controller asks what has come by links
 (`CalleeLinks.tell`), since the next controller is to know.
-
-A link that breaks while both processes live costs nothing: the caller asks by the agent how many of its messages have
-come (`CalleeLinks.end`), and both send the rest by the agent.
 """
 
 from __future__ import annotations
@@ -14,36 +11,26 @@ import os
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
 
-from meshbook.actor.router import SUPERVISOR
-from meshbook.calls.call import CallRequest, OpenCall
+from meshbook.calls.call import OpenCall
 from meshbook.calls.direct_calls import CallerLink, CallerLinks
-from meshbook.calls.mailboxes import LoadArgs, Outcome, ReplyTo
 from meshbook.concurrency import forks
-from meshbook.concurrency.future import Future
-from meshbook.errors import PeerProtocolError, WorkerLost
+from meshbook.errors import PeerProtocolError
 from meshbook.shape.members import Members
-from meshbook.shape.value_mesh import ValueMesh
 from meshbook.system.descriptors import open_above
-from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.wire.direct import DirectLink, dial, direct_path
 from meshbook.wire.frames import Buffer
-from meshbook.wire.replies import lost_replies
 
 DIAL_AFTER = {True: 8, False: 16}
 """The number of calls by the agent, of the controller and of another rank, after which a rank dials."""
 DIAL_AGAIN_AFTER = 1000
 """The number of calls after which a rank dials once more where that was in vain."""
-BROKEN = SUPERVISOR - 1
-"""The mailbox in which the caller of a broken link asks how much has come."""
 KEPT_TARGETS = 256
-CONTROLLER = 0
-"""The key of the controller's link, among pids of ranks."""
 
 
 class CalleeLink(DirectLink):
@@ -51,7 +38,7 @@ class CalleeLink(DirectLink):
 
     def __init__(self, caller: wire.Origin | None, path: str) -> None:
         super().__init__(dial(path))
-        self.caller = caller
+        self.caller, self.key = caller, _key(caller)
 
 
 class CalleeLinks:
@@ -74,7 +61,7 @@ class CalleeLinks:
         self._came: Counter[tuple[int, int]] = Counter()
         self._links: dict[int, CalleeLink] = {}
         self._lock = threading.RLock()
-        self._seen = 0  # the number of the controller's last call that has come by its link
+        self._seen: dict[int, int] = {}  # the number of each caller's last call that has come by its link
         self._told: frozenset[int] = frozenset()  # calls of which the agent was told when the controller had ended
 
     def open(self, folder: str, *, controller_is_here: bool) -> None:
@@ -85,9 +72,10 @@ class CalleeLinks:
 
     def note(self, call: wire.Call) -> None:
         """Note a call that the agent has brought: a caller that calls often gets a link."""
-        caller = call.origin
-        pid = CONTROLLER if caller is None else caller.pid
-        if not call.reply or call.output or not self._folder or pid in self._links:
+        caller, pid = call.origin, _key(call.origin)
+        if not call.reply or call.output or not self._folder:
+            return
+        if (link := self._links.get(pid)) is not None and link.is_open:
             return
         here = self._identity()
         key = pid, here.generation
@@ -107,14 +95,21 @@ class CalleeLinks:
                 link.close()
 
     def is_news(self, call: wire.Call) -> bool:
-        """Whether to run a call of which another rank has told the agent: not if it has come here by our link."""
+        """Whether to run a call that the agent has brought: it may have come by a link that has broken, or whose
+        controller has ended. It runs once."""
         with self._lock:
-            if call.direct > self._seen:
-                self._seen = call.direct
-                return True
-            links = [link for link in self._links.values() if link.caller is None]
-            if call.id not in self._told and not any(call.id in link.kept for link in links):
-                self._tell_agent(wire.Reply(call.id, wire.GONE, 0.0, inline=_GONE), ())  # its answer was heard
+            if (link := self._links.get(_key(call.origin))) is not None:
+                self.serve(link)
+            if call.pid in (0, os.getpid()):
+                if call.direct > self._seen.get(_key(call.origin), 0):
+                    self._seen[_key(call.origin)] = call.direct
+                    return True
+                if link is not None and call.id in link.kept:
+                    self._answer_again(link, {call.id} if call.pid else ())
+                    return False
+                if call.id in self._told:
+                    return False
+            self._tell_agent(wire.Reply(call.id, wire.GONE, 0.0, inline=_GONE, origin=call.origin), ())
             return False
 
     def serve(self, link: CalleeLink, *, one: bool = False) -> None:
@@ -135,7 +130,7 @@ class CalleeLinks:
         if isinstance(message, wire.Call):
             if message.reply:
                 link.kept[message.id] = message
-            self._seen = max(self._seen, message.direct)
+            self._seen[link.key] = message.direct
         elif not isinstance(message, wire.Cancel):
             raise PeerProtocolError("a message of no caller")
         self._deliver(link, message, frames)
@@ -146,7 +141,7 @@ class CalleeLinks:
             self.serve(link)
 
     def _drop(self, link: CalleeLink) -> None:
-        """Watch a link no more. What was not acknowledged is kept for `tell` and `end`."""
+        """Watch a link no more. What was not acknowledged is kept for `tell`, and for callers that ask again."""
         if link.fd >= 0:
             self._forget(link.fd)
             link.fd = -1
@@ -174,45 +169,39 @@ class CalleeLinks:
             self._tell_agent(wire.CameEarly(call), ())
         self._tell_agent(msgspec.structs.replace(reply, origin=link.caller), payload)
 
-    def forget(self, link: CalleeLink, call: int) -> None:
-        """Forget a call that was answered otherwise, since it was cancelled before it ran."""
-        link.kept.pop(call, None)
-
-    def tell(self) -> None:
-        """Tell the agent which calls have come by the controller's link, and the answers that it may not have heard,
-        since it is gone; and then that this was all."""
-        with self._lock:
-            for link in [link for link in self._links.values() if link.caller is None]:
-                self.serve(link)
-                self._told = frozenset(link.kept)
-                self._leave(link, link.acked)
-            self._tell_agent(wire.ToldAll(), ())
-
-    def end(self, pid: int, is_mail: bool, received: int) -> int:
-        """End a link that has broken; return how many messages have come by it, -1 if it is not known. What its caller
-        lacks goes by the agent. received: how many messages it has got from us."""
-        with self._lock:
-            link = self._links.get(pid)
-            if link is None or is_mail != self._is_mail:
-                return -1
-            self.serve(link)
-            self._leave(link, received)
-            return link.received
-
-    def _leave(self, link: CalleeLink, received: int) -> None:
-        self._drop(link)
-        del self._links[CONTROLLER if link.caller is None else link.caller.pid]
-        answers = link.unreceived(received)
-        for call in link.kept.values():
-            self._tell_agent(wire.CameEarly(call), ())
-        link.kept.clear()
-        for message, payload in answers:
-            if isinstance(message, wire.Replies):
+    def _answer_again(self, link: CalleeLink, calls: Collection[int]) -> None:
+        """Give the agent the answers to these calls that have gone by a link."""
+        for message, payload in list(link.unacked):
+            if isinstance(message, wire.Replies) and message.id in calls:
                 (told,) = message.replies
                 reply = wire.Reply(
                     message.id, told.status, told.duration_s, None, told.inline, told.waited_s, None, told.groups
                 )
                 self._answer_by_agent(link, reply, payload)
+
+    def drop(self, reply: wire.Reply) -> None:
+        """Answer, by the agent, a call that was cancelled before it ran; it may have come by a link."""
+        with self._lock:
+            self.serve_all()
+            link = next((link for link in self._links.values() if reply.id in link.kept), None)
+            if link is None:
+                self._tell_agent(reply, ())
+            else:
+                self._answer_by_agent(link, reply, ())
+
+    def tell(self) -> None:
+        """Tell the agent which calls have come by the controller's link, and the answers that it may not have heard,
+        since it is gone; and then that this was all."""
+        with self._lock:
+            if (link := self._links.pop(_key(None), None)) is not None:
+                self.serve(link)
+                self._drop(link)
+                self._told = frozenset(link.kept)
+                self._answer_again(link, self._told)
+                for call in link.kept.values():
+                    self._tell_agent(wire.CameEarly(call), ())
+                link.kept.clear()
+            self._tell_agent(wire.ToldAll(), ())
 
     def close(self) -> None:
         """End the links to other ranks, since this process ends: they ask the agent why."""
@@ -228,11 +217,16 @@ class CalleeLinks:
         self._lock = threading.RLock()
 
 
-_GONE = b"its value had gone to its controller before that told the agent of the call"
+def _key(caller: wire.Origin | None) -> int:
+    """Return the key of a caller's link: its pid, 0 for the controller."""
+    return 0 if caller is None else caller.pid
+
+
+_GONE = b"its value is not kept: its process has ended, or its controller had got it"
 
 
 class DirectArrivals:
-    """What the main thread waits for: the agent's socket, and the controller's link once there is one."""
+    """The descriptors that the main thread waits for: the socket of the agent, and the link of the controller."""
 
     def __init__(self, call_fd: int) -> None:
         self.early: deque[tuple[wire.Call, list[bytes], CalleeLink]] = deque()
@@ -280,24 +274,22 @@ class DirectArrivals:
 
 
 class RankLinks:
-    """The links by which a rank calls others. relay: sends a message by the agent. call: makes a call by the agent."""
+    """The links by which a rank calls others. relay: sends a message by the agent."""
 
     def __init__(
         self,
         relay: Callable[[wire.FromWorker, Sequence[Buffer]], object],
-        call: Callable[[CallRequest], Future[ValueMesh[int]]],
         on_replies: Callable[[wire.Replies, Sequence[bytes]], object],
         identity: Callable[[], wire.Identity],
         watch: Callable[[int, Callable[[], object]], object],
         forget: Callable[[int], object],
     ) -> None:
-        self._relay, self._call, self._on_replies, self._identity = relay, call, on_replies, identity
-        self.links = CallerLinks(self._is_welcome, lambda id: False, self._on_answer, self._on_lost, watch, forget)
+        self._relay, self._on_replies, self._identity = relay, on_replies, identity
+        self.links = CallerLinks(self._is_welcome, lambda id: False, self._on_answer, relay, watch, forget)
         self.origin: wire.Origin | None = None  # our name in messages that go by links; None before we listen
         self._folder = ""
         self._lock = threading.Lock()
         self._single: dict[wire.Target, int] = {}  # the rank of targets that have only one, -1 of others
-        self._members: dict[CallerLink, Members] = {}
 
     def open(self, folder: str) -> None:
         """Let links be made from now on. folder: see `wire.Begin`."""
@@ -317,10 +309,9 @@ class RankLinks:
                 return
             rank = self._rank_of(message.target)
             link = self.links.by_key[key].get(rank)
-            if link is not None and link.may_send and message.segment is None:
-                self._members.setdefault(link, members)
-                if not self.links.send([link], message, payload):
-                    return
+            is_direct = link is not None and link.may_send(self.links.is_open) and message.segment is None
+            if link is not None and is_direct and not self.links.send([link], message, payload):
+                return
             self.links.relay(key, members.rank_set, message.id if message.reply else 0)
             self._relay(message, payload)
 
@@ -345,10 +336,10 @@ class RankLinks:
 
     def cancel(self, cancel: wire.Cancel) -> bool:
         """Cancel a call of ours; return False if it went by the agent."""
-        links = self.links.open.get(cancel.call, ())
+        if (sent := self.links.open.get(cancel.call)) is None:
+            return False
         message = msgspec.structs.replace(cancel, origin=self.origin)
-        header = wire.encode(message)
-        return bool(links) and all(link.send(header, message) for link in list(links))
+        return all(link.send(wire.encode(message), message) for link in list(sent.links))
 
     # ---- who reads the mail -----------------------------------------------------------------------------------------
 
@@ -370,44 +361,3 @@ class RankLinks:
         if reply.rank != link.rank:  # it has another number by now
             message = wire.Replies(message.id, (reply._replace(rank=link.rank),))
         self._on_replies(message, frames)
-
-    def _on_lost(self, link: CallerLink) -> None:
-        """Ask by the agent what has come by a link, or what the rank died of."""
-        members = self._members.pop(link, None)
-        calls = self.links.calls_by(link)
-        if members is None or link.hello is None or not (calls or link.unacked):
-            return
-        pickled = dumps(((link.hello.pid, os.getpid(), link.received), {}), what="a broken link")
-        request = CallRequest(
-            "broken", members, pickled, "a broken link", link.hello.mesh, BROKEN, link.hello.generation
-        )
-        self._call(request).add_done_callback(partial(self._go_on, link))
-
-    def _go_on(self, link: CallerLink, asked: Future[ValueMesh[int]]) -> None:
-        error = asked.exception(0)
-        received = -1 if error is not None else asked.result(0).values()[0]
-        calls = self.links.calls_by(link)
-        self.links.close(link)
-        if received < 0:
-            lost = error if isinstance(error, WorkerLost) else None
-            death = _CUT if lost is None else wire.DeathCause(lost.host, lost.cause, lost.log_tail)
-            for id in calls:
-                self._on_replies(lost_replies(id, [(link.rank, death)], None), ())
-            return
-        for message, payload in link.unreceived(received):
-            if isinstance(message, wire.Call | wire.Cancel):
-                self._relay(msgspec.structs.replace(message, origin=None), payload)
-
-
-_CUT = wire.DeathCause("", "its connection was closed; call again", "")
-
-
-def broken_box(links: CalleeLinks) -> Callable[[wire.Call, LoadArgs, ReplyTo], None]:
-    """Return the handler of the mailbox `BROKEN`."""
-
-    def handle(call: wire.Call, load_args: LoadArgs, reply: ReplyTo) -> None:
-        (pid, caller, received), _ = load_args()
-        told = links.end(caller, True, received) if pid == os.getpid() else -1
-        reply(Outcome(wire.OK, told, has_value=True))
-
-    return handle

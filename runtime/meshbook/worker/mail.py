@@ -30,7 +30,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import place_head
 from meshbook.worker.channel import AgentChannel, RankPayloads
-from meshbook.worker.direct_calls import BROKEN, CalleeLink, CalleeLinks, RankLinks, broken_box
+from meshbook.worker.direct_calls import CalleeLink, CalleeLinks, RankLinks
 from meshbook.worker.mail_turn import MailTurn
 
 T = TypeVar("T")
@@ -96,8 +96,7 @@ class WorkerMail:
         self.turn = MailTurn(channel, self._read, self._expire, self.boxes.numbers, ids, self._others)
         watch, forget = self.turn.watch, self.turn.forget
         self.direct = CalleeLinks(identity, channel.send, self._on_direct, watch, forget, is_mail=True)
-        self._links = RankLinks(channel.send, self.call, self._on_replies, identity, watch, forget)
-        self.boxes.open(BROKEN, broken_box(self.direct))
+        self._links = RankLinks(channel.send, self._on_replies, identity, watch, forget)
         self._said = 0  # how many messages were sent on this lane that the agent is to pass on before later answers
         self._starting = threading.Lock()
         self._started = False
@@ -191,8 +190,8 @@ class WorkerMail:
         try:
             match message:
                 case wire.Call():
+                    self.direct.note(message)
                     if not message.direct or self.direct.is_news(message):
-                        self.direct.note(message)
                         self._deliver(message, frames)
                 case wire.Replies():
                     if (call := self._table.find(message.id)) is not None:

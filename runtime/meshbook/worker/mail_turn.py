@@ -26,7 +26,7 @@ from meshbook.worker.channel import AgentChannel
 
 REST_S = 0.003  # the mail's thread takes over when the actor has not come back for so long
 _LOOK_S = 0.005  # how often it looks meanwhile
-SOLE = 3  # mailboxes of a process with one actor: its own, and those in which actors are spawned and links mended
+SOLE = 2  # the mailboxes of a process with one actor: that of the actor, and the one in which actors are spawned
 _LOOKS = 10  # the thread sleeps after so many looks at an idle actor, until that has something to do
 
 

@@ -44,7 +44,6 @@ from meshbook.system.interfaces import chosen_interface
 from meshbook.system.processes import resident_bytes
 from meshbook.worker import debug_queries
 from meshbook.worker.debug_queries import debugged_place
-from meshbook.worker.direct_calls import CONTROLLER
 from meshbook.worker.peek import Peek
 
 if TYPE_CHECKING:
@@ -306,12 +305,6 @@ def _describe(frame: FrameType) -> Frame:
     return make_frame(getattr(code, "co_qualname", code.co_name), code.co_filename, line, source)
 
 
-def link_broken(worker: Worker, is_mail: bool, received: int) -> int:
-    """End the controller's direct link; return how many messages have come by it, -1 if there is none."""
-    links = worker.mail.direct if is_mail else worker.direct
-    return links.end(CONTROLLER, is_mail, received)
-
-
 _QUICK = (
     where,
     reaction,
@@ -323,7 +316,6 @@ _QUICK = (
     way,
     watch_nan,
     saving,
-    link_broken,
     *debug_queries.QUICK,
 )
 _SLOW = (complete, inspect, user_names, peek, progress, stacks, source_lines, *debug_queries.SLOW)

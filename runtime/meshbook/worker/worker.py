@@ -200,8 +200,6 @@ class Worker:
             self.control.catch_up()
         if not self.claims.start(call.id, call.endpoint):
             self.payloads.discard(call)
-            if link is not None:
-                self.direct.forget(link, call.id)
             return
         if call.output != self.output.current:
             self.output.begin(call.output)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mail_ranks
+import msgspec
 import numpy as np
 import pytest
 from controllers import Zygote, alone
@@ -239,24 +240,6 @@ def test_a_rank_that_raises_ends_a_call_of_several(procs: ProcMesh) -> None:
     assert procs.execute(read).get(30).values() == [[7]] * 3
 
 
-def test_calls_of_several_with_large_answers_go_by_the_agent(procs: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm(lambda number: procs.execute(note, number).get(30))
-    links = procs._controller._dispatcher.direct._links
-    sent: list[int] = []
-
-    def send(chosen: Any, *message: Any, go: Callable[..., Any] = links.send) -> Any:
-        sent.append(len(chosen))
-        return go(chosen, *message)
-
-    monkeypatch.setattr(links, "send", send)
-    for direct in ([3], [], []):
-        assert procs.execute(bytes, 100_000).get(30).values() == [bytes(100_000)] * 3
-        assert sent == direct
-        sent.clear()
-    assert procs.execute(abs, -1).get(30).values() == [1] * 3
-    assert sent == [3]
-
-
 def test_threads_that_call_at_once_get_their_own_answers(procs: ProcMesh, clerks: Any) -> None:
     clerk, first, wrong = clerks.slice(gpus=0), procs.slice(gpus=0), []
 
@@ -458,7 +441,7 @@ def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends)
     assert caller.send(wire.encode(_call(52, 52)), _call(52, 52))  # not read yet
     caller.close()
     ends.rank.tell()
-    assert ends.told == [wire.CameEarly(_call(51, 51)), wire.CameEarly(_call(52, 52)), _reply(51), wire.ToldAll()]
+    assert ends.told == [wire.CameEarly(_call(51, 51)), _reply(51), wire.CameEarly(_call(52, 52)), wire.ToldAll()]
     ends.told.clear()
     link, call = ends.came.pop()
     assert call == _call(52, 52)
@@ -468,19 +451,23 @@ def test_a_rank_tells_what_was_not_heard_when_the_controller_is_gone(ends: Ends)
     assert len(ends.told) == 1
 
 
-@pytest.mark.parametrize("received", [0, 1, 2])
-def test_both_ends_send_the_rest_by_the_agent_when_a_link_breaks(ends: Ends, received: int) -> None:
+def test_calls_by_a_link_that_has_broken_come_once_more_and_run_once(ends: Ends) -> None:
     caller = ends.connect()
-    for id in (50, 51):
-        link, _ = ends.send(caller, id)
-        ends.rank.answer(link, _reply(id), (), may_pass=True)
-    assert caller.send(wire.encode(_call(52, 52)), _call(52, 52))
+    link, _ = ends.send(caller, 50)
+    ends.rank.answer(link, _reply(50), (), may_pass=True)
+    link, _ = ends.send(caller, 51)
     link.is_open = False  # user code has closed it
-    assert ends.rank.end(0, False, 1 + received) == 2
-    assert [message.id for message, _ in caller.unreceived(2)] == [52]
-    lacks = [_call(id, id) for id in (50, 51)[received:]]
-    assert ends.told == [*map(wire.CameEarly, lacks), *(_reply(call.id) for call in lacks)]
-    assert ends.rank.end(0, False, 0) == -1
+    ends.rank.serve_all()
+    again = {id: msgspec.structs.replace(_call(id, id), pid=os.getpid()) for id in (50, 51, 52)}
+    assert [ends.rank.is_news(call) for call in again.values()] == [False, False, True]
+    link, _ = ends.send(ends.connect(), 53)
+    ends.told.clear()
+    ends.rank.answer(link, _reply(53), (), may_pass=True)
+    link.is_open = False
+    assert not ends.rank.is_news(msgspec.structs.replace(_call(53, 53), pid=os.getpid()))
+    assert ends.told == [wire.CameEarly(_call(53, 53)), _reply(53)]
+    assert not ends.rank.is_news(msgspec.structs.replace(_call(60, 60), pid=1))  # another process had it
+    assert ends.told.pop().status == wire.GONE
 
 
 @pytest.mark.parametrize("data", [b"", b"short", bytes(9) + b"nonsense", bytes(9) + wire.encode(wire.Heartbeat()),

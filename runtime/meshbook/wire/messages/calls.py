@@ -85,9 +85,10 @@ class Call(Header, frozen=True, tag="call"):
     # names, oldest first, of the calls between actors that have led to this one, its own last
     chain: tuple[int, ...] = ()
     generation: int = -1  # generation of the target's ranks (`meshbook.shape.members`); -1: the present one
-    # number of a call of the controller that has gone by direct links (`meshbook.wire.direct`); such numbers go up;
-    # others have 0
+    # number of a call that has gone by direct links (`meshbook.wire.direct`): those of one caller go up; others have 0
     direct: int = 0
+    # the process that alone may run a call which has gone by a link that has broken; 0: any
+    pid: int = 0
 
 
 class Cancel(Header, frozen=True, tag="cancel"):
@@ -131,7 +132,6 @@ class Reply(Header, frozen=True, tag="reply"):
     origin: Origin | None = None
     groups: bytes = b""  # news of the rank's process groups (`meshbook.groups.agreements.Told`), for the controller
     freed: tuple[tuple[int, int], ...] = ()  # payloads that it has let go of before, see `SegmentFree`
-    is_direct: bool = False  # whether it is of a call that was dropped, and may have come by a direct link
 
 
 class RankReply(NamedTuple):
