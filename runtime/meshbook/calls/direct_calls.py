@@ -7,7 +7,6 @@ before it takes what the agent has brought.
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -85,6 +84,7 @@ class CallerLinks:
 
     def __init__(
         self,
+        next_number: Callable[[], int],
         is_welcome: Callable[[wire.DirectHello], bool],
         is_open: Callable[[int], bool],
         on_replies: Callable[[CallerLink, wire.Replies, list[bytes]], object],
@@ -92,12 +92,12 @@ class CallerLinks:
         watch: Callable[[int, Callable[[], object]], object],
         forget: Callable[[int], object],
     ) -> None:
-        """is_welcome: whether a rank may link to us. is_open: whether a call is not over on all ranks.
+        """next_number: returns numbers that go up, also from one controller to the next.
 
-        relay: sends a call by the agent.
-
-        watch, forget: have a function called when a descriptor can be read, or no more.
+        is_welcome: whether a rank may link to us. is_open: whether a call is not over on all ranks. relay: sends a call
+        by the agent. watch, forget: have a function called when a descriptor can be read, or no more.
         """
+        self._next_number = next_number
         self._is_welcome, self.is_open, self._on_replies, self._relay = is_welcome, is_open, on_replies, relay
         self._watch, self._forget = watch, forget
         self._listener: DirectListener | None = None
@@ -106,7 +106,6 @@ class CallerLinks:
         """The links by rank."""
         self.open: dict[int, SentCall] = {}
         """The unanswered calls that have gone by links."""
-        self._numbers = itertools.count(1)
 
     def listen(self, path: str) -> None:
         """Let ranks link to us. Raises: OSError."""
@@ -171,7 +170,7 @@ class CallerLinks:
 
     def send(self, links: Sequence[CallerLink], message: wire.Call, payload: Sequence[Buffer]) -> list[CallerLink]:
         """Send a call by links; return those by which it has not gone."""
-        message = msgspec.structs.replace(message, direct=next(self._numbers))
+        message = msgspec.structs.replace(message, direct=self._next_number())
         header = wire.encode(message)
         for link in links:
             link.settle(self.is_open)

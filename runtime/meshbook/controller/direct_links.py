@@ -30,13 +30,20 @@ class DirectLinks:
         self,
         meshes: Mapping[int, MeshState],
         calls: CallTable,
+        next_id: Callable[[], int],
         watch: Callable[[int, Callable[[], object]], object],
         forget: Callable[[int], object],
     ) -> None:
         """watch, forget: see `CallerLinks`."""
         self._meshes, self._calls = meshes, calls
         self._links = CallerLinks(
-            self._is_welcome, lambda id: calls.find(id) is not None, self._on_replies, self._relay, watch, forget
+            next_id,
+            self._is_welcome,
+            lambda id: calls.find(id) is not None,
+            self._on_replies,
+            self._relay,
+            watch,
+            forget,
         )
         self.listen, self.close = self._links.listen, self._links.close_all
         self._told: dict[int, int] = {}

@@ -87,7 +87,7 @@ class Dispatcher:
         self.recoveries: dict[int, GroupRecovery] = {}
         self.calls = CallTable(self.recoveries)
         self.held_deadlines = HeldDeadlines(self.calls, next_id)
-        self.direct = DirectLinks(self.meshes, self.calls, watch, forget)
+        self.direct = DirectLinks(self.meshes, self.calls, next_id, watch, forget)
         self.payloads = Payloads(inbox.wake)
         self.mail = ControllerMail(self.payloads, inbox.submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)

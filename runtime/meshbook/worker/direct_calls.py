@@ -7,6 +7,7 @@ values, and those behind a print, by the agent. An agent that loses its controll
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import threading
@@ -285,7 +286,9 @@ class RankLinks:
         forget: Callable[[int], object],
     ) -> None:
         self._relay, self._on_replies, self._identity = relay, on_replies, identity
-        self.links = CallerLinks(self._is_welcome, lambda id: False, self._on_answer, relay, watch, forget)
+        self.links = CallerLinks(
+            itertools.count(1).__next__, self._is_welcome, lambda id: False, self._on_answer, relay, watch, forget
+        )
         self.origin: wire.Origin | None = None  # our name in messages that go by links; None before we listen
         self._folder = ""
         self._lock = threading.Lock()
