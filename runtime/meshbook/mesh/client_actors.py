@@ -38,7 +38,7 @@ END_S = 3.0
 
 
 class ClientProcess:
-    """The controller's own process as a place for actors (`meshbook.worker.actors.ActorProcess`)."""
+    """The controller's own process as a place for actors (`meshbook.worker.actor_runner.ActorProcess`)."""
 
     def __init__(self, give_up: Callable[[Callable[[wire.Call], bool], Outcome], None]) -> None:
         host = socket.gethostname()

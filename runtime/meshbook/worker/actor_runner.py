@@ -18,8 +18,9 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from contextvars import Token
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from meshbook.actor.classes import RELOAD, EndpointMethod, has_async_endpoints, swap_class
 from meshbook.actor.context import ActorInstance, Belongings, Context, current_context, name_actors_in_logs
@@ -36,12 +37,12 @@ from meshbook.shape.members import Members, Point, Region
 from meshbook.source.location import CellSource, add_cell, users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.system.descriptors import above_standard
+from meshbook.values.pickling import Pickled
 from meshbook.wire import messages as wire
-from meshbook.worker.actor_inbox import InboxMessage
+from meshbook.worker.actor_inbox import Inbox, InboxMessage
 
 if TYPE_CHECKING:
     from meshbook.actor.actor_mesh import ActorMesh
-    from meshbook.worker.actors import ActorRegistry
 
 T = TypeVar("T")
 
@@ -56,10 +57,61 @@ class _Handling:
         self.context: Context | None = None  # None until user code of the actor runs
 
 
+class ActorProcess(Protocol):
+    """The process in which actors live: that of a rank, or the one that drives meshes. Any thread may use it."""
+
+    @property
+    def identity(self) -> wire.Identity:
+        """Return the identity of the process; another object when it has become another rank."""
+
+    def describe(self, error: BaseException) -> Failure:
+        """Describe an error of user code. Not called on two threads at once, unless one takes too long."""
+
+    def dumps(self, value: object, *, what: str) -> Pickled:
+        """Pickle an answer, on the thread of its actor. Raises: SerializationError."""
+
+    def output_beside(self, output: int) -> AbstractContextManager[object]:
+        """Attribute the text that the thread, or task, prints inside the block to the output of this id."""
+
+    def end_child(self, failure: Failure | None) -> None:
+        """End the process if user code has forked it in the call that ends."""
+
+    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
+        """Answer the open calls that will get no other answer."""
+
+    def new_inbox(self) -> Inbox:
+        """Return a new inbox for an actor."""
+
+    def new_loop(self) -> asyncio.AbstractEventLoop:
+        """Return a new event loop; called on the thread of its actor."""
+
+
+class RunnerOwner(Protocol):
+    """The actors of a process, as one of them needs them (`meshbook.worker.actors.ActorRegistry`)."""
+
+    process: ActorProcess
+    session: str
+
+    def describe(self, error: BaseException) -> Failure:
+        """Describe an error of user code."""
+
+    def stop(self, runner: ActorRunner, why: str) -> None:
+        """Stop an actor."""
+
+    def refuse(self, runner: ActorRunner, why: str) -> None:
+        """Take no more messages for an actor."""
+
+    def tell_owner(self, runner: ActorRunner, failure: MeshFailure) -> None:
+        """Tell the owner of an actor of a failure that no caller waits for."""
+
+    def actor_ended(self, runner: ActorRunner, fault: BaseException | None) -> None:
+        """Note that the thread of an actor has ended."""
+
+
 class ActorRunner:
     """An actor. `deliver` and `cancel` are for the reader of the mail, `state` for any thread."""
 
-    def __init__(self, registry: ActorRegistry, mailbox: int, name: str) -> None:
+    def __init__(self, registry: RunnerOwner, mailbox: int, name: str) -> None:
         self.mailbox, self.name = mailbox, name
         self.class_name = ""
         self.owner: Port[MeshFailure] | None = None  # gets the reports of failures

@@ -12,8 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from meshbook.actor.errors import ActorStuckError, why_stopped
 from meshbook.actor.identity import ActorState
@@ -24,57 +23,35 @@ from meshbook.concurrency.background import run_in_background, tell
 from meshbook.errors import Failure, MailboxClosed, MeshError
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
-from meshbook.values.pickling import Pickled, dumps
+from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
 from meshbook.worker.actor_inbox import Inbox
-from meshbook.worker.actor_runner import ActorRunner
+from meshbook.worker.actor_runner import ActorProcess, ActorRunner
 from meshbook.worker.mail_turn import IdleSelector
 
 if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
-
-
-class ActorProcess(Protocol):
-    """The process in which actors live: that of a rank, or the one that drives meshes. Any thread may use it."""
-
-    @property
-    def identity(self) -> wire.Identity:
-        """Return the identity of the process; another object when it has become another rank."""
-
-    def describe(self, error: BaseException) -> Failure:
-        """Describe an error of user code. Not called on two threads at once, unless one takes too long."""
-
-    def dumps(self, value: object, *, what: str) -> Pickled:
-        """Pickle an answer, on the thread of its actor. Raises: SerializationError."""
-
-    def output_beside(self, output: int) -> AbstractContextManager[object]:
-        """Attribute the text that the thread, or task, prints inside the block to the output of this id."""
-
-    def end_child(self, failure: Failure | None) -> None:
-        """End the process if user code has forked it in the call that ends."""
-
-    def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
-        """Answer the open calls that will get no other answer."""
-
-    def new_inbox(self) -> Inbox:
-        """Return a new inbox for an actor."""
-
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        """Return a new event loop; called on the thread of its actor."""
+    from meshbook.shell.shell import RankShell
+    from meshbook.worker.mail import WorkerMail
 
 
 class RankProcess:
     """The process of a rank."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker, shell, self._turn = worker, worker.shell, worker.mail.turn
+    def __init__(
+        self,
+        shell: RankShell,
+        mail: WorkerMail,
+        identity: Callable[[], wire.Identity],
+        end_child: Callable[[Failure | None], None],
+    ) -> None:
+        self._identity, self._turn = identity, mail.turn
         self.describe, self.output_beside = shell.describe, shell.output_beside
-        self.end_child, self.give_up = worker.end_child, worker.mail.give_up
+        self.end_child, self.give_up = end_child, mail.give_up
         self.dumps = dumps
 
     @property
     def identity(self) -> wire.Identity:
-        return self._worker.identity
+        return self._identity()
 
     def new_inbox(self) -> Inbox:
         return Inbox(self._turn.read_while, self._turn.wake)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from meshbook.calls.mailboxes import CallArguments
 from meshbook.concurrency import forks
@@ -31,8 +31,7 @@ from meshbook.wire.frames import Buffer, FrameSocket
 from meshbook.wire.messages import PLACE, SHOWN_HERE
 from meshbook.worker.interrupt_gate import InterruptGate
 
-if TYPE_CHECKING:
-    from meshbook.worker.mail import WorkerMail
+Send: TypeAlias = Callable[[wire.FromWorker, Sequence[Buffer]], object]
 
 
 class AgentChannel:
@@ -114,8 +113,9 @@ LATE_PIECE_CHARS = 1 << 16
 class WorkerOutput:
     """The output of a rank, as the shell uses it (`meshbook.shell.shell.OutputSink`). marker: see `wire.Begin`."""
 
-    def __init__(self, shell: RankShell, gate: InterruptGate, calls: AgentChannel, mail: WorkerMail) -> None:
-        self._shell, self._gate, self._calls, self._mail = shell, gate, calls, mail
+    def __init__(self, shell: RankShell, gate: InterruptGate, calls: AgentChannel, send_mail: Send) -> None:
+        """send_mail: sends a message in order with the replies of actors (`meshbook.worker.mail.WorkerMail.send`)."""
+        self._shell, self._gate, self._send_call, self._send_mail = shell, gate, calls.send, send_mail
         self.marker = b""
         self.current = -1  # id of the output whose text goes into the pipes
         self._places = itertools.count(1)
@@ -141,7 +141,7 @@ class WorkerOutput:
         with self._gate.shield:  # sent first: so it is on its way when the agent reads the mark
             place = 0 if is_late else next(self._places)
             try:
-                self._lane().send(wire.DisplayData(wire.OWN_RANK, cell_id, update, is_result, place), [content])
+                self._send()(wire.DisplayData(wire.OWN_RANK, cell_id, update, is_result, place), [content])
             except MessageTooLarge as error:
                 size, limit = format_bytes(error.size_bytes), format_bytes(error.limit_bytes)
                 print(f"{size} to be shown at once are left out; {limit} are the most", file=sys.stderr)
@@ -154,7 +154,7 @@ class WorkerOutput:
             wire.Scalars(name, count, *(column.tobytes() for column in points)) for name, count, points in batches
         ]
         with self._gate.shield:
-            self._lane().send(wire.Logged(0, wire.OWN_RANK, output), [wire.encode(logged)])
+            self._send()(wire.Logged(0, wire.OWN_RANK, output), [wire.encode(logged)])
 
     def mark_place(self) -> None:
         with self._gate.shield:
@@ -162,15 +162,15 @@ class WorkerOutput:
 
     def late_text(self, stream: str, text: str, cell_id: int) -> None:
         for at in range(0, len(text), LATE_PIECE_CHARS):  # the agent cuts what is too much, a piece at a time
-            self._lane().send(wire.StreamText(wire.OWN_RANK, stream, text[at : at + LATE_PIECE_CHARS], cell_id))
+            self._send()(wire.StreamText(wire.OWN_RANK, stream, text[at : at + LATE_PIECE_CHARS], cell_id), ())
 
-    def _lane(self) -> AgentChannel | WorkerMail:
-        """Return the lane of the calling thread's replies, so that its output comes before them."""
-        return self._calls if gate_of_this_thread() is None else self._mail
+    def _send(self) -> Send:
+        """Return what sends the calling thread's replies, so that its output comes before them."""
+        return self._send_call if gate_of_this_thread() is None else self._send_mail
 
     def tell_prompt(self, at: wire.AtPrompt) -> None:
         self._shell.flush_text()
-        self._calls.send(wire.Prompted(0, wire.OWN_RANK, self._shell.output_here or self.current, at))
+        self._send_call(wire.Prompted(0, wire.OWN_RANK, self._shell.output_here or self.current, at), ())
 
 
 def _by_text(items: Mapping[str, object]) -> dict[str, object]:

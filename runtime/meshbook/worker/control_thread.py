@@ -1,75 +1,23 @@
-"""The control thread of a worker, which answers urgent messages while the main thread is busy; and `Claims`, under
-whose lock the two threads decide which call the main thread runs and which calls are dropped before they begin.
-"""
+"""The control thread of a worker, which answers urgent messages while the main thread is busy."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import queue
 import signal
 import threading
 import time
-from collections import deque
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from meshbook.calls.mailboxes import Outcome, pack_failure
-from meshbook.concurrency.background import attempt, hidden_thread, refuse_in_peek, run_in_background
+from meshbook.concurrency.background import attempt, hidden_thread, run_in_background
 from meshbook.errors import MessageTooLarge
 from meshbook.wire import messages as wire
-from meshbook.wire.kv_store import StoreOp, StoreResult
-from meshbook.worker.channel import AgentChannel
 from meshbook.worker.interrupt_gate import interrupt_children
+from meshbook.worker.parts import WorkerParts
 from meshbook.worker.queries import QUERIES, SLOW_QUERIES
-
-if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
-
-KEPT_FINISHED = 1024  # ended calls that are remembered, for cancels that come too late
-
-
-class RunningCall(msgspec.Struct, frozen=True):
-    """The call that the main thread runs."""
-
-    id: int
-    endpoint: str
-    since: float  # in monotonic time
-
-
-class Claims:
-    """The decision whether a call starts or is dropped. running: None between calls."""
-
-    def __init__(self) -> None:
-        self.running: RunningCall | None = None
-        self.finished: deque[int] = deque(maxlen=KEPT_FINISHED)
-        # calls that the control thread has answered for; they must not run when they come
-        self._dropped: set[int] = set()
-        self._lock = threading.Lock()
-
-    def start(self, call: int, endpoint: str) -> bool:
-        """Begin a call on the main thread; return False if it was dropped before."""
-        with self._lock:
-            if call not in self._dropped:
-                self.running = RunningCall(call, endpoint, time.monotonic())
-                return True
-            self._dropped.discard(call)
-        return False
-
-    def cancel(self, call: int) -> tuple[RunningCall | None, bool]:
-        """Return the call, if it runs; else whether it is dropped now: not when it has ended."""
-        with self._lock:
-            running = self.running
-            if running is not None and running.id == call:
-                return running, False
-            if call in self.finished or call in self._dropped:
-                return None, False
-            self._dropped.add(call)
-            return None, True
-
 
 IDLE_S = 0.5  # how often the control thread looks after conditions that cause no message
 
@@ -77,24 +25,9 @@ IDLE_S = 0.5  # how often the control thread looks after conditions that cause n
 class ControlThread:
     """The only reader of the urgent socket; other threads that ask the store wait for the answers that it reads."""
 
-    def __init__(self, worker: Worker, urgent: AgentChannel) -> None:
-        self._worker, self._urgent = worker, urgent
+    def __init__(self, worker: WorkerParts) -> None:
+        self._worker, self._urgent = worker, worker.urgent
         self._hearing = threading.Lock()  # held while a message is handled
-        self._waiting: dict[int, queue.SimpleQueue[StoreResult]] = {}
-        self._request_ids = itertools.count(os.getpid() << 32)  # never those of a process that had our rank
-
-    def store_rpc(self, op: StoreOp, timeout_s: float, answer: queue.SimpleQueue[StoreResult]) -> StoreResult:
-        """Ask the runtime's store; callable from any thread. Raises: TimeoutError, PeekRefused."""
-        refuse_in_peek("a question to the store of the process groups")
-        request = next(self._request_ids)
-        self._waiting[request] = answer
-        try:
-            self._urgent.send(wire.StoreRequest(0, wire.OWN_RANK, request, op))
-            return answer.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError(f"the store did not answer {op.op} within {timeout_s:g} s") from None
-        finally:
-            self._waiting.pop(request, None)
 
     def catch_up(self) -> None:
         """Let the control thread read messages that came while native code kept it from running."""
@@ -129,8 +62,7 @@ class ControlThread:
     def _hear(self, message: wire.ToWorker) -> None:
         match message:
             case wire.StoreAnswer(request=request, result=result):
-                if (waiting := self._waiting.get(request)) is not None:
-                    waiting.put(result)
+                self._worker.store.take(request, result)
             case wire.Cancel():
                 self._cancel(message)
             case wire.AbortGroups(epoch=epoch, reason=reason, groups=groups):

@@ -26,21 +26,21 @@ from meshbook.source.location import describe_frame, users_place
 from meshbook.source.thread_frames import frame_of
 
 if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
+    from meshbook.worker.parts import WorkerParts
 
 
-def pdb_prompt(worker: Worker) -> list[object] | None:
+def pdb_prompt(worker: WorkerParts) -> list[object] | None:
     """Return the fields of the `meshbook.wire.messages.ranks.AtPrompt` at which the rank waits, if it does."""
     prompt = worker.shell.debugger.prompt
     return None if prompt is None else list(prompt)
 
 
-def pdb_command(worker: Worker, number: int, line: str) -> bool:
+def pdb_command(worker: WorkerParts, number: int, line: str) -> bool:
     """Type a line at prompt ``number``; return whether the rank waited there."""
     return worker.shell.debugger.command(number, line)
 
 
-def pdb_break_in(worker: Worker) -> str:
+def pdb_break_in(worker: WorkerParts) -> str:
     """Have the main thread stop at its next line of the user's code; return its present activity."""
     debugger = worker.shell.debugger
     if worker.claims.running is None:
@@ -51,18 +51,18 @@ def pdb_break_in(worker: Worker) -> str:
     return describe_frame(frame_of(worker.main_thread))
 
 
-def hold_deadlines(worker: Worker, held: bool) -> None:
+def hold_deadlines(worker: WorkerParts, held: bool) -> None:
     """Hold the deadlines of collectives while some rank is stopped at a prompt, or let them run again."""
     worker.groups.hold_deadlines(held)
 
 
-def meet_controller(worker: Worker, *words: str) -> None:
+def meet_controller(worker: WorkerParts, *words: str) -> None:
     """Take over the words of another controller that has attached the mesh; free the mesh tensors of the one before."""
     set_advice(Advice(*words))
     worker.groups.on_new_controller()
 
 
-def last_error(worker: Worker) -> LastError | None:
+def last_error(worker: WorkerParts) -> LastError | None:
     """Return the exception that a post-mortem would show, if there is one."""
     kept = worker.shell.last_error
     if kept is None:
@@ -83,12 +83,12 @@ def last_error(worker: Worker) -> LastError | None:
 _changing = threading.Lock()  # held while a session begins or ends: pydevd is one per process
 
 
-def debugged_place(worker: Worker) -> str:
+def debugged_place(worker: WorkerParts) -> str:
     """Return the place of the main thread if a visual debugger has stopped it; else an empty text."""
     return users_place(frame_of(worker.main_thread)) if is_suspended(threading.main_thread()) else ""
 
 
-def debug_open(worker: Worker, id: str) -> DebuggerStart:
+def debug_open(worker: WorkerParts, id: str) -> DebuggerStart:
     """Begin session ``id``, and end the one before."""
     with _changing:
         if worker.debug_session is not None:
@@ -104,7 +104,7 @@ def debug_open(worker: Worker, id: str) -> DebuggerStart:
         return DebuggerStart(hidden=hidden_folders())
 
 
-def debug_prepare(worker: Worker) -> DebuggerStart:
+def debug_prepare(worker: WorkerParts) -> DebuggerStart:
     """Import the modules for `debug_open`: it takes a second, once."""
     try:
         load_pydevd()
@@ -113,7 +113,7 @@ def debug_prepare(worker: Worker) -> DebuggerStart:
     return DebuggerStart()
 
 
-def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> DebugBytes:
+def debug_read(worker: WorkerParts, id: str, offset: int, wait_s: float) -> DebugBytes:
     """See `DebugSession.read`."""
     session = worker.debug_session
     if session is None or session.id != id:
@@ -121,7 +121,7 @@ def debug_read(worker: Worker, id: str, offset: int, wait_s: float) -> DebugByte
     return session.read(offset, wait_s)
 
 
-def debug_write(worker: Worker, id: str, offset: int, data: bytes) -> str:
+def debug_write(worker: WorkerParts, id: str, offset: int, data: bytes) -> str:
     """See `DebugSession.write`; return why it was not possible."""
     session = worker.debug_session
     if session is None or session.id != id or session.ended:
@@ -133,13 +133,13 @@ def debug_write(worker: Worker, id: str, offset: int, data: bytes) -> str:
     return ""
 
 
-def debug_close(worker: Worker, id: str) -> None:
+def debug_close(worker: WorkerParts, id: str) -> None:
     """End session ``id`` if it is the one that runs."""
     if worker.debug_session is not None and worker.debug_session.id == id:
         worker.debug_session.end("it was detached")
 
 
-def debug_names(worker: Worker) -> list[tuple[str, str, str]]:
+def debug_names(worker: WorkerParts) -> list[tuple[str, str, str]]:
     """Return (name, type, value in short) of the rank's variables; no code of the values' own runs for it."""
     return [
         (name, type(value).__name__, _in_short(value))

@@ -26,7 +26,7 @@ from meshbook.values.remote_value import RemoteValue
 from meshbook.wire import messages as wire
 
 if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
+    from meshbook.worker.parts import WorkerParts
 
 # a cell's last expression travels to the notebook up to this size; larger ones stay on the rank
 RESULT_MAX_BYTES = 1 << 20
@@ -37,7 +37,7 @@ def _ok(value: object = None, what: str = "the result") -> Outcome:
 
 
 def run_cell(
-    worker: Worker,
+    worker: WorkerParts,
     call: wire.Call,
     code: str | Script,
     cell_number: int | None = None,
@@ -73,7 +73,7 @@ def run_cell(
 
 
 def invoke(
-    worker: Worker, call: wire.Call, function: Callable[..., object], *args: object, **kwargs: object
+    worker: WorkerParts, call: wire.Call, function: Callable[..., object], *args: object, **kwargs: object
 ) -> Outcome:
     """Call a function that travelled here; for an ``async`` one the value is that of its coroutine."""
     value = function(*args, **kwargs)
@@ -84,7 +84,7 @@ def invoke(
 
 
 def invoke_with_source(
-    worker: Worker,
+    worker: WorkerParts,
     call: wire.Call,
     source: CellSource,
     function: Callable[..., object],
@@ -97,7 +97,9 @@ def invoke_with_source(
     return invoke(worker, call, function, *args, **kwargs)
 
 
-def push(worker: Worker, call: wire.Call, values: Mapping[str, object], sources: Sequence[CellSource] = ()) -> Outcome:
+def push(
+    worker: WorkerParts, call: wire.Call, values: Mapping[str, object], sources: Sequence[CellSource] = ()
+) -> Outcome:
     """Bind names in the rank's namespace. sources: the cells that functions and classes among the values come from."""
     for source in sources:
         add_cell(source.text, source.number, source.file_name)
@@ -107,7 +109,7 @@ def push(worker: Worker, call: wire.Call, values: Mapping[str, object], sources:
     return _ok()
 
 
-def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[int] = ()) -> Outcome:
+def pull(worker: WorkerParts, call: wire.Call, names: Sequence[str], joins: Sequence[int] = ()) -> Outcome:
     """Return the values of expressions, most often names; one value for one name. joins: the ranks whose values will be
     joined, in this order, so that they can be without a copy."""
     values = [evaluate(worker, name) for name in names]
@@ -121,7 +123,7 @@ def pull(worker: Worker, call: wire.Call, names: Sequence[str], joins: Sequence[
     return Outcome(wire.OK, values, has_value=True, pickled=pickled, position=position)
 
 
-def evaluate(worker: Worker, expression: str, names: dict[str, object] | None = None) -> object:
+def evaluate(worker: WorkerParts, expression: str, names: dict[str, object] | None = None) -> object:
     """Return the value of a name or an expression.
 
     names: as of `RankShell.evaluate`. Raises: NameError with a near match; the errors of the expression.
@@ -136,26 +138,26 @@ def evaluate(worker: Worker, expression: str, names: dict[str, object] | None = 
         raise NameError(f"name '{expression}' is not defined on the rank.{near}") from None
 
 
-def form_group(worker: Worker, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
+def form_group(worker: WorkerParts, call: wire.Call, epoch: int, groups: Sequence[str] = ()) -> Outcome:
     """Form the default process group and the DeviceMesh, and prove it with a collective. groups: form only these."""
     identity = worker.identity
-    worker.groups.form(worker.control.store_rpc, identity, epoch=epoch, groups=groups)
+    worker.groups.form(worker.store.ask, identity, epoch=epoch, groups=groups)
     return set_axes(worker, call, identity.axes, identity.sizes)
 
 
-def prove_group(worker: Worker, call: wire.Call) -> Outcome:
+def prove_group(worker: WorkerParts, call: wire.Call) -> Outcome:
     """Prove the default process group with a collective."""
     worker.groups.prove()
     return _ok()
 
 
-def prepare_group(worker: Worker, call: wire.Call, epoch: int) -> Outcome:
+def prepare_group(worker: WorkerParts, call: wire.Call, epoch: int) -> Outcome:
     """Meet the other ranks and set torchrun's variables, so that a cell can form a group of its own."""
-    worker.groups.prepare(worker.control.store_rpc, worker.identity, epoch=epoch)
+    worker.groups.prepare(worker.store.ask, worker.identity, epoch=epoch)
     return _ok()
 
 
-def postmortem(worker: Worker, call: wire.Call) -> Outcome:
+def postmortem(worker: WorkerParts, call: wire.Call) -> Outcome:
     """Open a prompt on the frames of the rank's last exception; return when the person has closed it."""
     kept, worker.shell.debugger.refusal = worker.shell.last_error, ""  # who asks for it is there
     if kept is None or kept.error.__traceback__ is None:
@@ -165,12 +167,12 @@ def postmortem(worker: Worker, call: wire.Call) -> Outcome:
     return _ok()
 
 
-def free(worker: Worker, call: wire.Call) -> Outcome:
+def free(worker: WorkerParts, call: wire.Call) -> Outcome:
     """Let go of the last exception's frames, and of device caches."""
     return _ok(free_kept(worker.shell))
 
 
-def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Outcome:
+def set_axes(worker: WorkerParts, call: wire.Call, axes: Sequence[str], sizes: Sequence[int]) -> Outcome:
     """Rebind ``mesh`` and ``point`` to other axes over the same ranks."""
     names: dict[str, object] = {"point": Extent(tuple(axes), tuple(sizes)).point(worker.identity.rank)}
     if worker.groups.formed:
@@ -179,7 +181,7 @@ def set_axes(worker: Worker, call: wire.Call, axes: Sequence[str], sizes: Sequen
     return _ok()
 
 
-def broadcast(worker: Worker, call: wire.Call, name: str, src: int) -> Outcome:
+def broadcast(worker: WorkerParts, call: wire.Call, name: str, src: int) -> Outcome:
     """Bind ``name`` everywhere to its value on rank ``src``, by the process group."""
     if isinstance(worker.groups, NoGroups):
         worker.groups.require()

@@ -35,7 +35,7 @@ from meshbook.worker.endpoints import evaluate
 from meshbook.worker.interrupt_gate import HANDLER
 
 if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
+    from meshbook.worker.parts import WorkerParts
 
 REACH_S = 0.5  # the longest wait for the main thread to come to a bytecode
 TURN_S = 1.0  # the longest wait for the end of another peek
@@ -54,7 +54,7 @@ class _PeekEnded(BaseException):
 class Peek:
     """A single peek; `ask` is for a side thread, the rest runs on the main thread."""
 
-    def __init__(self, worker: Worker, expression: str, timeout_s: float) -> None:
+    def __init__(self, worker: WorkerParts, expression: str, timeout_s: float) -> None:
         self._worker, self._expression, self._timeout_s = worker, expression, timeout_s
         self._begun = threading.Lock()  # taken once: by the main thread as it begins, or by `ask` as it gives up
         self._answers: queue.SimpleQueue[Peeked | BaseException] = queue.SimpleQueue()
@@ -161,7 +161,7 @@ class Peek:
         return error
 
 
-def _place(worker: Worker, frame: FrameType | None) -> str:
+def _place(worker: WorkerParts, frame: FrameType | None) -> str:
     """Return the line of the user's code that the main thread has reached, as ``cell 7, line 4``.
 
     frame: the innermost one. In a cell that awaits it is the event loop's, and the cell has reached its ``await``.

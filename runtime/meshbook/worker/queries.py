@@ -47,17 +47,17 @@ from meshbook.worker.debug_queries import debugged_place
 from meshbook.worker.peek import Peek
 
 if TYPE_CHECKING:
-    from meshbook.worker.worker import Worker
+    from meshbook.worker.parts import WorkerParts
 
 RECENT = 16  # operations of each group that a rank reports to a person
 
 
-def where(worker: Worker) -> str:
+def where(worker: WorkerParts) -> str:
     """Return the activity of the main thread: ``idle``, or ``in all_reduce (cell 7, line 5)``."""
     return _doing(worker)[1]
 
 
-def _doing(worker: Worker) -> tuple[Activity, str]:
+def _doing(worker: WorkerParts) -> tuple[Activity, str]:
     frame = frame_of(worker.main_thread)
     if worker.claims.running is None or frame is None:
         return Activity.IDLE, "idle"
@@ -75,14 +75,14 @@ def _doing(worker: Worker) -> tuple[Activity, str]:
     return frame_activity(frame), describe_frame(frame)
 
 
-def collectives(worker: Worker, recent: int = 0) -> Collectives:
+def collectives(worker: WorkerParts, recent: int = 0) -> Collectives:
     """Return the progress of the rank's process groups, with the last ``recent`` operations of each, and its waits."""
     current = worker.claims.running
     told = worker.groups.collectives(current.id if current else 0, recent=recent)
     return told._replace(actors=worker.registry.busy, handling=worker.registry.handling)
 
 
-def reaction(worker: Worker) -> Reaction:
+def reaction(worker: WorkerParts) -> Reaction:
     """Return `where`, and how the running call takes an interrupt that was sent to it."""
     activity, place = _doing(worker)
     if worker.claims.running is None:
@@ -101,7 +101,7 @@ def reaction(worker: Worker) -> Reaction:
 _STOPPED_NOW = Reaction("it stopped just now", has_stopped=True)
 
 
-def _why_it_goes_on(worker: Worker) -> str:
+def _why_it_goes_on(worker: WorkerParts) -> str:
     if worker.gate.has_handler:
         return "it deals with interrupts itself (signal.signal), and goes on"
     handled = exception_of(worker.main_thread)
@@ -111,7 +111,7 @@ def _why_it_goes_on(worker: Worker) -> str:
     return "it caught KeyboardInterrupt and goes on"
 
 
-def status(worker: Worker) -> StatusAnswer:
+def status(worker: WorkerParts) -> StatusAnswer:
     """Return the state of a rank for a person who looks at the mesh."""
     current, place = worker.claims.running, worker.shell.debugger.place or debugged_place(worker)
     activity, doing = _doing(worker)
@@ -128,12 +128,12 @@ def status(worker: Worker) -> StatusAnswer:
     )
 
 
-def clock(worker: Worker) -> float:
+def clock(worker: WorkerParts) -> float:
     """Return the wall clock of this machine, in seconds since the epoch."""
     return time.time()
 
 
-def versions(worker: Worker) -> dict[str, str]:
+def versions(worker: WorkerParts) -> dict[str, str]:
     """Return the versions of software in which ranks of one mesh should not differ."""
     told = {"Python": platform.python_version()}
     if (torch := sys.modules.get("torch")) is not None:
@@ -143,12 +143,12 @@ def versions(worker: Worker) -> dict[str, str]:
     return told
 
 
-def way(worker: Worker) -> str:
+def way(worker: WorkerParts) -> str:
     """Return the address, with its interface, by which other hosts know this host; empty if it is the only one."""
     return chosen_interface()
 
 
-def progress(worker: Worker) -> RankTold:
+def progress(worker: WorkerParts) -> RankTold:
     """Return the rank's activity and the progress of its groups, without its stacks."""
     current, paused = worker.claims.running, worker.shell.debugger.place or debugged_place(worker)
     busy_s = time.monotonic() - current.since if current else 0.0
@@ -156,22 +156,22 @@ def progress(worker: Worker) -> RankTold:
     return RankTold(busy_s, paused or where(worker), paused, told, ())
 
 
-def stacks(worker: Worker, all_threads: bool) -> RankTold:
+def stacks(worker: WorkerParts, all_threads: bool) -> RankTold:
     """Return `progress` with the stacks of the main thread, or of all threads."""
     return progress(worker)._replace(threads=read_threads(worker, all_threads))
 
 
-def actors(worker: Worker) -> list[ActorState]:
+def actors(worker: WorkerParts) -> list[ActorState]:
     """Return the states of the rank's actors."""
     return worker.registry.states()
 
 
-def source_lines(worker: Worker, places: Sequence[tuple[str, int]]) -> list[Frame]:
+def source_lines(worker: WorkerParts, places: Sequence[tuple[str, int]]) -> list[Frame]:
     """Return the lines in another rank's stack, as far as this rank knows them."""
     return [make_frame("", file, line, linecache.getline(file, line)) for file, line in places]
 
 
-def peek(worker: Worker, expression: str, timeout_s: float) -> Peeked:
+def peek(worker: WorkerParts, expression: str, timeout_s: float) -> Peeked:
     """Return the value of an expression in the midst of what the rank runs; see `meshbook.worker.peek`."""
     answer = Peek(worker, expression, timeout_s).ask()
     if answer is None:
@@ -192,7 +192,7 @@ _changed = threading.Condition()
 TURN_S = 0.1  # a question waits so long for the same one before it
 
 
-def complete(worker: Worker, code: str, cursor: int) -> Completions | None:
+def complete(worker: WorkerParts, code: str, cursor: int) -> Completions | None:
     """See `meshbook.shell.completer.complete`."""
 
     def answer() -> Completions:
@@ -202,7 +202,7 @@ def complete(worker: Worker, code: str, cursor: int) -> Completions | None:
     return _answer(("complete", _looked_at(code, cursor)), answer)
 
 
-def inspect(worker: Worker, code: str, cursor: int, detail: int) -> str | None:
+def inspect(worker: WorkerParts, code: str, cursor: int, detail: int) -> str | None:
     """Return the text for Shift-Tab, with ANSI colours; empty: there is no such name."""
 
     def answer() -> str:
@@ -211,7 +211,7 @@ def inspect(worker: Worker, code: str, cursor: int, detail: int) -> str | None:
     return _answer(("inspect", _looked_at(code, cursor)), answer)
 
 
-def user_names(worker: Worker, prefix: str) -> list[str] | None:
+def user_names(worker: WorkerParts, prefix: str) -> list[str] | None:
     """Return the names of the rank's variables."""
     return _answer(("names",), lambda: [name for name in worker.shell.names(prefix) if _sendable(name)])
 
@@ -252,7 +252,7 @@ def _sendable(text: str) -> bool:
 _OURS = "meshbook."  # prefix of our threads' names
 
 
-def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
+def read_threads(worker: WorkerParts, all_threads: bool) -> tuple[ThreadStack, ...]:
     """Return the stacks of this process's threads, the main thread first; omit it when the rank is idle."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[ThreadStack] = []
@@ -273,7 +273,7 @@ def read_threads(worker: Worker, all_threads: bool) -> tuple[ThreadStack, ...]:
     return tuple(threads)
 
 
-def saving(worker: Worker, name: str) -> SavingState:
+def saving(worker: WorkerParts, name: str) -> SavingState:
     """Return how far the rank is with a save that it writes aside."""
     if (module := sys.modules.get("meshbook.checkpoint.saving")) is None:
         return SavingState(True, "the rank was started again meanwhile")
@@ -281,7 +281,7 @@ def saving(worker: Worker, name: str) -> SavingState:
     return state
 
 
-def watch_nan(worker: Worker, is_on: bool) -> bool:
+def watch_nan(worker: WorkerParts, is_on: bool) -> bool:
     """Watch modules and gradients for values that are not finite, or do not any more; return whether it is done."""
     if not is_on:
         nan_watch.end()

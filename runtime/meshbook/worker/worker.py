@@ -16,74 +16,43 @@ import functools
 import os
 import random
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from meshbook.actor.actor_mesh import ask_controller
 from meshbook.calls.mailboxes import Outcome, pack
 from meshbook.concurrency import forks
 from meshbook.curves.nan_watch import nan_watch
 from meshbook.curves.recorder import DEVICE_S, recorder
-from meshbook.debug.dap_session import DebugSession
-from meshbook.errors import Failure, MeshError
+from meshbook.errors import MeshError
 from meshbook.errors.advice import set_advice
-from meshbook.groups.collectives_off import NO_DISTRIBUTED, NoGroups, leave_to_parent
-from meshbook.shape.members import Extent, Moves
+from meshbook.groups.collectives_off import NO_DISTRIBUTED, leave_to_parent
+from meshbook.shape.members import Extent
 from meshbook.shell.postmortem_memory import HeldMemoryGauge
 from meshbook.shell.shell import RankShell
 from meshbook.stacks.dump import accept_dumps
 from meshbook.system.devices import GpuGauge, bind
 from meshbook.system.processes import may_be_traced, set_title
 from meshbook.wire import messages as wire
-from meshbook.worker.actors import ActorRegistry, RankProcess
-from meshbook.worker.channel import AgentChannel, RankPayloads, WorkerOutput
-from meshbook.worker.control_thread import Claims, ControlThread
-from meshbook.worker.direct_calls import CalleeLink, CalleeLinks, DirectArrivals
+from meshbook.worker.control_thread import ControlThread
+from meshbook.worker.direct_calls import CalleeLink
 from meshbook.worker.endpoints import CALLS, INVOKING
-from meshbook.worker.interrupt_gate import InterruptGate
-from meshbook.worker.mail import WorkerMail
+from meshbook.worker.parts import WorkerParts
 from meshbook.workspace.modules import ask_for_missing
 
 if TYPE_CHECKING:
-    from meshbook.groups.rank_groups import RankGroups
     from meshbook.workspace.modules import FoundModules
 
 LONG_CALL_S = 0.02  # other calls may wait behind a call that took longer, and may have been cancelled meanwhile
 
 
-class Worker:
-    """The worker of this process: its sockets, its shell, its process groups."""
+class Worker(WorkerParts):
+    """The worker of this process: its life, and the calls that its main thread runs."""
 
     def __init__(self, shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int) -> None:
-        self.shell = shell
-        self.gate = InterruptGate()
-        self.calls = AgentChannel(call_fd, self.gate)
-        self._arrivals = DirectArrivals(call_fd)
-        arrivals, identity = self._arrivals, functools.partial(getattr, self, "identity")
-        self.direct = CalleeLinks(
-            identity, self.calls.send, arrivals.put, arrivals.watch, arrivals.forget, is_mail=False
-        )
-        self.urgent = AgentChannel(urgent_fd, self.gate)
-        self.moves: dict[int, Moves] = {}  # moves of meshes whose ranks got other numbers
-        self.groups = _groups()
-        self.main_thread = threading.get_ident()
-        self.claims = Claims()
-        self.debug_session: DebugSession | None = None  # the debug session of this process, or the last one
-        self.payloads = RankPayloads(self.urgent, shell.describe)
-        self.mail = WorkerMail(
-            AgentChannel(mail_fd, self.gate),
-            self.payloads,
-            lambda: self.identity,
-            self._limit_prompts,
-            self.groups.tell,
-        )
-        self.registry = ActorRegistry(RankProcess(self), self.mail.boxes)
-        self.groups.ask_of_actors(self.registry.handled)
-        self.control = ControlThread(self, self.urgent)
-        self.output = WorkerOutput(shell, self.gate, self.calls, self.mail)
+        super().__init__(shell, call_fd, urgent_fd, mail_fd)
+        self.control = ControlThread(self)
         self._was_long = False
-        self._generation = forks.generation
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +96,7 @@ class Worker:
 
         What is there by the link goes first: it was sent before what the agent has brought.
         """
-        arrivals, frames = self._arrivals, self.calls.frames
+        arrivals, frames = self.arrivals, self.calls.frames
         while True:
             if arrivals.early:
                 return arrivals.early.popleft()
@@ -151,23 +120,6 @@ class Worker:
         self.gate.after_fork()
         self.registry.after_fork()
         leave_to_parent(self._generation)
-
-    def end_child(self, failure: Failure | None) -> None:
-        """End the process, at the end of a call, if user code has forked it in that call, and has not ended it. Else
-        two processes would answer. failure: the error of the call."""
-        if self._generation == forks.generation:
-            return
-        error = None if failure is None else failure.exception
-        code: object = 0 if failure is None else 1
-        if isinstance(error, SystemExit):
-            code = 0 if error.code is None else error.code
-        elif failure is not None:
-            print(*failure.traceback, sep="\n", file=sys.stderr)
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-        self.shell.flush_text()
-        os._exit(code & 0xFF)
 
     def _renumber(self, now: wire.Identity) -> None:
         """Become another rank; the process groups follow when they are formed again."""
@@ -263,17 +215,6 @@ class Worker:
             self.calls.send(message, payload)
         else:
             self.direct.answer(link, message, payload, may_pass=not (segment or freed) and said == self.calls.sent)
-
-    def _limit_prompts(self, call: wire.Call) -> None:
-        """Note, as a call to a mailbox is read, whether a person can answer prompts."""
-        if call.origin is None:  # a worker that calls another does not know
-            self.shell.debugger.refusal = call.no_prompt
-
-
-def _groups() -> RankGroups | NoGroups:
-    """Return torch's groups, if the template that we were forked from has torch."""
-    module = sys.modules.get("meshbook.groups.rank_groups")
-    return NoGroups() if module is None else cast("RankGroups", module.RankGroups())
 
 
 ASK_S = 20.0  # a module may take so long to come from the notebook
