@@ -19,11 +19,11 @@ from check_rooms import ROOT, SOURCES, Modules, importers, parse_all
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_206,
-    "product: statements": 56_113,
-    "product: kB": 3_608,
-    "product: modules": 396,
-    "tests and benchmarks: lines": 67_691,
+    "product: lines": 82_354,
+    "product: statements": 56_210,
+    "product: kB": 3_610,
+    "product: modules": 398,
+    "tests and benchmarks: lines": 67_701,
     "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,

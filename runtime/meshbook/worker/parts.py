@@ -110,7 +110,7 @@ class WorkerParts:
     """The parts of a worker: its sockets, its shell, its process groups, its actors."""
 
     identity: wire.Identity
-    """Who the worker is; its first message says so."""
+    """The identity of the worker, from its first message."""
     gpu: GpuGauge
     kept: HeldMemoryGauge
 
