@@ -21,7 +21,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import OutputTarget
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 
 RANKS = 4
@@ -160,7 +160,7 @@ def run_beside(seed: int, count: int) -> Findings:
 @contextlib.contextmanager
 def _running(findings: Findings) -> Iterator[ProcMesh]:
     """A mesh for a campaign, whose output is dropped."""
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
+    set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
     try:
         with (
             findings.running(),
@@ -168,7 +168,7 @@ def _running(findings: Findings) -> Iterator[ProcMesh]:
         ):
             yield mesh
     finally:
-        set_output_source(None)
+        set_front_end()
 
 
 def _fail(mesh: ProcMesh, learners: Learner, rng: random.Random, findings: Findings, number: int) -> str:

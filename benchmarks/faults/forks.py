@@ -15,7 +15,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import OutputEvent, OutputTarget, RankDone, StreamText
 from meshbook.mesh import states
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.rank_calls import start_cell
 
@@ -38,7 +38,7 @@ class ForkCampaign:
 
     def __init__(self, mesh: ProcMesh, findings: Findings, seed: int) -> None:
         self.mesh, self.findings, self.draw = mesh, findings, random.Random(seed)
-        set_output_source(lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
+        set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), lambda event: None))
         echo = mesh.slice(gpus=0).spawn("echo", forking.Echo)
         self.forkers: Any = mesh.spawn("forkers", forking.Forking, echo)
         mesh.push({"echo": echo}).get(DEADLINE_S)
@@ -145,5 +145,5 @@ def run_forks(seed: int, faults: int) -> Findings:
         except TimeoutError as error:
             findings.hangs.append(f"{error}; {os.linesep.join(states.where(mesh).values())}")
         finally:
-            set_output_source(None)
+            set_front_end()
     return findings

@@ -9,7 +9,7 @@ from benchmarks.faults.findings import Findings
 from meshbook import ProcMesh, errors, this_host
 from meshbook.actor import Actor, endpoint
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
-from meshbook.mesh.driven import set_output_source, set_prompt_handler
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook.mesh.rank_calls import start_cell
@@ -47,11 +47,16 @@ class Loads:
         self.mesh = mesh
         self.loud = mesh.spawn("loud", Loud)
         self.heard: list[OutputEvent] = []
-        set_output_source(lambda procs: OutputTarget(new_output_id(procs), self.heard.append))
+        self._use_front_end()
         self.ways: tuple[Callable[[int], object], ...] = (
             self.value, self.result, self.argument, self.printed, self.printed_late, self.printed_by_an_actor,
             self.shown, self.error, self.error_of_an_actor, self.name_of_an_error, self.label, self.stored, self.prompt,
         )  # fmt: skip
+
+    def _use_front_end(self, typist: _Typist | None = None) -> None:
+        set_front_end(
+            output_source=lambda procs: OutputTarget(new_output_id(procs), self.heard.append), prompt_handler=typist
+        )
 
     def value(self, size: int) -> None:
         self.mesh.push({"text": "x" * size}).get(DEADLINE_S)
@@ -113,11 +118,11 @@ class Loads:
     def prompt(self, size: int) -> None:
         """What pdb shows, and a command that is typed there."""
         completer = _Typist(f"p 'x' * {size}", f"count = {size}  # {'x' * size}", "c")
-        set_prompt_handler(completer)
+        self._use_front_end(completer)
         try:
             self.mesh.run("breakpoint()").get(DEADLINE_S)
         finally:
-            set_prompt_handler(None)
+            self._use_front_end()
         assert min(size, 1000) <= completer.shown <= LARGEST_PROMPT, completer.shown
 
     def _fails(self, call: Callable[[], object]) -> None:
@@ -170,5 +175,5 @@ def run_large(seed: int, count: int) -> Findings:
         findings.try_ways(mesh, loads.ways, lambda: draw.choice(SIZES), draw, count)
         if (grown := resident_bytes(agent) - before) > MAX_GROWTH_BYTES:
             findings.left.append(f"{grown >> 20} MiB of memory in the agent")
-    set_output_source(None)
+    set_front_end()
     return findings

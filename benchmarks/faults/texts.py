@@ -13,7 +13,7 @@ from meshbook.actor import Actor, ActorError, endpoint
 from meshbook.calls.output import DisplayData, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed
 from meshbook.formatting import utf8_text
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import ask, new_output_id
 from meshbook.mesh.rank_calls import start_cell
 
@@ -45,7 +45,7 @@ class Borders:
         self.mesh = mesh
         self.echo = mesh.spawn("echo", Echo)
         self.heard: list[OutputEvent] = []
-        set_output_source(lambda procs: OutputTarget(new_output_id(procs), self.heard.append))
+        set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), self.heard.append))
         self.ways: tuple[Callable[[str], object], ...] = (
             self.value, self.label, self.error, self.printed, self.printed_late, self.shown, self.raw_bytes, self.file,
             self.actor, self.actor_name, self.actor_error, self.question, self.logs, self.environment,
@@ -166,5 +166,5 @@ def run_texts(seed: int, count: int) -> Findings:
     ):
         mesh.run("import os").get(DEADLINE_S)
         findings.try_ways(mesh, Borders(mesh).ways, lambda: strange_text(draw), draw, count)
-    set_output_source(None)
+    set_front_end()
     return findings

@@ -13,9 +13,8 @@ from types import FrameType
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
-from meshbook.actor.supervision import observe_unhandled
 from meshbook.errors.advice import Advice, set_advice
-from meshbook.mesh.driven import set_current_mesh, set_output_source, set_progress_display, set_prompt_handler
+from meshbook.mesh.driven import set_front_end
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
 from meshbook_extension.cells.hang_watch import Notices
 from meshbook_extension.cells.names import NameErrors
@@ -151,16 +150,15 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
 
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     closing.callback(set_advice, None)
-    set_output_source(calls.target)
-    closing.callback(set_output_source, None)
-    set_current_mesh(session.mesh, partial(give_procs, session))
-    closing.callback(set_current_mesh, None)
-    set_prompt_handler(CallPromptHandler(session))
-    closing.callback(set_prompt_handler, None)
-    set_progress_display(ProgressLine(shell).show)
-    closing.callback(set_progress_display, None)
-    observe_unhandled(session.errors.note_unhandled)
-    closing.callback(observe_unhandled, None)
+    set_front_end(
+        output_source=calls.target,
+        prompt_handler=CallPromptHandler(session),
+        current=session.mesh,
+        of_sizes=partial(give_procs, session),
+        show_progress=ProgressLine(shell).show,
+        note_unhandled=session.errors.note_unhandled,
+    )
+    closing.callback(set_front_end)
     served_cell.begin(shell)
     before: list[Callable[..., object]] = [
         curves.begin_cell,

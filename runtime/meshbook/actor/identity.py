@@ -110,10 +110,8 @@ class ActorIdentity:
         """
         is_here = self.mesh == router_for(self.session).place.mesh == 0
         pickled = (dumps_here if is_here else dumps)(payload, what=what)
-        if _message_limit is not None:
-            size = len(pickled.head) + sum(buffer.nbytes for buffer in pickled.buffers)
-            if size > _message_limit:
-                raise MessageTooLargeError(what, size, _message_limit)
+        if message_limit.size_bytes is not None:
+            message_limit.check(pickled, what)
         return pickled
 
     def check_usable(self) -> None:
@@ -130,13 +128,24 @@ class ActorIdentity:
 CalledView: TypeAlias = str | Members
 """The view that was called, from which an actor finds its place in it (`name_view`)."""
 
-_message_limit: int | None = None
+
+class MessageLimit:
+    """The most bytes that the arguments of a call of this process may have; None: any size may be sent."""
+
+    def __init__(self) -> None:
+        self.size_bytes: int | None = None
+
+    def set(self, size_bytes: int | None) -> None:
+        self.size_bytes = size_bytes
+
+    def check(self, pickled: Pickled, what: str) -> None:
+        """Raises: MessageTooLargeError."""
+        size = len(pickled.head) + sum(buffer.nbytes for buffer in pickled.buffers)
+        if self.size_bytes is not None and size > self.size_bytes:
+            raise MessageTooLargeError(what, size, self.size_bytes)
 
 
-def limit_messages(size_bytes: int | None) -> None:
-    """Have calls whose arguments are larger refused in this process; None: any size may be sent."""
-    global _message_limit
-    _message_limit = size_bytes
+message_limit = MessageLimit()
 
 
 _groups: dict[tuple[str, int], ActorIdentity] = {}

@@ -134,59 +134,61 @@ class Router(Protocol):
         """Return the object for a reference to processes: a `ProcMesh`, or a `meshbook.actor.actor_mesh.ProcRef`."""
 
 
-_routers: dict[str, tuple[Router, int]] = {}
-"""The routers by session, each with the `meshbook.concurrency.forks.generation` of the process that made it."""
-_own: Callable[[], Router] | None = None
-_takes_all = False
-_made_in = 0
-"""The generation of a rank."""
+class ProcessRouters:
+    """The routers of this process: its own, and those of the sessions that it drives."""
+
+    def __init__(self) -> None:
+        self._of_sessions: dict[str, tuple[Router, int]] = {}
+        """The routers by session, each with the `meshbook.concurrency.forks.generation` of the process that made it."""
+        self._own: Callable[[], Router] | None = None
+        self._is_rank = False
+        self._made_in = 0
+        """The generation of a rank."""
+
+    def set_own(self, own: Callable[[], Router], *, is_rank: bool = False) -> None:
+        """Set the router by which this process makes ports. is_rank: all references speak through it.
+
+        A rank keeps its own: `meshbook.mesh` may be imported there at any time.
+        """
+        if is_rank or not self._is_rank:
+            self._own, self._is_rank, self._made_in = own, is_rank, forks.generation
+
+    def add(self, session: str, router: Router) -> None:
+        """Have references of ``session`` speak through ``router`` here."""
+        self._of_sessions[session] = router, forks.generation
+
+    def remove(self, session: str) -> None:
+        """Forget a session that has ended, or was left."""
+        self._of_sessions.pop(session, None)
+
+    def is_rank(self) -> bool:
+        """Whether this process is a rank of a mesh."""
+        return self._is_rank
+
+    def current(self) -> Router:
+        """Return the process's own. Raises: UsageError in one that belongs to no session, or was forked by a rank."""
+        if self._is_rank and self._made_in != forks.generation:
+            forks.refuse_inherited(self._made_in)
+        if self._own is None:
+            raise UsageError(
+                "this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first."
+            )
+        return self._own()
+
+    def find(self, session: str) -> Router:
+        """Return the router for references of ``session``. Raises: UsageError if this process does not drive it."""
+        if (found := self._of_sessions.get(session)) is not None:
+            router, made_in = found
+            if made_in != forks.generation:
+                forks.refuse_inherited(made_in)
+            return router
+        if self._own is not None and (self._is_rank or not session):
+            return self.current()
+        raise UsageError(
+            f"this is a reference into session {session}, which this process does not drive. "
+            f'Attach it: meshbook.attach("{session}").'
+        )
 
 
-def set_own_router(own: Callable[[], Router], *, takes_all: bool = False) -> None:
-    """The router by which this process makes ports. takes_all: all references speak through it, as on a rank.
-
-    A rank keeps its own: `meshbook.mesh` may be imported there at any time.
-    """
-    global _own, _takes_all, _made_in
-    if _takes_all and not takes_all:
-        return
-    _own, _takes_all, _made_in = own, takes_all, forks.generation
-
-
-def add_router(session: str, router: Router) -> None:
-    """References of ``session`` speak through ``router`` here."""
-    _routers[session] = router, forks.generation
-
-
-def remove_router(session: str) -> None:
-    """The session has ended, or was left."""
-    _routers.pop(session, None)
-
-
-def is_rank() -> bool:
-    """Whether this process is a rank of a mesh."""
-    return _takes_all
-
-
-def current_router() -> Router:
-    """The process's own. Raises: UsageError in a process that belongs to no session, or was forked by a rank."""
-    if _takes_all and _made_in != forks.generation:
-        forks.refuse_inherited(_made_in)
-    if _own is None:
-        raise UsageError("this process is neither a rank of a mesh nor the one that drives meshes; spawn a mesh first.")
-    return _own()
-
-
-def router_for(session: str) -> Router:
-    """Return the router for references of ``session``. Raises: UsageError if this process does not drive it."""
-    if (found := _routers.get(session)) is not None:
-        router, made_in = found
-        if made_in != forks.generation:
-            forks.refuse_inherited(made_in)
-        return router
-    if _own is not None and (_takes_all or not session):
-        return current_router()
-    raise UsageError(
-        f"this is a reference into session {session}, which this process does not drive. "
-        f'Attach it: meshbook.attach("{session}").'
-    )
+routers = ProcessRouters()
+is_rank, current_router, router_for = routers.is_rank, routers.current, routers.find

@@ -127,15 +127,6 @@ def unhandled_fault_hook(failure: MeshFailure) -> None:
         failure.mesh.remember_fault(failure)
 
 
-_observer: Callable[[MeshFailure], object] | None = None
-
-
-def observe_unhandled(observer: Callable[[MeshFailure], object] | None) -> None:
-    """Call ``observer`` with each failure before the hook, on any thread; None: no observer."""
-    global _observer
-    _observer = observer
-
-
 def _own_hook() -> Callable[[MeshFailure], object] | None:
     """Return the function that a program has put in the place of ours, under either name; None for ours."""
     for face in ("meshbook.actor", "meshbook.monarch"):
@@ -171,7 +162,9 @@ class FaultJoiner:
     Programs are told of each rank at once, by their hook; people of all ranks that fail together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Callable[[MeshFailure], object]) -> None:
+        """observer: called with each failure before the hook, on any thread."""
+        self._observer = observer
         self._hooks = SerialQueue()
         self._lock = threading.Lock()
         self._joined: dict[tuple[FailedMesh, str], MeshFailure] = {}
@@ -193,11 +186,10 @@ class FaultJoiner:
     def _tell(self, key: tuple[FailedMesh, str]) -> None:
         with self._lock:
             failure = self._joined.pop(key)
-        if (observer := _observer) is not None:
-            try:
-                observer(failure)
-            except Exception:
-                traceback.print_exc()
+        try:
+            self._observer(failure)
+        except Exception:
+            traceback.print_exc()
         if _own_hook() is None:
             unhandled_fault_hook(failure)
 

@@ -81,11 +81,10 @@ class SavingJob:
 
     def begin(self, hashes: Sequence[Mapping[str, str]], copies: bool) -> None:
         """Copy this rank's share, and begin to write it; the others are told if it is interrupted meanwhile."""
-        global last
         try:
             self._about["copies"] = self._files.plan(hashes)
             self.copied_bytes = self._files.stage(copies=copies)
-            last = self
+            _saves.note_begun(self)
             run_in_background(self._run)
         except BaseException as error:
             why = f"rank {self._rank} did not copy its part: {type(error).__name__} {error}".rstrip()
@@ -95,11 +94,11 @@ class SavingJob:
 
     def _run(self) -> None:
         """Write this rank's part, and end the job when all have written theirs; raise nothing."""
-        global last_written
         try:
             self._tell(str(self._rank), self._write_part())
-            last_written = folders.read(Path(self._await_end()))
-            self.written.set_result(last_written)
+            saved = folders.read(Path(self._await_end()))
+            _saves.note_written(saved)
+            self.written.set_result(saved)
             return
         except GroupAborted:
             error = SaveFailed("a rank ended, or the process groups were formed again, before it was written")
@@ -156,21 +155,49 @@ class SavingJob:
         return str(path)
 
 
-last: SavingJob | None = None
-"""The last save of this process, and the last one that was written."""
-last_written: Saved | None = None
-_calls: dict[tuple[str, str], int] = {}
-_saved_at: dict[str, float] = {}
-"""The calls of `save_here` with ``every``, and the time of the last save, by folder. Ranks count from 0 again when
-their groups are formed, since one of them may be new then."""
+class RankSaves:
+    """The saves of this rank so far."""
+
+    def __init__(self) -> None:
+        self.last: SavingJob | None = None
+        self.written: Saved | None = None
+        """The last one that was written."""
+        self._calls: dict[tuple[str, str], int] = {}
+        self._saved_at: dict[str, float] = {}
+        """The calls of `save_here` with ``every``, and the time of the last save, by folder. Ranks count from 0 again
+        when their groups are formed, since one of them may be new then."""
+
+    def note_begun(self, job: SavingJob) -> None:
+        self.last = job
+
+    def note_written(self, saved: Saved) -> None:
+        self.written = saved
+
+    def is_due(self, folder: str, every: int | timedelta) -> bool:
+        """Whether this call is to save. every: so many calls, or a time by rank 0's clock. Raises: UsageError."""
+        if isinstance(every, int):
+            if every < 1:
+                raise UsageError(f"every={every}: a number of calls from 1 on, or a timedelta")
+            key = folder, own_groups().scope
+            self._calls[key] = self._calls.get(key, 0) + 1
+            return self._calls[key] % every == 0
+        own_groups().require()
+        now = time.monotonic()
+        is_due = from_first_rank(lambda: now - self._saved_at.setdefault(folder, now) >= every.total_seconds())
+        if is_due:
+            self._saved_at[folder] = now
+        return is_due
+
+
+_saves = RankSaves()
 
 
 def progress(name: str) -> SavingState:
     """Return how far this rank is with a save; from any thread. name: empty for the last one that was written."""
     if not name:
-        known = last_written
+        known = _saves.written
         return SavingState(True, "", str(known.path), known.manifest) if known else SavingState(True, "no save")
-    job = last
+    job = _saves.last
     if job is None or job.name != name:
         return SavingState(True, "the rank was started again meanwhile")
     return job.state
@@ -187,7 +214,7 @@ def save_here(
     format: str = DCP,
 ) -> Saved | Future[Saved] | None:
     """Do `meshbook.save` on a rank: a collective of all ranks."""
-    if every is not None and not _is_due(folder, every):
+    if every is not None and not _saves.is_due(folder, every):
         return None
     content = functools.partial(collect, state, strict=True, format=format)
     job = save_content(folder, content, step=step, keep=keep, format=format, copies=not wait)
@@ -198,22 +225,6 @@ def save_here(
     except BaseException:
         job.is_dropped = True  # the values may change from now on
         raise
-
-
-def _is_due(folder: str, every: int | timedelta) -> bool:
-    """Whether this call is to save. every: so many calls, or a time by rank 0's clock. Raises: UsageError."""
-    if isinstance(every, int):
-        if every < 1:
-            raise UsageError(f"every={every}: a number of calls from 1 on, or a timedelta")
-        key = folder, own_groups().scope
-        _calls[key] = _calls.get(key, 0) + 1
-        return _calls[key] % every == 0
-    own_groups().require()
-    now = time.monotonic()
-    is_due = from_first_rank(lambda: now - _saved_at.setdefault(folder, now) >= every.total_seconds())
-    if is_due:
-        _saved_at[folder] = now
-    return is_due
 
 
 def save_ranks(
@@ -268,8 +279,8 @@ def save_content(
     Raises: UsageError, SaveFailed.
     """
     own_groups().require()
-    if last is not None:
-        last.written.wait()
+    if _saves.last is not None:
+        _saves.last.written.wait()
     began = time.monotonic()
     temporary = None
 

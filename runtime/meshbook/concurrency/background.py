@@ -22,7 +22,7 @@ from types import CodeType
 from typing import TypeAlias
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.forks import ForkLock
 from meshbook.errors import PeekRefused
 
 REPEAT_S = 60.0
@@ -121,12 +121,12 @@ IDLE_S = 5.0
 BackgroundJob: TypeAlias = Callable[[], object]
 
 _idle: list[queue.SimpleQueue[BackgroundJob]] = []
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def run_in_background(job: BackgroundJob) -> None:
     """Run ``job``, which must not raise, on another thread, now."""
-    with _lock:
+    with _lock.now:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
         jobs = queue.SimpleQueue()
@@ -140,25 +140,18 @@ def _serve(jobs: queue.SimpleQueue[BackgroundJob]) -> None:
         try:
             job = jobs.get(timeout=IDLE_S)
         except queue.Empty:
-            with _lock:
+            with _lock.now:
                 if jobs in _idle:
                     _idle.remove(jobs)
                     return
             job = jobs.get()  # it was handed over just now
         job()
         del job  # it may hold tensors
-        with _lock:
+        with _lock.now:
             _idle.append(jobs)
 
 
-def _forget_threads() -> None:
-    """Forget the threads in a forked child, which has none of them."""
-    global _lock
-    _lock = threading.Lock()
-    _idle.clear()
-
-
-at_fork(in_child=_forget_threads)
+forks.at_fork(in_child=_idle.clear)  # a forked child has none of the threads
 
 
 def hidden_thread(target: Callable[..., object], name: str, *args: object) -> threading.Thread:

@@ -38,6 +38,8 @@ _pids = [os.getpid()]
 _before: list[Callable[[], object]] = []
 _in_parent: list[Callable[[], object]] = []
 _in_child: list[Callable[[], object]] = []
+_releases: list[_Release] = []
+"""The last of them ends a fork: it comes behind the hooks of all modules that were imported by then."""
 
 
 def at_fork(
@@ -50,13 +52,23 @@ def at_fork(
 
     in_parent: also when the fork has failed. in_child: `generation` has changed by then.
     """
-    global _release
     for actions, action in ((_before, before), (_in_parent, in_parent), (_in_child, in_child)):
         if action is not None:
             actions.append(action)
-    _release = _Release()
-    end = partial(deque[object](maxlen=0).extend, _release)
+    _releases.append(_Release())
+    end = partial(deque[object](maxlen=0).extend, _releases[-1])
     os.register_at_fork(before=_hold_interrupts, after_in_parent=end, after_in_child=end)
+
+
+class ForkLock:
+    """A reentrant lock that is free in a forked child, whoever held it at the fork: ``with lock.now: ...``."""
+
+    def __init__(self) -> None:
+        self.now = threading.RLock()
+        at_fork(in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.now = threading.RLock()
 
 
 def refuse_inherited(made_in: int) -> None:
@@ -114,13 +126,11 @@ class _Release:
     """The last steps of a fork, for C code to take: an interrupt would be raised between two lines of a hook."""
 
     def __iter__(self) -> Iterator[object]:
-        if self is not _release or not held or threading.get_ident() != main_thread:
+        if self is not _releases[-1] or not held or threading.get_ident() != main_thread:
             return iter(())
         signums, handlers = tuple(held), tuple(held.values())
         held.clear()
         return chain(map(_signals.signal, signums, handlers), map(_thread.interrupt_main, _pressed))
 
 
-_release: _Release
-"""The last one registered: it comes behind the hooks of all modules that were imported by then."""
 os.register_at_fork(before=lambda: _run(_before), after_in_parent=lambda: _run(_in_parent), after_in_child=_be_another)

@@ -55,21 +55,24 @@ class Advice(NamedTuple):
     """The command that shows the line by which other machines become hosts."""
 
 
-_current = Advice()
-_name_cells: Callable[[str], str] = str
+class FrontEndWords:
+    """The words of this process's front end."""
+
+    def __init__(self) -> None:
+        self.use(None)
+
+    def use(self, words: Advice | None, name_cells: Callable[[str], str] = str) -> None:
+        """Take the words of another front end; None for those of a script."""
+        self._advice, self._name_cells = words or Advice(), name_cells
+
+    def advice(self) -> Advice:
+        """Return the table of the front end."""
+        return self._advice
+
+    def name_cells(self, text: str) -> str:
+        """Return ``text``, that a rank wrote, with the front end's own names for the files of its cells."""
+        return self._name_cells(text)
 
 
-def advice() -> Advice:
-    """The table of this process's front end."""
-    return _current
-
-
-def name_cells(text: str) -> str:
-    """``text``, that a rank wrote, with the front end's own names for the files of its cells."""
-    return _name_cells(text)
-
-
-def set_advice(words: Advice | None, name_cells: Callable[[str], str] = str) -> None:
-    """Take the words of another front end; None for those of a script."""
-    global _current, _name_cells
-    _current, _name_cells = words or Advice(), name_cells
+_words = FrontEndWords()
+advice, name_cells, set_advice = _words.advice, _words.name_cells, _words.use

@@ -50,59 +50,62 @@ _PUBLIC_NAMES = {
 }
 """Names of the dispatcher's operations where they are not those of ``torch.distributed``."""
 
-_depth = 0
-_parent: int | None = None
-may_refuse = False
-"""Whether `refuse_if_off` might raise; for who asks before each operation, where a call costs more."""
-
 
 def public_name(operation: str) -> str:
     """Name an operation of a process group as ``torch.distributed`` does."""
     return _PUBLIC_NAMES.get(operation, operation)
 
 
-def refuse_if_off(operation: str) -> None:
-    """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
-    if peeking:
-        refuse_in_peek(operation)
-    if _depth:
-        _refuse(operation)
-    if _parent is not None:
-        forks.refuse_inherited(_parent)
+class Refusals:
+    """The reasons for which this process refuses collectives now."""
+
+    def __init__(self) -> None:
+        self.may_refuse = False
+        """Whether `refuse_if_off` might raise; for who asks before each operation, where a call costs more."""
+        self._depth = 0
+        self._parent: int | None = None
+
+    def refuse_if_off(self, operation: str) -> None:
+        """Raises: UsageError while collectives are off, or in a child of a rank. operation: its name for people."""
+        if peeking:
+            refuse_in_peek(operation)
+        if self._depth:
+            _refuse(operation)
+        if self._parent is not None:
+            forks.refuse_inherited(self._parent)
+
+    def leave_to_parent(self, generation: int) -> None:
+        """Refuse collectives in a child that a rank of this `forks.generation` has forked: the groups are its own."""
+        self._parent, self.may_refuse = generation, True
+
+    @contextlib.contextmanager
+    def collectives_refused(self) -> Iterator[None]:
+        """Have each collective of the calling thread raise PeekRefused in the block; other threads have theirs."""
+        thread = threading.get_ident()
+        with _refusing_mode()() if "meshbook.torch_internals" in sys.modules else contextlib.nullcontext():
+            before, self.may_refuse = self.may_refuse, True
+            peeking.add(thread)
+            try:
+                yield
+            finally:
+                peeking.discard(thread)
+                self.may_refuse = before
+
+    @contextlib.contextmanager
+    def collectives_off(self) -> Iterator[None]:
+        """Have each collective of the calling thread, and of its backward passes, raise UsageError in the block."""
+        with _refusing_mode()():
+            self._depth, self.may_refuse = self._depth + 1, True
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                self.may_refuse = bool(self._depth) or self._parent is not None
 
 
-def leave_to_parent(generation: int) -> None:
-    """Refuse collectives in a child that a rank of this `forks.generation` has forked: groups are the rank's to use."""
-    global _parent, may_refuse
-    _parent, may_refuse = generation, True
-
-
-@contextlib.contextmanager
-def collectives_refused() -> Iterator[None]:
-    """Have each collective of the calling thread raise PeekRefused inside the block; other threads have theirs."""
-    global may_refuse
-    thread = threading.get_ident()
-    with _refusing_mode()() if "meshbook.torch_internals" in sys.modules else contextlib.nullcontext():
-        before, may_refuse = may_refuse, True
-        peeking.add(thread)
-        try:
-            yield
-        finally:
-            peeking.discard(thread)
-            may_refuse = before
-
-
-@contextlib.contextmanager
-def collectives_off() -> Iterator[None]:
-    """Have each collective of the calling thread, and of its backward passes, raise UsageError inside the block."""
-    global _depth, may_refuse
-    with _refusing_mode()():
-        _depth, may_refuse = _depth + 1, True
-        try:
-            yield
-        finally:
-            _depth -= 1
-            may_refuse = bool(_depth) or _parent is not None
+refusals = Refusals()
+refuse_if_off, leave_to_parent = refusals.refuse_if_off, refusals.leave_to_parent
+collectives_off, collectives_refused = refusals.collectives_off, refusals.collectives_refused
 
 
 def _refuse(operation: str) -> NoReturn:

@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,8 +38,6 @@ _RUNTIMES = ("libstdc++.so.6", "libc++.1.dylib")
 
 _on_lost: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}
 """The callbacks of groups that lose their thread, by the kernel's number of the thread."""
-_before: int | None = None
-"""The handler that was there before ours."""
 
 
 def gloo_threads() -> set[int]:
@@ -56,7 +55,7 @@ def park_threads(gloos: Iterable[int], on_lost: Callable[[], object]) -> None:
     for number in [number for number, method in _on_lost.items() if method() is None]:
         del _on_lost[number]  # they have ended with their group, and the number may be another's
     _on_lost.update(dict.fromkeys(gloos, weakref.WeakMethod(on_lost)))
-    _install()
+    _handler_before()
 
 
 def _on_terminate() -> None:
@@ -64,8 +63,8 @@ def _on_terminate() -> None:
     method = _on_lost.get(threading.get_native_id())
     on_lost = method() if method is not None else None
     if on_lost is None:
-        if _before:
-            ctypes.cast(_before, _HANDLER)()
+        if before := _handler_before():
+            ctypes.cast(before, _HANDLER)()
         return
     on_lost()
     del on_lost, method
@@ -76,11 +75,11 @@ def _on_terminate() -> None:
 _handler = _HANDLER(_on_terminate)
 
 
-def _install() -> None:
-    global _before
-    if _before is None:
-        set_terminate = _load_set_terminate()
-        _before = (set_terminate(_handler) or 0) if set_terminate is not None else 0
+@lru_cache(maxsize=1)
+def _handler_before() -> int | None:
+    """Install our handler, once; return the one that was there before."""
+    set_terminate = _load_set_terminate()
+    return set_terminate(_handler) if set_terminate is not None else None
 
 
 def _load_set_terminate() -> Callable[[object], int | None] | None:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from meshbook.errors import GroupAborted, UsageError
-from meshbook.groups import collectives_off
 from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
-from meshbook.groups.collectives_off import public_name, refuse_if_off
+from meshbook.groups.collectives_off import public_name, refusals, refuse_if_off
 from meshbook.groups.group_state import BEING_FORMED, Counts, GroupState, Users
 from meshbook.groups.operands import (
     IN_ONE_PIECE,
@@ -414,7 +413,7 @@ def _collective(method: str) -> Callable[..., dist.Work | None]:
     has_parts = public_name(method).startswith("all_to_all")
 
     def collective(self: AbortableGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
-        if collectives_off.may_refuse:
+        if refusals.may_refuse:
             refuse_if_off(operation)
         guard, inner = self._guard, self._inner
         if inner is None or inner.closed or guard.reason:

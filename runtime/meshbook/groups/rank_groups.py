@@ -80,6 +80,11 @@ _own: RankGroups | None = None
 """A process has one."""
 
 
+def _set_own(groups: RankGroups | None) -> None:
+    global _own
+    _own = groups
+
+
 class RankGroups:
     """The owner of this rank's default process group and the groups built on it. All calls come on the main thread."""
 
@@ -93,8 +98,7 @@ class RankGroups:
         self._factory = GroupFactory(self._guard)
         self._default = DefaultGroup(self._factory, self._meeting)
         self._device_meshes = DeviceMeshes(self._factory)
-        global _own
-        _own = self
+        _set_own(self)
 
     # ---- forming and closing ----------------------------------------------------------------------------------
 
@@ -265,7 +269,6 @@ class RankGroups:
 
     def forget(self) -> None:
         """Destroy groups that have no peers, at once and on this thread; this process has none, and is no rank."""
-        global _own
         for group in list(self._factory.groups.values()):
             group.retire(DESTROYED)
         if self.formed:
@@ -273,7 +276,7 @@ class RankGroups:
             dist.destroy_process_group()
         self._device_meshes.forget()
         self._meeting.close()
-        _own = None
+        _set_own(None)
 
     def _create(self, backend: str, store: Store) -> None:
         assert self._place is not None

@@ -53,33 +53,36 @@ class LocalLauncher(Launcher):
         Several are forked from one template, and wait for its imports; so is another one while that template runs.
         """
         hosts: list[LaunchedHost] = []
-        with _launching:
-            template = _template_for(tickets, self._torch) if tickets else None
+        with _templates.launching:
+            template = _templates.find(tickets, self._torch) if tickets else None
             for ticket in tickets:
                 ticket = msgspec.structs.replace(ticket, shares_memory=self._shares_memory)
                 hosts.append(_start(ticket, Path(ticket.log_dir) / f"agent-{ticket.host_id}.log", template))
         return hosts
 
 
-_launching = threading.Lock()
-_template: HostTemplate | None = None
+class _Templates:
+    """The template from which this process forks its hosts."""
+
+    def __init__(self) -> None:
+        self.launching = threading.Lock()
+        self.last: HostTemplate | None = None
+
+    def find(self, tickets: list[Ticket], torch: bool) -> HostTemplate | None:
+        """Return the template to fork hosts from; None where each is better started by itself."""
+        with contextlib.suppress(OSError):  # who starts the agents one by one says what is wrong
+            if self.last is not None and self.last.fits:
+                return self.last
+            if (path := os.environ.get(LASTING)) is not None:
+                self.last = HostTemplate.connect(path)
+                return self.last
+            if torch and len(tickets) > 1:
+                self.last = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
+                return self.last
+        return None
 
 
-def _template_for(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
-    """Return the template to fork hosts from; None where each is better started by itself."""
-    global _template
-    try:
-        if _template is not None and _template.fits:
-            return _template
-        if (path := os.environ.get(LASTING)) is not None:
-            _template = HostTemplate.connect(path)
-            return _template
-        if torch and len(tickets) > 1:
-            _template = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
-            return _template
-    except OSError:
-        pass  # who starts the agents one by one says what is wrong
-    return None
+_templates = _Templates()
 
 
 def _start(ticket: Ticket, log: Path, template: HostTemplate | None) -> LocalHost:

@@ -69,15 +69,18 @@ class ControllerRouter:
     """
 
     def __init__(
-        self, controller: Controller, spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh]
+        self,
+        controller: Controller,
+        spawn_procs: Callable[[Place, Mapping[str, int], Mapping[str, Any]], ProcMesh],
+        note_unhandled: Callable[[MeshFailure], object],
     ) -> None:
-        """spawn_procs: starts processes on the host of a place."""
+        """spawn_procs: starts processes on the host of a place. note_unhandled: see `FaultJoiner`."""
         self.mailboxes, self.new_mailbox = controller.mailboxes, controller.next_id
         self.session = controller.folder.id
         self.place = Place(0, 0)
         self.host = ""
         self._controller, self._spawn_procs = controller, spawn_procs
-        self._faults = FaultJoiner()
+        self._faults = FaultJoiner(note_unhandled)
         self._lock = threading.Lock()
         self._procs: ProcMesh | None = None
         self._singles: dict[str, ActorMesh[object]] = {}

@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 from meshbook.actor.actor_mesh import ProcRef, this_proc
 from meshbook.actor.identity import forget_session
-from meshbook.actor.router import Place, add_router, remove_router, router_for, set_own_router
+from meshbook.actor.router import Place, router_for, routers
 from meshbook.agent.lease import default_lease_s
 from meshbook.concurrency.forks import at_fork
-from meshbook.controller.controller import Controller, OutputSource
+from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import Repaired
 from meshbook.curves.recorder import own
 from meshbook.curves.table import MetricsTable
@@ -28,7 +28,7 @@ from meshbook.mesh.attach import Attachment, attach_session, new_controller
 from meshbook.mesh.host_agents import launch_hosts
 from meshbook.mesh.host_mesh import HostMesh
 from meshbook.mesh.proc_mesh import ProcMesh
-from meshbook.mesh.prompt import ConsolePromptHandler, ProcessFrontEnd, PromptHandler, tell_person
+from meshbook.mesh.prompt import ProcessFrontEnd, tell_person
 from meshbook.mesh.visits import receive_visits
 from meshbook.sessions.folder import SessionFolder
 from meshbook.sessions.listing import SavedSession
@@ -108,7 +108,7 @@ class DrivenSessions:
             taken = self.controllers
             self.forget()
             for controller in taken:
-                remove_router(controller.folder.id)
+                routers.remove(controller.folder.id)
                 forget_session(controller.folder.id)
             return taken
 
@@ -121,7 +121,7 @@ class DrivenSessions:
                 self._first = self._this_host = None
             else:
                 self._beside.remove(controller)
-            remove_router(controller.folder.id)
+            routers.remove(controller.folder.id)
             forget_session(controller.folder.id)
             return True
 
@@ -137,6 +137,7 @@ class DrivenSessions:
 
 _driven = DrivenSessions()
 at_fork(in_child=_driven.forget_in_child)
+set_front_end = _driven.front_end.use
 
 
 def this_host() -> HostMesh:  # a function, no bound method: programs send it to ranks
@@ -182,30 +183,6 @@ def heal_mesh(mesh: THealable, setup: Sequence[str] = ()) -> THealable:
     return mesh
 
 
-def set_output_source(source: OutputSource | None) -> None:
-    """Ask ``source`` where the prints of calls belong that have no listener of their own; our stdout by default.
-
-    source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
-    """
-    _driven.front_end.output_source = source
-
-
-def set_current_mesh(
-    current: Callable[[], ProcMesh] | None, of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
-) -> None:
-    """Have ``current`` say which mesh a notebook calls its current one; None: there is none.
-
-    of_sizes: gives processes along axes of these sizes, which the notebook has, or spawns and lists.
-    """
-    _driven.front_end.current = current or ProcessFrontEnd().current
-    _driven.front_end.of_sizes = of_sizes
-
-
-def set_progress_display(show: Callable[[str], object] | None) -> None:
-    """Have ``show`` show the progress of a start or a map, as in ``importing torch, 34 s``; "" takes it away."""
-    _driven.front_end.show_progress = show or ProcessFrontEnd().show_progress
-
-
 def current_procs() -> ProcMesh:
     """The processes that the notebook calls current, with their axes there. Raises: UsageError where there are none."""
     return _driven.front_end.current()
@@ -228,11 +205,6 @@ def procs_of_sizes(sizes: dict[str, int]) -> ProcMesh:
     """Processes of the notebook along axes of these sizes; in a script new ones on this machine. Raises: SpawnError."""
     of_sizes = _driven.front_end.of_sizes
     return this_host().spawn_procs(sizes) if of_sizes is None else of_sizes(sizes)
-
-
-def set_prompt_handler(prompt_handler: PromptHandler | None) -> None:
-    """Have ``prompt_handler`` answer ranks that stop at breakpoints; without one: the terminal, where there is one."""
-    _driven.front_end.have_prompts_answered(prompt_handler or ConsolePromptHandler())
 
 
 def prewarm() -> None:
@@ -332,7 +304,8 @@ def own_sessions() -> list[SessionFolder]:
 def _open_router(controller: Controller) -> None:
     """References of the session speak through its controller here. Called before any host speaks."""
     services: Callable[..., ProcMesh] = functools.partial(_spawn_beside, controller)
-    add_router(controller.folder.id, ControllerRouter(controller, services))
+    router = ControllerRouter(controller, services, _driven.front_end.note_unhandled)
+    routers.add(controller.folder.id, router)
 
 
 def client_proc() -> ProcRef:
@@ -376,4 +349,4 @@ def _spawn_beside(
     return hosts.spawn_procs(per_host, **options)
 
 
-set_own_router(lambda: router_for(_driven.first().folder.id))
+routers.set_own(lambda: router_for(_driven.first().folder.id))

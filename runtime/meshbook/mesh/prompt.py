@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from meshbook.actor.supervision import MeshFailure
 from meshbook.calls.call import OpenCall
 from meshbook.concurrency import forks
 from meshbook.controller.controller import Controller, OutputSource
@@ -353,7 +354,7 @@ def tell_person(line: str) -> None:
 
 
 class PromptHandler(Protocol):
-    """The front end that answers prompts; set by `meshbook.mesh.driven.set_prompt_handler`."""
+    """The front end that answers prompts; `meshbook.mesh.driven.set_front_end` names it."""
 
     def refusal(self) -> str:
         """Return why no person could answer the prompt of a rank that stops in a call made now; empty if one can."""
@@ -397,22 +398,40 @@ def _no_current_mesh() -> ProcMesh:
 
 
 class ProcessFrontEnd:
-    """The front end of this process: the terminal, until a notebook extension puts itself in its place.
-
-    output_source: called with the ProcMesh on the caller's thread; returns an OutputTarget, or None for our stdout.
-    current: returns the mesh that a notebook calls current. of_sizes: see `meshbook.mesh.driven.set_current_mesh`.
-    """
+    """The front end of this process: the terminal, until a notebook extension puts itself in its place (`use`)."""
 
     def __init__(self) -> None:
-        self.output_source: OutputSource | None = None
-        self.have_prompts_answered(ConsolePromptHandler())
-        self.current: Callable[[], ProcMesh] = _no_current_mesh
-        self.of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None
-        self.show_progress: Callable[[str], object] = _show_on_terminal
+        self.use()
 
-    def have_prompts_answered(self, by: PromptHandler) -> None:
-        """Have ``by`` answer ranks that stop at breakpoints."""
-        self._prompt_handler, self.refusal = by, by.refusal
+    def use(
+        self,
+        *,
+        output_source: OutputSource | None = None,
+        prompt_handler: PromptHandler | None = None,
+        current: Callable[[], ProcMesh] | None = None,
+        of_sizes: Callable[[dict[str, int]], ProcMesh] | None = None,
+        show_progress: Callable[[str], object] | None = None,
+        note_unhandled: Callable[[MeshFailure], object] | None = None,
+    ) -> None:
+        """Use these from now on, and the terminal for the rest.
+
+        output_source: called with the ProcMesh on the caller's thread, where the prints of a call have no listener of
+        their own; returns an OutputTarget, or None for our stdout. prompt_handler: answers ranks that stop at
+        breakpoints. current: returns the mesh that a notebook calls current. of_sizes: returns processes along axes of
+        these sizes, which the notebook has, or spawns and lists. show_progress: shows how far a start or a map is, as
+        in ``importing torch, 34 s``; "" takes it away. note_unhandled: called with failures that no actor has handled.
+        """
+        self.output_source = output_source
+        self._prompt_handler = prompt_handler or ConsolePromptHandler()
+        self.refusal: Callable[[], str] = self._prompt_handler.refusal
+        self.current = current or _no_current_mesh
+        self.of_sizes = of_sizes
+        self.show_progress: Callable[[str], object] = show_progress or _show_on_terminal
+        self._note_unhandled = note_unhandled
+
+    def note_unhandled(self, failure: MeshFailure) -> None:
+        if self._note_unhandled is not None:
+            self._note_unhandled(failure)
 
     def attend(self, controller: Controller, mesh: MeshState, call: OpenCall) -> None:
         procs = ProcMesh(controller, mesh, call.members)

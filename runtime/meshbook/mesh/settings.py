@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from meshbook.actor.actor_mesh import ask_controller
-from meshbook.actor.identity import limit_messages
+from meshbook.actor.identity import message_limit
 from meshbook.actor.router import is_rank
 from meshbook.errors import UsageError
 from meshbook.formatting import did_you_mean
@@ -79,7 +79,7 @@ def _seconds(name: str, value: object) -> float:
 def _hold() -> None:
     """Apply the settings where an argument is not given."""
     limit = _set.get("codec_max_frame_length")
-    limit_messages(limit if isinstance(limit, int) else None)
+    message_limit.set(limit if isinstance(limit, int) else None)
 
 
 def get_runtime_config() -> dict[str, object]:

@@ -70,8 +70,7 @@ class RankTrace(NamedTuple):
 
 
 class _Recording:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.problem = ""
         self.profiler: profile | None = None
         self.log = OperationLog()
@@ -81,7 +80,8 @@ class _Recording:
         self.is_cut = False
 
 
-_last: _Recording | None = None
+_kept: dict[str, _Recording] = {}
+"""The last recording by its name, until it is taken."""
 
 
 @contextlib.contextmanager
@@ -92,8 +92,8 @@ def recorded(
 
     shield: holds interrupts back while the profiler starts and stops. Never raises: `take` reports the errors.
     """
-    global _last
-    recording = _last = _Recording(name)
+    _kept.clear()
+    recording = _kept[name] = _Recording()
 
     def end() -> None:
         if not recording.ended:
@@ -171,9 +171,7 @@ def take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
 
 
 def _take(name: str, base_s: Mapping[int, float], max_events: int) -> RankTrace:
-    global _last
-    recording, _last = _last, None
-    if recording is None or recording.name != name:
+    if (recording := _kept.pop(name, None)) is None:
         return RankTrace(f"{name} did not run there")
     if recording.problem:
         return RankTrace(recording.problem)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.forks import ForkLock, at_fork
 from meshbook.errors import UsageError
 from meshbook.system.interfaces import in_endpoint, loopback_address, own_address
 from meshbook.system.processes import boot_id, is_same_process, start_time
@@ -345,13 +345,13 @@ def _size_bytes(path: Path) -> int:
 
 # ---- ownership ------------------------------------------------------------------------------------------------------
 
-_guard = threading.RLock()
+_guard = ForkLock()
 _held: dict[Path, int] = {}
 
 
 def take_lock(folder: Path, *, new: bool = False) -> bool:
     """Become the owner of a session's folder, unless it has one (this process included) or is gone."""
-    with _guard:
+    with _guard.now:
         if folder in _held:
             return False
         try:
@@ -373,7 +373,7 @@ def take_lock(folder: Path, *, new: bool = False) -> bool:
 
 def give_up_lock(folder: Path) -> None:
     """Give up the ownership of a folder. Idempotent."""
-    with _guard:
+    with _guard.now:
         fd = _held.pop(folder, None)
         if fd is not None:
             os.close(fd)
@@ -381,7 +381,7 @@ def give_up_lock(folder: Path) -> None:
 
 def rename_locked(folder: Path, new: Path) -> None:
     """Rename a folder that we own."""
-    with _guard:
+    with _guard.now:
         folder.rename(new)
         _held[new] = _held.pop(folder)
 
@@ -411,8 +411,6 @@ def unsign(folder: Path) -> None:
 
 
 def _forget_in_child() -> None:
-    global _guard
-    _guard = threading.RLock()
     for fd in _held.values():
         os.close(fd)
     _held.clear()

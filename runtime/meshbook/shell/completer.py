@@ -258,8 +258,6 @@ _FROM = re.compile(r"\s*from\s+([\w.]+)\s+import\s+\(?(?:[\w\s,]*[,\s(])?(\w*)$"
 _MODULE = re.compile(r"\s*(?:from\s+|import\s+(?:[\w.\s]+,)*\s*)(?:([\w.]+)\.)?(\w*)$")
 _BETWEEN = re.compile(r"\s*from\s+[\w.]+\s+(i?m?p?o?r?)$")
 
-_top_level: tuple[float, tuple[str, ...], list[str]] = (0.0, (), [])
-
 
 def import_names(line: str) -> tuple[str, list[str]] | None:
     """Return the beginning of a name at the end of an import statement, and the names that begin so, else None.
@@ -277,14 +275,13 @@ def import_names(line: str) -> tuple[str, list[str]] | None:
 
 def top_level() -> list[str]:
     """Return the names of all modules that could be imported, or have been."""
-    global _top_level
-    read_at, path, names = _top_level
-    if path != tuple(sys.path) or time.monotonic() - read_at > TOP_LEVEL_FRESH_S:
-        found = {module.name for module in pkgutil.iter_modules()} | set(sys.builtin_module_names)
-        found |= {name for name in tuple(sys.modules) if "." not in name}
-        names = sorted(found)
-        _top_level = time.monotonic(), tuple(sys.path), names
-    return names
+    return _top_level_on(tuple(sys.path), time.monotonic() // TOP_LEVEL_FRESH_S)
+
+
+@functools.lru_cache(maxsize=1)
+def _top_level_on(path: tuple[str, ...], period: float) -> list[str]:
+    found = {module.name for module in pkgutil.iter_modules(path)} | set(sys.builtin_module_names)
+    return sorted(found | {name for name in tuple(sys.modules) if "." not in name})
 
 
 def _submodules(package: str) -> list[str]:

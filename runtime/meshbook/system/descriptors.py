@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -23,7 +22,7 @@ FIRST = 3
 """The lowest number that is the runtime's."""
 
 
-_lock = threading.RLock()
+_lock = forks.ForkLock()
 """Reentrant, since a signal's handler may print."""
 
 
@@ -42,7 +41,7 @@ def open_above(open: Callable[[], Opened]) -> Opened:
     open: called again for each lower number that it gets; it leaves nothing but its descriptor behind.
     Raises: the errors of ``open``.
     """
-    with _lock:
+    with _lock.now:
         if _all_open():  # nearly always, and this way takes few calls of Python
             if _number(opened := open()) >= FIRST:
                 return opened
@@ -59,7 +58,7 @@ def above_standard() -> Iterator[None]:
 
     Lower numbers are taken meanwhile, by files that take no text: nothing is printed into a file of ours.
     """
-    with _lock, contextlib.ExitStack() as low:
+    with _lock.now, contextlib.ExitStack() as low:
         if not _all_open():
             while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < FIRST:
                 low.callback(_close, fd)
@@ -84,7 +83,7 @@ def fill(fd: int, source: int) -> bool:
 
 def replace(fd: int, source: int) -> None:
     """Make ``fd``, which user code has redirected, another descriptor of the file of ``source``."""
-    with _lock:
+    with _lock.now:
         os.dup2(source, fd)
 
 
@@ -107,12 +106,3 @@ def _close(opened: int | _File) -> None:
             os.close(opened)
         else:
             opened.close()
-
-
-def _renew() -> None:
-    """Replace the lock in a forked child, which may have copied it held by another thread."""
-    global _lock
-    _lock = threading.RLock()
-
-
-forks.at_fork(in_child=_renew)

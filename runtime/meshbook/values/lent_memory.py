@@ -28,15 +28,6 @@ LOOK_S = 0.1
 
 _F_ADD_SEALS, _F_SEAL_WRITE = 1033, 8
 
-_age = 0
-"""The number of forks of this process that are over."""
-_open: set[int] = set()
-"""Mappings whose views live, by identity."""
-_forked: list[_ForkedChildren] = []
-_withheld: deque[LentMapping] = deque()
-_look_at = 0.0
-_looking = threading.Lock()
-
 
 class LentMapping:
     """A mapping. Call it when its last view has died, wherever that happens: it gives the memory back, if it may.
@@ -46,19 +37,19 @@ class LentMapping:
 
     def __init__(self, give_back: Callable[[int], None], segment: int) -> None:
         self._give_back, self._segment = give_back, segment
-        self._generation, self._age = forks.generation, _age
+        self._generation, self._age = forks.generation, _lent.age
         self._done = False
         self._seen_by: list[_ForkedChildren] = []
-        _open.add(id(self))
+        _lent.open.add(id(self))
 
     def __call__(self) -> None:
         if self._done or self._generation != forks.generation:
             return
         self._done = True
-        _open.discard(id(self))
-        self._seen_by = [children for children in tuple(_forked) if children.until > self._age]
+        _lent.open.discard(id(self))
+        self._seen_by = _lent.children_since(self._age)
         if self._seen_by:
-            _withheld.append(self)
+            _lent.withhold(self)
             settle()
         else:
             self._give_back(self._segment)
@@ -68,7 +59,7 @@ class LentMapping:
         if all(children.has_ended for children in self._seen_by):
             self._give_back(self._segment)
         else:
-            _withheld.append(self)
+            _lent.withhold(self)
 
 
 class _ForkedChildren:
@@ -93,9 +84,9 @@ class _ForkedChildren:
             os.close(self._fd)
             self._fd = -1
 
-    def begin(self) -> None:
+    def begin(self, age: int) -> None:
         """Note, in the parent, that the fork is over."""
-        self.until = _age
+        self.until = age
         if self._page is not None:
             self._page.close()
 
@@ -110,61 +101,73 @@ class _ForkedChildren:
         return False
 
 
-def settle() -> None:
-    """Give back the memory that no child sees any more. Callable at any time, on any thread; never waits."""
-    global _look_at
-    if not _forked or time.monotonic() < _look_at or not _looking.acquire(blocking=False):
-        return
-    try:
-        _look_at = time.monotonic() + LOOK_S
-        for children in [children for children in _forked if not children.lives()]:
-            children.has_ended = True
+class LentMemory:
+    """The mappings of this process, and its forks that may see them."""
+
+    def __init__(self) -> None:
+        self.age = 0
+        """The number of forks of this process that are over."""
+        self.open: set[int] = set()
+        """Mappings whose views live, by identity."""
+        self._forked: list[_ForkedChildren] = []
+        self._forking: dict[int, _ForkedChildren] = {}
+        """Forks that are under way, by their threads."""
+        self._inherited: list[_ForkedChildren] = []
+        """The pages, in a child, that say it lives."""
+        self._withheld: deque[LentMapping] = deque()
+        self._look_at = 0.0
+        self._looking = threading.Lock()
+
+    def children_since(self, age: int) -> list[_ForkedChildren]:
+        """Return those that may see a mapping of that age."""
+        return [children for children in tuple(self._forked) if children.until > age]
+
+    def withhold(self, mapping: LentMapping) -> None:
+        """Keep a mapping that has died here for the sake of children."""
+        self._withheld.append(mapping)
+
+    def withheld(self) -> int:
+        """Return how many mappings have died here and are kept for the sake of children."""
+        return len(self._withheld)
+
+    def settle(self) -> None:
+        """Give back the memory that no child sees any more. Callable at any time, on any thread; never waits."""
+        if not self._forked or time.monotonic() < self._look_at or not self._looking.acquire(blocking=False):
+            return
+        try:
+            self._look_at = time.monotonic() + LOOK_S
+            for children in [children for children in self._forked if not children.lives()]:
+                children.has_ended = True
+                children.close()
+                self._forked.remove(children)
+            for _ in range(len(self._withheld)):
+                self._withheld.popleft().retry()
+        finally:
+            self._looking.release()
+
+    def before_fork(self) -> None:
+        self.settle()
+        if self.open or self._withheld:
+            children = self._forking[threading.get_ident()] = _ForkedChildren()
+            self._forked.append(children)
+
+    def in_parent(self) -> None:
+        self.age += 1
+        if (children := self._forking.pop(threading.get_ident(), None)) is not None:
+            children.begin(self.age)
+
+    def in_child(self) -> None:
+        self._looking = threading.Lock()
+        for children in self._forked:
             children.close()
-            _forked.remove(children)
-        for _ in range(len(_withheld)):
-            _withheld.popleft().retry()
-    finally:
-        _looking.release()
+        if (mine := self._forking.pop(threading.get_ident(), None)) is not None:
+            self._inherited.append(mine)
+        self._forking.clear()
+        self._forked.clear()
+        self._withheld.clear()
+        self.open.clear()
 
 
-def withheld() -> int:
-    """Return how many mappings have died here and are kept for the sake of children."""
-    return len(_withheld)
-
-
-_forking: dict[int, _ForkedChildren] = {}
-"""Forks that are under way, by their threads."""
-
-
-def _before_fork() -> None:
-    settle()
-    if _open or _withheld:
-        children = _forking[threading.get_ident()] = _ForkedChildren()
-        _forked.append(children)
-
-
-def _in_parent() -> None:
-    global _age
-    _age += 1
-    if (children := _forking.pop(threading.get_ident(), None)) is not None:
-        children.begin()
-
-
-_inherited: list[_ForkedChildren] = []
-"""The pages, in a child, that say it lives."""
-
-
-def _in_child() -> None:
-    global _looking
-    _looking = threading.Lock()
-    for children in _forked:
-        children.close()
-    if (mine := _forking.pop(threading.get_ident(), None)) is not None:
-        _inherited.append(mine)
-    _forking.clear()
-    _forked.clear()
-    _withheld.clear()
-    _open.clear()
-
-
-forks.at_fork(before=_before_fork, in_parent=_in_parent, in_child=_in_child)
+_lent = LentMemory()
+settle, withheld = _lent.settle, _lent.withheld
+forks.at_fork(before=_lent.before_fork, in_parent=_lent.in_parent, in_child=_lent.in_child)

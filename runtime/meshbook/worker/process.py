@@ -21,7 +21,7 @@ from meshbook.actor.actor_mesh import ProcRef, ask_controller
 from meshbook.actor.context import context
 from meshbook.actor.errors import CallsTooDeepError
 from meshbook.actor.ports import Port
-from meshbook.actor.router import FIRST_OF_RANKS, Address, Answers, Place, TActor, find_now, set_own_router
+from meshbook.actor.router import FIRST_OF_RANKS, Address, Answers, Place, TActor, find_now, routers
 from meshbook.actor.supervision import MeshFailure
 from meshbook.calls.call import CallRequest
 from meshbook.calls.mailboxes import Mailboxes
@@ -42,7 +42,7 @@ def run_worker(shell: RankShell, call_fd: int, urgent_fd: int, mail_fd: int, std
             os.close(source)
         worker = Worker(shell, call_fd, urgent_fd, mail_fd)
         router = WorkerRouter(worker)
-        set_own_router(lambda: router, takes_all=True)
+        routers.set_own(lambda: router, is_rank=True)
         worker.begin()
         worker.serve_calls()
         worker.mail.direct.close()

@@ -215,8 +215,6 @@ class Synced(NamedTuple):
 
 
 _sent: dict[str, LocalModule] = {}
-_reloading = ""
-"""The module that is being reloaded as it was sent; others who reload one take its file, where that lies here."""
 _in_use: dict[str, str] = {}
 """Versions of modules that were imported since they were first sent; nobody knows those of others."""
 
@@ -240,6 +238,10 @@ class _SentLoader(importlib.abc.SourceLoader):
 
 
 class _SentFinder(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self._reloading = ""
+        """The module that is being reloaded as it was sent; others who reload one take its file, where it lies here."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -247,10 +249,22 @@ class _SentFinder(importlib.abc.MetaPathFinder):
         if module is None:
             is_folder = any(name.startswith(f"{fullname}.") for name in _sent)  # of a package, without __init__.py
             return ModuleSpec(fullname, None, is_package=True) if is_folder else None
-        if fullname != _reloading and _lies_here(module):
+        if fullname != self._reloading and _lies_here(module):
             source = Path(module.path).read_bytes()
             module = replace(module, source=source, version=version_of(source))
         return importlib.util.spec_from_loader(fullname, _SentLoader(module))
+
+    def reload(self, module: ModuleType) -> None:
+        """Reload a module as it was sent. Raises: the errors of its code."""
+        self._reloading = module.__name__
+        try:
+            if (reloader := _autoreload()) is None:
+                importlib.reload(module)
+            else:
+                superreload = sys.modules["IPython.extensions.autoreload"].superreload
+                superreload(module, importlib.reload, reloader.old_objects)
+        finally:
+            self._reloading = ""
 
 
 class _AskingFinder(importlib.abc.MetaPathFinder):
@@ -341,7 +355,7 @@ def _take(module: LocalModule, namespace: dict[str, object], changed: set[str]) 
     before = dict(vars(loaded))
     version = _in_use.get(module.name)
     try:
-        _reload(loaded)
+        _finder.reload(loaded)
     except BaseException as error:
         vars(loaded).clear()
         vars(loaded).update(before)
@@ -352,19 +366,6 @@ def _take(module: LocalModule, namespace: dict[str, object], changed: set[str]) 
         return Synced(FAILED, _describe(error, module.path))
     _rebind(namespace, before, loaded)
     return Synced(RELOADED)
-
-
-def _reload(module: ModuleType) -> None:
-    global _reloading
-    _reloading = module.__name__
-    try:
-        if (reloader := _autoreload()) is None:
-            importlib.reload(module)
-        else:
-            superreload = sys.modules["IPython.extensions.autoreload"].superreload
-            superreload(module, importlib.reload, reloader.old_objects)
-    finally:
-        _reloading = ""
 
 
 def _autoreload() -> Any:

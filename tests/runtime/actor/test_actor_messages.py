@@ -21,7 +21,7 @@ from meshbook.actor import ActorError, ArgumentsError, Channel, MeshFailure, sen
 from meshbook.actor.classes import EndpointInfo, params_of
 from meshbook.calls.output import OutputTarget
 from meshbook.errors import CallInterrupted
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.monarch import get_or_spawn_controller
 
@@ -62,13 +62,13 @@ def test_errors_of_actors_pass_through_the_actors_that_called_them(mesh4: ProcMe
 
 def test_prints_of_actors_that_actors_call_belong_to_the_calling_cell(mesh4: ProcMesh) -> None:
     heard = Collector()
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard))
+    set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), heard))
     try:
         relay = mesh4.slice(gpus=0).spawn("relay", Relay, mesh4.spawn("counters", Counter).slice(gpus=2))
         relay.say_there.call_one("hello").get(20)
         wait_until(lambda: heard.text(2) == "hello\nend of hello")
     finally:
-        set_output_source(None)
+        set_front_end()
 
 
 @pytest.mark.parametrize("how", ["wait_there", "wait_there_plainly"])

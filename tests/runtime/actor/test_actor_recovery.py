@@ -14,7 +14,7 @@ from meshbook.actor import ActorError, ActorMesh
 from meshbook.actor.identity import ActorState
 from meshbook.calls.output import Notice, OutputTarget
 from meshbook.errors import CallInterrupted
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import ask, new_output_id
 
 PROVE = "proof = torch.ones(1)\ndist.all_reduce(proof)\nint(proof)"
@@ -28,7 +28,7 @@ def is_idle(learners: ActorMesh, procs: ProcMesh) -> bool:
 @pytest.mark.parametrize("cls", [Learner, AsyncLearner])
 def test_actors_that_wait_for_one_that_raised_are_freed(mesh4: ProcMesh, cls: type[Learner]) -> None:
     heard = Collector()
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard))
+    set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), heard))
     try:
         learners = mesh4.spawn("learners", cls)
         assert learners.step.call().get(30).values() == [4] * 4
@@ -42,7 +42,7 @@ def test_actors_that_wait_for_one_that_raised_are_freed(mesh4: ProcMesh, cls: ty
         )
         assert notices[0].endswith("which rank 1 never entered; freed")
     finally:
-        set_output_source(None)
+        set_front_end()
     assert mesh4.run(PROVE).get(30).values() == [4] * 4
     assert learners.step.call(times=1).get(30).values() == [4] * 4
     learners.stop().get(20)

@@ -48,7 +48,7 @@ from meshbook.errors import (
     SerializationError,
     UsageError,
 )
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 
 
@@ -173,13 +173,13 @@ def test_an_endpoint_may_answer_later_by_its_port(mesh4: ProcMesh) -> None:
 
 def test_what_an_actor_prints_belongs_to_the_call_and_comes_before_its_answer(mesh4: ProcMesh) -> None:
     heard = Collector()
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard))
+    set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), heard))
     try:
         one = mesh4.spawn("counters", Counter).slice(gpus=1)
         one.say.call_one("hello").get(20)
         assert heard.text(1) == "hello\nend of hello"
     finally:
-        set_output_source(None)
+        set_front_end()
 
 
 # ---- asyncio -----------------------------------------------------------------------------------------------------

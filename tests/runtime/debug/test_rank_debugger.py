@@ -17,7 +17,7 @@ from meshbook.calls.call_future import CellRun
 from meshbook.calls.rank_state import LastError
 from meshbook.errors import CallFailed, CallInterrupted, LeftStopped, WorkerLost
 from meshbook.mesh import states
-from meshbook.mesh.driven import set_prompt_handler
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import ask
 from meshbook.mesh.prompt import DebugPrompt
 from meshbook.mesh.rank_calls import start_cell
@@ -73,9 +73,9 @@ class Person:
 @pytest.fixture(autouse=True)
 def person(mesh4: ProcMesh) -> Iterator[None]:
     """Nobody types but the test's own script, and no rank stays stopped after it."""
-    set_prompt_handler(Person(Script()))
+    set_front_end(prompt_handler=Person(Script()))
     yield
-    set_prompt_handler(None)
+    set_front_end()
     while states.busy(mesh4):
         mesh4.interrupt()
 
@@ -227,7 +227,7 @@ def test_other_debuggers_open_this_prompt(mesh4: ProcMesh) -> None:
 
 
 def test_without_a_person_the_breakpoint_raises_at_its_line(mesh4: ProcMesh) -> None:
-    set_prompt_handler(Person(refusal="nobody is here"))
+    set_front_end(prompt_handler=Person(refusal="nobody is here"))
     with pytest.raises(CallFailed, match=r"not available on ranks here: nobody is here") as caught:
         start(mesh4, "x = 1\nbreakpoint()").future.get(ENOUGH_S)
     assert caught.value.failures[0].where == f"cell {CELL}, line 3"
@@ -245,19 +245,19 @@ def stop_on_one(rank_that_stops: int, value: int) -> int:
 
 def test_a_call_that_is_waited_for_brings_the_person_to_its_prompt(mesh4: ProcMesh) -> None:
     script = Script("p value", "value = 8", "c")
-    set_prompt_handler(Person(script))
+    set_front_end(prompt_handler=Person(script))
     assert list(mesh4.execute(stop_on_one, 2, 5).get(ENOUGH_S).values()) == [5, 5, 8, 5]
     assert "[2] -> breakpoint()\n[2] (Pdb) p value\n[2] 5\n" in script.shown
 
 
 def test_a_prompt_that_was_left_is_found_again(mesh4: ProcMesh) -> None:
-    set_prompt_handler(Person(Script("detach")))
+    set_front_end(prompt_handler=Person(Script("detach")))
     future = mesh4.execute(stop_on_one, 3, 5)
     with pytest.raises(LeftStopped, match="rank 3 stays stopped in stop_on_one"):
         future.get(ENOUGH_S)
     assert states.stopped(mesh4) == (3,)
     states.stopped_ranks(mesh4).left.clear()
-    set_prompt_handler(Person(Script("c")))
+    set_front_end(prompt_handler=Person(Script("c")))
     assert len(future.get(ENOUGH_S)) == 4
 
 
@@ -345,7 +345,7 @@ def test_an_interrupt_at_the_prompt_of_a_call_reaches_its_ranks(mesh4: ProcMesh)
         def read(self, prompt: str, is_open: Callable[[], bool], *, hidden: bool = False) -> str | None:
             raise KeyboardInterrupt
 
-    set_prompt_handler(Person(Pressing()))
+    set_front_end(prompt_handler=Person(Pressing()))
     with pytest.raises(CallInterrupted):
         mesh4.execute(stop_on_one, 1, 5).get(ENOUGH_S)
     assert not states.stopped_ranks(mesh4)

@@ -66,8 +66,8 @@ def _own_template(agent: psutil.Process, mesh: ProcMesh) -> psutil.Process:
 
 def _shared() -> psutil.Process:
     """The template of the hosts that were launched last."""
-    assert isinstance(local._template, HostTemplate)
-    return psutil.Process(local._template._process.pid)
+    assert isinstance(local._templates.last, HostTemplate)
+    return psutil.Process(local._templates.last._process.pid)
 
 
 def _await(happens: object, *, within_s: float = 20.0) -> None:
@@ -197,7 +197,7 @@ def test_without_a_template_that_imports_each_host_says_what_is_wrong(
     with pytest.raises(errors.SpawnError, match="numpy is broken here"):
         _spawn(hosts)
     hosts.shutdown()
-    assert local._template is not None and local._template.has_ended
+    assert local._templates.last is not None and local._templates.last.has_ended
 
 
 def test_a_template_of_hosts_that_does_not_answer_is_ended_and_the_host_started_without_it(clean_end: None) -> None:
@@ -215,14 +215,14 @@ def test_an_interrupt_while_hosts_wait_for_imports_leaves_nothing(
     clean_end: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutdown()
-    template_of = local._template_for
+    template_of = local._templates.find
 
     def interrupted(tickets: list[Ticket], torch: bool) -> HostTemplate | None:
         template = template_of(tickets, torch)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         return template
 
-    monkeypatch.setattr(local, "_template_for", interrupted)
+    monkeypatch.setattr(local._templates, "find", interrupted)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -230,7 +230,7 @@ def test_an_interrupt_while_hosts_wait_for_imports_leaves_nothing(
     finally:
         signal.signal(signal.SIGALRM, before)
     monkeypatch.undo()
-    assert local._template is not None and local._template.has_ended
+    assert local._templates.last is not None and local._templates.last.has_ended
     with _hosts(2) as hosts, _spawn(hosts) as mesh:
         assert mesh.run("rank").get(30).values() == [0, 1, 2, 3]
 

@@ -15,7 +15,7 @@ from patience import kill, wait_until
 from meshbook import ProcMesh
 from meshbook.errors import CallInterrupted, ItemFailed, UsageError
 from meshbook.mesh import states
-from meshbook.mesh.driven import set_progress_display
+from meshbook.mesh.driven import set_front_end
 
 
 def rank_of(item: float) -> tuple[float, int]:
@@ -74,11 +74,11 @@ def test_a_mesh_whose_ranks_have_ended_says_so(mesh2: ProcMesh) -> None:
 
 def test_the_progress_is_shown_and_taken_away(mesh4: ProcMesh) -> None:
     texts: list[str] = []
-    set_progress_display(texts.append)
+    set_front_end(show_progress=texts.append)
     try:
         mesh4.map(rank_of, [0.2] * 12)
     finally:
-        set_progress_display(None)
+        set_front_end()
     assert texts[-1] == ""
     shown = [text for text in texts if text]
     assert shown and all(text.startswith("rank_of ") and "/12" in text for text in shown), texts
@@ -127,12 +127,12 @@ def test_an_interrupt_frees_the_ranks_and_keeps_what_is_done(mesh4: ProcMesh) ->
 
     presser = threading.Thread(target=press)
     presser.start()
-    set_progress_display(texts.append)
+    set_front_end(show_progress=texts.append)
     try:
         with pytest.raises(CallInterrupted) as caught:
             mesh4.map(rank_of, [0.0, *([60.0] * 5)])
     finally:
-        set_progress_display(None)
+        set_front_end()
         presser.join()
     assert caught.value.partial[0][0] == 0.0 and 1 not in caught.value.partial
     wait_until(lambda: not states.busy(mesh4), 30)

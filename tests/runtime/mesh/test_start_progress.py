@@ -13,7 +13,7 @@ from meshbook import ProcMesh, start_hosts, this_host
 from meshbook.errors import SpawnError, UsageError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.launchers.local import LocalLauncher
-from meshbook.mesh.driven import set_progress_display
+from meshbook.mesh.driven import set_front_end
 from meshbook.wire.ticket import Ticket
 
 COMPUTES = "import time\nend = time.process_time() + 3\nwhile time.process_time() < end: pass\n"
@@ -30,9 +30,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shown() -> Iterator[list[str]]:
     texts: list[str] = []
-    set_progress_display(texts.append)
+    set_front_end(show_progress=texts.append)
     yield texts
-    set_progress_display(None)
+    set_front_end()
 
 
 @pytest.mark.slow

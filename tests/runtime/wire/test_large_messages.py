@@ -11,7 +11,7 @@ from meshbook.actor import Actor, endpoint
 from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, RankLog, RankOutput
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
 from meshbook.errors import CallFailed, MessageTooLarge
-from meshbook.mesh.driven import set_output_source
+from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import resident_bytes
@@ -113,7 +113,7 @@ class Loud(Actor):
 
 def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
     heard: list[OutputEvent] = []
-    set_output_source(lambda procs: OutputTarget(new_output_id(procs), heard.append))
+    set_front_end(output_source=lambda procs: OutputTarget(new_output_id(procs), heard.append))
     try:
         loud = mesh2.spawn("loud", Loud)
         loud.say.call(1).get(20)
@@ -126,7 +126,7 @@ def test_the_agent_does_not_keep_what_actors_print(mesh2: ProcMesh) -> None:
             time.sleep(0.05)
         said.get(60)
     finally:
-        set_output_source(None)
+        set_front_end()
     assert grown < 30_000_000
     cuts = {event.rank: event.size_bytes for event in heard if isinstance(event, OutputDropped)}
     shown = sum(len(event.text) for event in heard if isinstance(event, StreamText))

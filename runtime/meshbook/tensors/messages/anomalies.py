@@ -16,24 +16,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshbook.errors import HostLost, MeshError, MeshStoppedError, WorkerLost
+from meshbook.errors import HostLost, MeshStoppedError, WorkerLost
 from meshbook.formatting import name_ranks
 
 NAN, NOT_FINITE = "nan", "not finite"
-
-hunted = ""
-"""The kind of value that batches are searched for now."""
 
 
 class Searched(Protocol):
     """A stream of operations that can be searched."""
 
-    anomaly: MeshError | None
-    """The find of a hunt, until it is told."""
-    is_cut_off: bool
-    """Whether ranks ended, or were interrupted, before they could report on some operations."""
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether ranks ended, or were interrupted, before they could report on some operations."""
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        """Wait for the operations that were issued. Raises: the find of a hunt."""
+
+    def forget_find(self) -> None:
+        """Forget the find of a hunt, and what it could not see."""
 
 
 CUT_OFF = (
@@ -44,8 +44,43 @@ CUT_OFF = (
 FOUND = 0
 """The number, of no tensor, under which ranks report a find among the failures."""
 
-streams: weakref.WeakSet[Searched] = weakref.WeakSet()
-"""The streams of this process."""
+
+class Hunt:
+    """The hunt of this process over all its streams."""
+
+    def __init__(self) -> None:
+        self.kind = ""
+        """The kind of value that batches are searched for now."""
+        self.streams: weakref.WeakSet[Searched] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def begin(self, kind: str) -> Iterator[None]:
+        """Search for a kind of value in the block. Raises: the find of this hunt, or of the one around it."""
+        before = self.kind
+        self._settle()
+        self._forget()
+        self.kind = kind
+        try:
+            yield
+            self._settle()
+            if any(stream.is_cut_off for stream in list(self.streams)):
+                warnings.warn(CUT_OFF, stacklevel=5)
+        finally:
+            self.kind = before
+            self._forget()
+
+    def _forget(self) -> None:
+        for stream in list(self.streams):
+            stream.forget_find()
+
+    def _settle(self) -> None:
+        """Wait for all streams, but not for meshes that are gone. Raises: the find of a hunt."""
+        for stream in list(self.streams):
+            with contextlib.suppress(MeshStoppedError, WorkerLost, HostLost):
+                stream.settle()
+
+
+hunt = Hunt()
 
 
 @contextlib.contextmanager
@@ -57,31 +92,8 @@ def detect_anomaly(*, infinities: bool = False) -> Iterator[None]:
     as well. The tensors stay as they are. Each operation costs a look at its operands and results. Where a rank ended
     before it could report, a warning says so at the end. Raises: TensorError.
     """
-    global hunted
-    before = hunted
-    _settle_all()
-    _forget()
-    hunted = NOT_FINITE if infinities else NAN
-    try:
+    with hunt.begin(NOT_FINITE if infinities else NAN):
         yield
-        _settle_all()
-        if any(stream.is_cut_off for stream in list(streams)):
-            warnings.warn(CUT_OFF, stacklevel=3)
-    finally:
-        hunted = before
-        _forget()
-
-
-def _forget() -> None:
-    for stream in list(streams):
-        stream.anomaly, stream.is_cut_off = None, False
-
-
-def _settle_all() -> None:
-    """Wait for all streams, but not for meshes that are gone. Raises: the find of a hunt."""
-    for stream in list(streams):
-        with contextlib.suppress(MeshStoppedError, WorkerLost, HostLost):
-            stream.settle()
 
 
 class Search:

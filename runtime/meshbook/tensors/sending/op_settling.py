@@ -317,7 +317,7 @@ class SentOperations(abc.ABC):
         if not failed:
             return
         anomaly = failed.pop(anomalies.FOUND, "")
-        if anomaly and self.anomaly is None and anomalies.hunted and (window := done.window) is not None:
+        if anomaly and self.anomaly is None and anomalies.hunt.kind and (window := done.window) is not None:
             number, within, why = anomaly.split(" ", 2)
             self.anomaly = window.at(int(number), int(within)).failed(why)
         known = done.cause() if failed and done.cause is not None else None
@@ -350,7 +350,7 @@ class SentOperations(abc.ABC):
                 refused = window.spread(causes, self._failures, families)
             else:
                 self._forget_told()
-                self.is_cut_off = bool(anomalies.hunted)
+                self.is_cut_off = bool(anomalies.hunt.kind)
                 causes, undone_from = {begin: first}, math.inf
                 refused = {**dict.fromkeys(range(begin, window.end), first.error), **window.refused}
             for number, turn in reversed(list(window.turns.items())):

@@ -77,7 +77,7 @@ class OpStream(SentOperations):
         self._are_ranks_new = False
         """Whether some were started again, and have not been told of the tensors."""
         call_before_calls(procs, self._before_call)
-        anomalies.streams.add(self)
+        anomalies.hunt.streams.add(self)
 
     def issue(
         self,
@@ -129,7 +129,9 @@ class OpStream(SentOperations):
             with held_back():  # what was sent is known to be under way
                 uses, window = self._as_window()
                 lines = for_ranks(each[1] for each in window.issued)
-                batch = OperationBatch(window.first, self._templates, uses, lines, self._take_freed(), anomalies.hunted)
+                batch = OperationBatch(
+                    window.first, self._templates, uses, lines, self._take_freed(), anomalies.hunt.kind
+                )
                 try:
                     sent = self.send("run", batch, asked_by=as_named_line(window.issued[0][1]) if uses else None)
                 except MeshError as error:
@@ -212,7 +214,7 @@ class OpStream(SentOperations):
         number, calls = step.recording.number, self._replays.calls
         call = calls.get(number)
         unknown = step.recording if call is None else None
-        fields = self._first, number, turn.turn, unknown, turn.inputs, numbers, turn.results, freed, anomalies.hunted
+        fields = self._first, number, turn.turn, unknown, turn.inputs, numbers, turn.results, freed, anomalies.hunt.kind
         if call is None:
             sent = self.send("replay", fields, asked_by=step.asked_by)
             line, place = step.asked_by
@@ -284,6 +286,9 @@ class OpStream(SentOperations):
         self.settle_all()
         self._tell_anomaly()
 
+    def forget_find(self) -> None:
+        self.anomaly, self.is_cut_off = None, False
+
     def _tell_anomaly(self) -> None:
         if self.anomaly is not None:
             found, self.anomaly = self.anomaly, None
@@ -314,7 +319,7 @@ class OpStream(SentOperations):
 
     def _before_call(self) -> None:
         if self.recorder is not None and not any(
-            isinstance(each, OpStream) and each._sending for each in anomalies.streams
+            isinstance(each, OpStream) and each._sending for each in anomalies.hunt.streams
         ):
             self.recorder.refuse("it asks the ranks for a value, or calls them")
         try:
