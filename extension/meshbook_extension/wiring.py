@@ -16,7 +16,7 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 from meshbook.errors.advice import Advice, set_advice
 from meshbook.mesh.driven import set_front_end
 from meshbook_extension.cells.curves import OwnCurves, WatchedNames
-from meshbook_extension.cells.hang_watch import Notices
+from meshbook_extension.cells.hang_watch import CellHooks
 from meshbook_extension.cells.names import NameErrors
 from meshbook_extension.cells.prompt import CallOutput, CallPromptHandler
 from meshbook_extension.cells.record import CellRecord
@@ -133,8 +133,7 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     closing = session.closing
     closing.callback(session.publisher.stop)
     if earlier is not None:
-        session.meshes, session.slices, session.current = earlier.meshes, earlier.slices, earlier.current
-        session.setups, session.returned, session.errors = earlier.setups, earlier.returned, earlier.errors
+        session.go_on(earlier)
         for kept in (Jobs, AutoAttach, MeshSaves, SentModules, Transcripts, WatchedNames):
             session.add_part(earlier.part(kept))
         session.part(TimeLimits).go_on(earlier.part(TimeLimits), session.publisher)
@@ -144,9 +143,10 @@ def open_session(shell: InteractiveShell, earlier: Session | None) -> Session:
     curves = session.add_part(OwnCurves(shell, session.part(WatchedNames), session.publisher))
     closing.callback(curves.end)
     closing.callback(NameErrors(session).end)
-    closing.callback(session.add_part(Debugged(session)).end)
+    debugged = session.add_part(Debugged(session))
+    closing.callback(debugged.end)
+    session.add_part(CellHooks(hang_notices, debugged.name_cell))
     closing.callback(Hooks(shell, Completer(session)).uninstall)
-    session.part(Notices).open = hang_notices
 
     set_advice(NOTEBOOK_ADVICE, name_notebook_cells)
     closing.callback(set_advice, None)

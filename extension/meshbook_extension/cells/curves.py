@@ -246,12 +246,12 @@ class OwnCurves:
         self._shell, self._watch, self._publisher = shell, watch, publisher
         self._cell = 0
         self._view: CurveView | None = None
-        recorder.origin = self._cell_here
+        recorder.count_for(self._cell_here)
         on_own.append(self._on_logged)
 
     def end(self) -> None:
         """Show no more of it."""
-        recorder.origin = lambda: 0
+        recorder.count_for(lambda: 0)
         on_own.remove(self._on_logged)
 
     def _cell_here(self) -> int:

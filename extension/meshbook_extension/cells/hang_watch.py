@@ -22,6 +22,7 @@ from meshbook.concurrency.background import run_in_background
 from meshbook.formatting import format_ranks, name_ranks
 from meshbook.groups.deadlock import RankProgress, find_stragglers
 from meshbook.mesh import states
+from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.proc_view import ask
 from meshbook.stacks.mesh_stacks import MeshStacks, RankTold, predicate
 from meshbook_extension.cells.output import OwnDisplay
@@ -162,11 +163,19 @@ Draw: TypeAlias = "Callable[[str, str, Sequence[int]], OwnDisplay | None]"
 """A function that draws a sign: its words, the same with commands that help, and its ranks; None where text is all."""
 
 
-class Notices:
-    """A session's way to show the signs of its cells: as text, unless it was given a better one."""
+class CellHooks:
+    """The rooms above, as the cells of a session see them."""
 
-    def __init__(self) -> None:
-        self.open: Callable[[Session, RunningCell], Draw] = lambda session, cell: lambda words, text, odd: None
+    def __init__(
+        self,
+        open_notice: Callable[[Session, RunningCell], Draw] = lambda session, cell: lambda words, text, odd: None,
+        name_cell: Callable[[ProcMesh, str], str] = lambda procs, cell: "",
+    ) -> None:
+        """open_notice: shows the signs of a cell, which are text without it.
+
+        name_cell: returns the name of a cell's file on ranks, while a debugger looks at one of them.
+        """
+        self.open_notice, self.name_cell = open_notice, name_cell
 
 
 class WatchedCell(Scheduled):
@@ -176,7 +185,7 @@ class WatchedCell(Scheduled):
         """Watch a cell until it ends. stop: how the person ends it."""
         self._cell = cell
         self._publisher = publisher = session.publisher
-        self._draw = session.part(Notices).open(session, cell)
+        self._draw = session.part(CellHooks).open_notice(session, cell)
         self._stop = f"stop: {stop}"
         self._signs = HangDetector()
         self._pause_s = EVERY_S

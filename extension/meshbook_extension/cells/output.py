@@ -126,8 +126,6 @@ class CellOutput(Scheduled):
         """The advice behind the place at which a rank stopped."""
         self.defers_tracebacks = False
         """Whether the cell's own error has the tracebacks: tools that run notebooks keep the first error."""
-        self.transcript: Transcript | None = None
-        """The transcript that keeps what is shown; None where nothing does."""
         self.awaits_outcome = False
         """Whether values of last expressions wait until `conclude` tells which of them are valid."""
         self._invalid: frozenset[int] = frozenset()
@@ -199,6 +197,12 @@ class CellOutput(Scheduled):
     def show(self, shown: OwnDisplay) -> None:
         """Show rich content of our own in the cell's output; from any thread."""
         self._put(shown)
+
+    def await_outcome(self, is_done: Callable[[], bool]) -> None:
+        """Keep the values of last expressions until `conclude`, which follows when ``is_done`` returns True."""
+        self.awaits_outcome = True
+        if isinstance(self._sink, Transcript):
+            self._sink.follow(is_done)
 
     def conclude(self, invalid: Collection[int]) -> None:
         """Show the values of last expressions, but for those of the ranks ``invalid``; from any thread."""
@@ -505,7 +509,7 @@ def open_output(
     sink, grouping = sink_for(session.shell), grouping_for(group, only or procs.ranks)
     transcript = session.part(Transcripts).open(what, sink, page_of(session)) if what else None
     members = members_of(procs.base())
-    output = CellOutput(
+    return CellOutput(
         procs.ranks if ranks is None else ranks,
         transcript or sink,
         grouping,
@@ -519,8 +523,6 @@ def open_output(
         lambda rank: ", ".join(f"{axis}={index}" for axis, index in members.point(rank).items()),
         only,
     )
-    output.transcript = transcript
-    return output
 
 
 def page_of(session: Session) -> str:

@@ -18,7 +18,7 @@ from meshbook.shape.members import members_of
 from meshbook.shape.value_mesh import ValueMesh
 from meshbook.shell.scripts import Script
 from meshbook_extension.cells.curves import WatchedExpression, WatchedNames, watch_modules
-from meshbook_extension.cells.hang_watch import WatchedCell
+from meshbook_extension.cells.hang_watch import CellHooks, WatchedCell
 from meshbook_extension.cells.output import open_output, page_of
 from meshbook_extension.cells.profile import TRACE, CellProfile
 from meshbook_extension.cells.prompt import CellLeft, CellPrompt
@@ -98,7 +98,7 @@ def run_mesh_cell(session: Session, line: str, code: str) -> None:
     line_offset = _lines_above(whole, code)
     check_syntax(code, cell_number, line_offset)
     procs = session.target(arguments.words, arguments.pairs)
-    is_left = _run(session, procs, code, arguments, line_offset, session.debug_name(procs, whole))
+    is_left = _run(session, procs, code, arguments, line_offset, session.part(CellHooks).name_cell(procs, whole))
     if arguments.flag("--setup") and not is_left:
         cell_id = str((parent_of(session.shell).get("metadata") or {}).get("cellId") or "")
         session.setups.add(Setup(procs.name, arguments.pairs, code, cell_number, line_offset, cell_id))
@@ -237,16 +237,14 @@ def wait_for(
     session.part(Jobs).foreground.append(cell)
     WatchedCell(cell, session)
     watch_expression(session, cell)
-    cell.prompt = CellPrompt(session, cell)
     cell.output.defers_tracebacks = not is_attended(parent_of(session.shell))
     try:
-        session.keep_result(cell.result(timeout_s, holding), out)
+        session.keep_result(cell.result(timeout_s, holding, CellPrompt(session, cell)), out)
     except CallError as error:
         session.keep_result(partial_result(cell.procs, error), out)
         raise
     finally:
         session.part(Jobs).foreground.remove(cell)
-        cell.prompt = None
         session.errors.note(cell.procs.name, cell.what, cell.failures, cell.succeeded)
         if show_time and (times := times_of(cell.run)):
             sink = sink_for(session.shell)

@@ -72,14 +72,12 @@ class RunningCell:
         self._session = session
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
-        output.awaits_outcome = True
-        if output.transcript is not None:
-            output.transcript.is_running = lambda: not run.future.done()
+        output.await_outcome(run.future.done)
         self._tell_failed_at: float | None = None
         """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf
         self._awaits_return = False
-        self.prompt: CellPrompt | None = None
+        self._prompt: CellPrompt | None = None
         """The prompt of ranks that stop at breakpoints; None while the cell runs beside the notebook."""
 
     @property
@@ -97,16 +95,19 @@ class RunningCell:
         """The ranks that have ended it well so far."""
         return [rank for rank, done in list(self.output.done.items()) if done.ok]
 
-    def result(self, timeout_s: float | None, holding: contextlib.ExitStack) -> ValueMesh[object]:
+    def result(
+        self, timeout_s: float | None, holding: contextlib.ExitStack, prompt: CellPrompt | None = None
+    ) -> ValueMesh[object]:
         """Wait for all ranks, with their output shown, and return the values of their last expressions.
 
         holding: the block that holds interrupts back since the cell was sent, as in `start_cell`; closed here, where
-        an interrupt is dealt with.
+        an interrupt is dealt with. prompt: opened where ranks stop at breakpoints meanwhile.
         Raises: CallFailed, WorkerLost, CellTimeout, and CallInterrupted if the person pressed interrupt or the cell was
         cancelled; their ``partial`` has the results of the ranks that succeeded. CellLeft if the person has left ranks
         at their prompts; an error of a signal handler, when the ranks were interrupted.
         """
         error: CallError
+        self._prompt = prompt
         try:
             holding.close()
             self.output.summary_follows = True
@@ -171,15 +172,15 @@ class RunningCell:
 
     def _is_wanted(self) -> bool:
         """Whether `_look_after` has something to do."""
-        return self._has_news_of_failure() or (self.prompt is not None and self.prompt.is_wanted)
+        return self._has_news_of_failure() or (self._prompt is not None and self._prompt.is_wanted)
 
     def _has_news_of_failure(self) -> bool:
         return self._tell_failed_at is None and any(not done.ok for done in list(self.output.done.values()))
 
     def _look_after(self) -> float:
         """Open a prompt, report waits and failures to a person who waits; returns the seconds until the next look."""
-        if self.prompt is not None and self.prompt.is_wanted:
-            self.prompt.open()
+        if self._prompt is not None and self._prompt.is_wanted:
+            self._prompt.open()
         if self._has_news_of_failure():
             self._tell_failed_at = time.monotonic() + STILL_RUNNING_S
         now = time.monotonic()

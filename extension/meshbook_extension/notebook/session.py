@@ -56,8 +56,6 @@ class Session:
         self.returned: set[str] = set()
         """The names of meshes that an earlier kernel of this notebook has spawned."""
         self.errors = ErrorLog()
-        self.debug_name: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
-        """The function that names a cell's file on ranks, while a debugger looks at one of them."""
         self.named_targets: list[tuple[Sequence[str], dict[str, str], ProcMesh]] = []
         """The targets that the running cell and its commands have named, with the ranks that they mean."""
         self.on_change: list[Callable[[], object]] = []
@@ -67,6 +65,11 @@ class Session:
         self._parts: dict[type, object] = {}
         self._left: tuple[str, str] | None = None
         """The name of the mesh that was stopped last, and the time of day at which it was detached, if it was."""
+
+    def go_on(self, earlier: Session) -> None:
+        """Take over the meshes, slices and errors of a closed session of the same shell."""
+        self.meshes, self.slices, self.current = earlier.meshes, earlier.slices, earlier.current
+        self.setups, self.returned, self.errors = earlier.setups, earlier.returned, earlier.errors
 
     def part(self, kind: type[P]) -> P:
         """Return the object that another room keeps for this session, such as its `Jobs`, made at the first call."""

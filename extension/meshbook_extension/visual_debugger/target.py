@@ -107,7 +107,6 @@ class Debugged:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._target: DebugTarget | None = None
-        session.debug_name = self._name_cell
         session.on_forget.append(self._on_forget)
 
     def begin(self, rank: ProcMesh) -> DebugTarget:
@@ -125,7 +124,7 @@ class Debugged:
             target.close()
         return target
 
-    def _name_cell(self, procs: ProcMesh, text: str) -> str:
+    def name_cell(self, procs: ProcMesh, text: str) -> str:
         """Return the name of a cell's file on ranks; nothing when the panel does not look at them."""
         if self._target is None or not self._target.is_attached:
             return ""

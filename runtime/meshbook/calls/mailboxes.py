@@ -184,7 +184,7 @@ class Mailboxes:
 class IncomingCall:
     """A call with its arguments and its reply, as a handler gets it; each part is used once, on any thread."""
 
-    __slots__ = ("_came_at", "_discard", "_left", "call", "on_cancel")
+    __slots__ = ("_came_at", "_discard", "_left", "_on_cancel", "call")
 
     def __init__(
         self,
@@ -195,12 +195,22 @@ class IncomingCall:
     ) -> None:
         """load: builds the arguments. discard: lets go of them. send: takes the answer and the time since we began."""
         self.call = call
-        self.on_cancel: Callable[[wire.Call, bool], None] | None = None
+        self._on_cancel: Callable[[wire.Call, bool], None] | None = None
         """The callback of its mailbox, which may have closed since."""
         self._left: dict[str, Callable[..., Any]] = {"load": load, "send": send}
         """The parts that were not used yet: the interpreter never splits a `dict.pop`, so each goes to one thread."""
         self._discard = discard
         self._came_at = time.monotonic()
+
+    def deliver(self, mailbox: Mailbox) -> None:
+        """Hand the call to its mailbox. Raises: the errors of the handler."""
+        self._on_cancel = mailbox.on_cancel
+        mailbox.handler(self.call, self.load, self.reply)
+
+    def cancel(self, *, insist: bool) -> None:
+        """Tell the mailbox that the sender wants the end of the call."""
+        if self._on_cancel is not None:
+            self._on_cancel(self.call, insist)
 
     def load(self) -> CallArguments:
         """Build the arguments, as `meshbook.calls.mailboxes.LoadArgs` says."""
@@ -233,9 +243,7 @@ class IncomingCalls:
         if call.reply:
             self.open[call.origin, call.id] = incoming
         try:
-            mailbox = self.boxes.find(call.mailbox, rank)
-            incoming.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, incoming.load, incoming.reply)
+            incoming.deliver(self.boxes.find(call.mailbox, rank))
         except Exception as error:
             incoming.reply(refusal(error, rank, host))
             return error
@@ -243,9 +251,8 @@ class IncomingCalls:
 
     def cancel(self, cancel: wire.Cancel) -> None:
         """Tell the mailbox of a call that has no answer yet."""
-        incoming = self.open.get((cancel.origin, cancel.call))
-        if incoming is not None and incoming.on_cancel is not None:
-            incoming.on_cancel(incoming.call, cancel.insist)
+        if (incoming := self.open.get((cancel.origin, cancel.call))) is not None:
+            incoming.cancel(insist=cancel.insist)
 
     def give_up(self, is_meant: Callable[[wire.Call], bool], answer: Outcome) -> None:
         """Answer the open calls that have lost their handler. Any thread."""

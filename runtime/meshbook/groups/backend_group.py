@@ -35,7 +35,7 @@ from meshbook.groups.gloo import (
     listening_at,
     park_threads,
 )
-from meshbook.groups.group_state import Failures, GroupState, Users
+from meshbook.groups.group_state import BEING_FORMED, Failures, GroupState, Users
 from meshbook.groups.records import Operands, Torn, settle
 from meshbook.groups.work import PeerWork
 from meshbook.system.descriptors import above_standard
@@ -89,6 +89,7 @@ class BackendGroup:
         recipe: GroupSpec,
         store: Store,
         guard: GroupState,
+        users: Users,
         options: NcclOptions | None = None,
         device_id: torch.device | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class BackendGroup:
         """The reason why the group is of no use any more; empty while it is."""
         self.closed = ""
         """The reason why no operation begins in it: it is dead, or being formed."""
-        self.failures, self.users = Failures(guard.note_broken), Users()
+        self.failures, self.users = Failures(guard.note_broken), users
         self.open_peer_works: set[PeerWork] = set()
         self._size, self._rank = len(recipe.ranks), recipe.rank
         self._torn: dict[tuple[str, int], Torn] | None = {}
@@ -115,6 +116,7 @@ class BackendGroup:
         self.is_lost = False
         """Whether gloo's thread has given it up (`meshbook.groups.gloo`); it must never be destroyed."""
         self.group = self._build(recipe, store, options, device_id)
+        self.closed = self.dead or (BEING_FORMED if guard.forming else "")
 
     # ---- making -------------------------------------------------------------------------------------------------
 

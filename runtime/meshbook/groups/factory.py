@@ -159,9 +159,8 @@ class GroupFactory:
         if is_default and self.base_store is not None:
             store, self.base_store = self.base_store, None
         prefixed = PrefixStore(f"{group_name}/", store)
-        group = self.make(recipe, prefixed, backend_options, device_id)
-        if is_default:
-            group.on_destroyed = self.on_default_destroyed
+        on_destroyed = self.on_default_destroyed if is_default else lambda: None
+        group = self.make(recipe, prefixed, backend_options, device_id, on_destroyed)
         if is_default or connects_at_once():
             group.live  # noqa: B018  # what cannot be made is told now
         return group, prefixed
@@ -181,11 +180,17 @@ class GroupFactory:
         return group
 
     def make(
-        self, recipe: GroupSpec, store: Store, options: NcclOptions | None = None, device_id: torch.device | None = None
+        self,
+        recipe: GroupSpec,
+        store: Store,
+        options: NcclOptions | None = None,
+        device_id: torch.device | None = None,
+        on_destroyed: Callable[[], object] = lambda: None,
     ) -> AbortableGroup:
         """Make a group and enter it into torch's registries."""
         world: Any = c10d._world
-        group = AbortableGroup(recipe, store, self.guard, options, device_id)
+        forget = functools.partial(self.groups.pop, recipe.name, None)
+        group = AbortableGroup(recipe, store, self.guard, options, device_id, forget, on_destroyed)
         world.pg_map[group] = (c10d.Backend(recipe.backend), store)
         world.pg_names[group] = recipe.name
         world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(recipe.backend)))
@@ -196,7 +201,6 @@ class GroupFactory:
         world.tags_to_pg.setdefault(tag, []).append(group)
         world.pg_to_tag[group] = tag
         self.groups[recipe.name] = group
-        group.on_retired = lambda: self.groups.pop(recipe.name, None)
         return group
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from meshbook.errors import GroupAborted, UsageError
 from meshbook.groups.backend_group import HELD_MAX_S, BackendGroup, GroupSpec, NcclOptions, dispose
 from meshbook.groups.collectives_off import public_name, refusals, refuse_if_off
-from meshbook.groups.group_state import BEING_FORMED, Counts, GroupState, Users
+from meshbook.groups.group_state import Counts, GroupState, Users
 from meshbook.groups.operands import (
     IN_ONE_PIECE,
     Description,
@@ -65,7 +65,10 @@ class AbortableGroup(dist.ProcessGroup):
         guard: GroupState,
         options: NcclOptions | None = None,
         device_id: torch.device | None = None,
+        on_retired: Callable[[], object] = lambda: None,
+        on_destroyed: Callable[[], object] = lambda: None,
     ) -> None:
+        """on_retired: called when the group can never be used again. on_destroyed: called before, by its end."""
         super().__init__(recipe.rank, len(recipe.ranks))  # type: ignore[call-arg]
         self.recipe = recipe
         self.issued = 0
@@ -85,8 +88,7 @@ class AbortableGroup(dist.ProcessGroup):
         """The reason why the group cannot be used until it is formed again."""
         self.retired = ""
         """The reason why the group can never be used again."""
-        self.on_retired: Callable[[], object] = lambda: None
-        self.on_destroyed: Callable[[], object] = lambda: None
+        self._on_retired, self._on_destroyed = on_retired, on_destroyed
         self._store, self._guard, self._options = store, guard, options
         self._inner: BackendGroup | None = None
         self._making = threading.Lock()
@@ -116,9 +118,7 @@ class AbortableGroup(dist.ProcessGroup):
         with self._making:
             if self._inner is None:
                 device_id = self.bound_device_id
-                inner = BackendGroup(self.recipe, self._store, guard, self._options, device_id)
-                inner.users, inner.closed = self._users, BEING_FORMED if guard.forming else ""
-                self._inner = inner
+                self._inner = BackendGroup(self.recipe, self._store, guard, self._users, self._options, device_id)
         if reason := guard.reason or self._aborted:  # aborted meanwhile, by another thread
             self._inner.give_up(reason)
         return self._inner
@@ -160,12 +160,12 @@ class AbortableGroup(dist.ProcessGroup):
         self.retired = self.retired or reason
         former, self._inner = self._inner, None
         self._forget_messages()
-        self.on_retired()
+        self._on_retired()
         return former
 
     def shutdown(self) -> None:
         """End the group; `destroy_process_group` calls this."""
-        self.on_destroyed()
+        self._on_destroyed()
         self._guard.note_broken()
         former = self.retire(f'the process group "{self.recipe.name}" was destroyed: make it again on all its ranks.')
         dispose([former] if former is not None else [])

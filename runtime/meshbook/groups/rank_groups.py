@@ -91,8 +91,7 @@ class RankGroups:
     def __init__(self) -> None:
         self._place: Identity | None = None
         self._torchrun: dict[str, str] = {}
-        self.on_new_controller: Callable[[], object] = lambda: None
-        """A callback when another controller has attached the mesh: values held for the former one are freed."""
+        self._on_new_controller: list[Callable[[], object]] = []
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
         self._factory = GroupFactory(self._guard)
@@ -311,6 +310,15 @@ class RankGroups:
         """Set where to ask which messages actors handle, and on which threads."""
         self._guard.handled = handled
 
+    def call_on_new_controller(self, action: Callable[[], object]) -> None:
+        """Call ``action`` when another controller attaches the mesh, to free values held for the former one."""
+        if action not in self._on_new_controller:
+            self._on_new_controller.append(action)
+
+    def on_new_controller(self) -> None:
+        for action in self._on_new_controller:
+            action()
+
     def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
         """End all waits in groups of up to ``epoch`` with GroupAborted, and later operations; from any thread.
 
@@ -343,8 +351,7 @@ class RankGroups:
 
     def note_failed(self, call: int) -> None:
         """Note how far the groups are as a call fails on the main thread: later operations belong to later calls."""
-        counts = {name: group.issued for name, group in list(self._factory.groups.items())}
-        self._guard.last_failure = self._guard.epoch, call, counts
+        self._guard.note_failed(call, {name: group.issued for name, group in list(self._factory.groups.items())})
 
     # ---- reports to the controller; from any thread -----------------------------------------------------------------
 
@@ -353,11 +360,7 @@ class RankGroups:
         guard = self._guard
         if not (guard.used or guard.broken or guard.torn or guard.copied or guard.restored):
             return b""
-        used, guard.used = guard.used, set()
-        broken, guard.broken = guard.broken, False
-        torn, guard.torn = guard.torn, []
-        copied, guard.copied = guard.copied, []
-        restored, guard.restored = guard.restored, []
+        used, broken, torn, copied, restored = guard.take_news()
         groups = [group for group in used if isinstance(group, AbortableGroup) and not group.retired]
         told = [Progress(group.recipe.name, *group.record.told) for group in groups]
         told += [Progress(each.name, *each.told) for each in used if isinstance(each, MessageRecord)]
@@ -426,7 +429,7 @@ class RankGroups:
 
     def log_operations(self, log: OperationLog | None) -> None:
         """Put the operations of groups into ``log`` from now on; None: into none."""
-        self._guard.log = log
+        self._guard.log_operations(log)
 
     def keep_environment(self) -> None:
         """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""

@@ -225,7 +225,7 @@ class CollectiveWork(AbortableWork):
             self._opened = threading.Event()
             self._future = self._gate.then(lambda _: self._outcome(raw))
             self.inner.guard.futures[self] = time.monotonic()
-            self.inner.guard.on_future()
+            _expect_wait(self.inner.guard)
             self._open_gate_after(raw)
             if self.inner.dead:
                 self.fail_future()
@@ -439,20 +439,17 @@ class PeerWork(AbortableWork):
             self._raise_failed(self._error)
 
 
+def _expect_wait(guard: GroupState) -> None:
+    """Have the backward pass of this thread, if there is one, say when it waits for collectives only."""
+    thread, computed_at = threading.get_ident(), guard.computed_at
+    if thread in guard.backward and thread not in computed_at:
+        computed_at[thread] = 0.0
+        # callbacks run in the order in which they were added, and the one that DDP adds waits for its collectives
+        queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
+
+
 def watch_backward(guard: GroupState) -> None:
     """Tell ``guard`` of the backward passes of this process from now on. Idempotent."""
-
-    computed_at: dict[int, float] = {}
-    """The time when the backward pass of a thread had only the futures of collectives left to wait for; 0 before."""
-
-    def expect_wait() -> None:
-        thread = threading.get_ident()
-        if thread in guard.backward and thread not in computed_at:
-            computed_at[thread] = 0.0
-            # callbacks run in the order in which they were added, and the one that DDP adds waits for its collectives
-            queue_callback(lambda: computed_at.__setitem__(thread, time.monotonic()))
-
-    guard.on_future = expect_wait
 
     def run_backward(*args: object, **kwargs: object) -> object:
         thread = threading.get_ident()
@@ -469,7 +466,7 @@ def watch_backward(guard: GroupState) -> None:
             raise
         finally:
             guard.backward.discard(thread)
-            if since := computed_at.pop(thread, 0.0):
+            if since := guard.computed_at.pop(thread, 0.0):
                 guard.add_wait(thread, since, "the backward pass")
 
     patch(torch.autograd, "_engine_run_backward", run_backward)

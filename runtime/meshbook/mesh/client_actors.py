@@ -118,9 +118,7 @@ class ClientActors:
         if request.reply:
             self._open[id] = incoming
         try:
-            mailbox = self._mailboxes.find(request.mailbox, 0)
-            incoming.on_cancel = mailbox.on_cancel
-            mailbox.handler(call, incoming.load, incoming.reply)
+            incoming.deliver(self._mailboxes.find(request.mailbox, 0))
         except Exception as error:
             incoming.reply(refusal(error, 0, self._process.identity.host))
             if not request.reply and isinstance(error, MeshError):
@@ -146,8 +144,8 @@ class ClientActors:
         call.close(CallEvent.SETTLED)
 
     def _cancel(self, id: int) -> None:
-        if (incoming := self._open.get(id)) is not None and incoming.on_cancel is not None:
-            incoming.on_cancel(incoming.call, False)
+        if (incoming := self._open.get(id)) is not None:
+            incoming.cancel(insist=False)
 
     def end(self) -> None:
         """End all of them, before the session does: ``__cleanup__`` runs, and may still call meshes."""

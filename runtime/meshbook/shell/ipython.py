@@ -61,13 +61,16 @@ class RankIPython(InteractiveShell):
     """Hand a bundle to the rank: its data, metadata and transient data, ``update`` and ``is_result``."""
     mark_place: Callable[[], None] = staticmethod(lambda: None)
     """Write out all text, so that the next text comes behind it."""
-    rank_debugger: RankDebugger
     _user_code_depth = 0
     _held: list[tuple[BaseException, bool]] | None = None
     """Errors shown outside of the running cell's code, and whether each is its outcome if it has no other."""
     _of_result: list[BaseException] | None = None
     """Errors of the representations of the result that is being formatted, else None."""
-    _rank_names: dict[str, object]
+
+    def __init__(self, *, debugger: RankDebugger, **options: object) -> None:
+        self.rank_debugger = debugger
+        self._rank_names: dict[str, object] = {}
+        super().__init__(**options)
 
     def run_rank_cell(self, code: str, number: int | None, lines_above: int, debug_name: str = "") -> CellResult:
         """Run a cell. Errors come back, none is raised; interrupts in IPython's own code may be."""
@@ -251,7 +254,7 @@ class RankIPython(InteractiveShell):
 
     def define(self, names: Mapping[str, object]) -> None:
         """Bind names that are not the user's: ``%who`` does not list them, and ``%reset`` brings them back."""
-        self._rank_names = {**getattr(self, "_rank_names", {}), **names}
+        self._rank_names = {**self._rank_names, **names}
         self.user_ns_hidden.update(self._rank_names)
         self.user_ns.update(self._rank_names)
 
@@ -263,8 +266,9 @@ class RankIPython(InteractiveShell):
         """Keep no tracebacks in the history either (IPython 9): each costs as much as the one that is shown."""
         return {}
 
-    def enter_main(self) -> None:
-        """Make the namespace that of ``__main__``, so that its definitions can be pickled."""
+    def enter_main(self, show_data: Callable[..., None], mark_place: Callable[[], None]) -> None:
+        """Make the namespace that of ``__main__``, so that its definitions can be pickled, and show output by these."""
+        self.show_data, self.mark_place = show_data, mark_place
         sys.modules["__main__"] = self.user_module
         self.init_user_ns()
 
@@ -301,12 +305,12 @@ def create_shell(
     config.InteractiveShell.display_page = True  # `name?` is shown as output
     with tempfile.TemporaryDirectory() as folder:  # IPython wants a profile; nothing reads it
         shell: RankIPython = RankIPython.instance(
-            config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder)
+            config=config, ipython_dir=folder, profile_dir=ProfileDir(location=folder), debugger=debugger
         )
     shell.input_transformer_manager = RankTransformers()
     shell.db = {}  # what %cd and %bookmark remember, for as long as the rank lives
     describe_large_values(shell)
     for installer in ("pip", "uv"):
         shell.magics_manager.register_function(partial(_refuse_installer, installer), "line", installer)
-    shell.loop_runner, shell.rank_debugger = loop_runner, debugger
+    shell.loop_runner = loop_runner
     return shell

@@ -154,8 +154,7 @@ class RankShell:
         for fd in range(FIRST):
             self._ends.register(fd, 0)  # tells by itself of descriptors that are closed
         self._loop = asyncio.new_event_loop()
-        self._ipython.show_data, self._ipython.mark_place = self._display, self._mark_place
-        self._ipython.enter_main()
+        self._ipython.enter_main(self._display, self._mark_place)
         self.define(namespace)
         sys.stdin = _PromptInput(self.debugger)
         self.debugger.begin()

@@ -62,7 +62,7 @@ class InterruptGate:
         self._target = 0
         self.has_held_back = False  # whether an interrupt has come inside the `shield`
         self._visits: deque[Callable[[FrameType | None], object]] = deque()
-        self.on_signal: Callable[[], object] | None = None  # set by a visit: called at signals that come inside it
+        self._on_signal: Callable[[], object] | None = None
         self._caught = SwallowedInterrupts()
         self.raised = 0  # how many times KeyboardInterrupt was raised in the running call
         # ``with gate.shield:`` an interrupt that arrives inside is raised at the end, on any thread that has a gate
@@ -117,6 +117,10 @@ class InterruptGate:
         else:
             _thread.interrupt_main(INTERRUPT)
 
+    def hand_signals_to(self, action: Callable[[], object] | None) -> None:
+        """Call ``action`` at the signals that come inside a visit, from its begin on; None: the visit is over."""
+        self._on_signal = action
+
     def wake(self) -> None:
         """Have the main thread look at its signals; it ends its system call for that."""
         signal.pthread_kill(self._main, INTERRUPT)
@@ -161,8 +165,8 @@ class InterruptGate:
             self._caught.end()
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self.on_signal is not None:  # in the midst of a visit; what was meant for the call is for later
-            self.on_signal()
+        if self._on_signal is not None:  # in the midst of a visit; what was meant for the call is for later
+            self._on_signal()
             return
         while self._visits:
             try:

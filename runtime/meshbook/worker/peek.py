@@ -102,13 +102,13 @@ class Peek:
         if gate.shield.depth or _is_recorded() or not self._begun.acquire(blocking=False):
             return  # it is tried again
         self._until = time.monotonic() + self._timeout_s
-        gate.on_signal = self._on_signal
+        gate.hand_signals_to(self._on_signal)
         try:
             self._place = _place(self._worker, frame)
             answer = self._look()
         except BaseException as error:
             answer = error
-        gate.on_signal = None
+        gate.hand_signals_to(None)
         self._answers.put(answer)
 
     def _on_signal(self) -> None:

@@ -35,7 +35,7 @@ def open_mesh(name: str, axes: Mapping[str, int], ranks: Sequence[int], kind: ty
     for advises in ("_redistribute", "_collective_utils"):  # users of DTensor
         logging.getLogger(f"torch.distributed.tensor.{advises}").setLevel(logging.ERROR)
     groups = own_groups()
-    groups.on_new_controller = meshes.clear
+    groups.call_on_new_controller(meshes.clear)
     mesh = groups.device_mesh(tuple(axes), tuple(axes.values()), ranks)  # whose groups new ranks find again
     controller = name.rpartition("/")[0]
     for other in [other for other in meshes if other.rpartition("/")[0] != controller]:
