@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshbook.concurrency.future import Future
     from meshbook.curves.recorder import log
     from meshbook.elasticity.loop import elastic
-    from meshbook.elasticity.script import elastic_script
+    from meshbook.elasticity.recovery import elastic_script
     from meshbook.errors import DeviceMeshError, MeshError
     from meshbook.launchers.base import Launcher
     from meshbook.launchers.local import LocalLauncher
@@ -161,7 +161,7 @@ _FOUND_IN = {
     "concurrency.future": ("Future",),
     "curves.recorder": ("log",),
     "elasticity.loop": ("elastic",),
-    "elasticity.script": ("elastic_script",),
+    "elasticity.recovery": ("elastic_script",),
     "errors": ("DeviceMeshError", "MeshError"),
     "launchers.base": ("Launcher",),
     "launchers.local": ("LocalLauncher",),

@@ -163,19 +163,13 @@ Draw: TypeAlias = "Callable[[str, str, Sequence[int]], OwnDisplay | None]"
 """A function that draws a sign: its words, the same with commands that help, and its ranks; None where text is all."""
 
 
-class CellHooks:
+class CellHooks(NamedTuple):
     """The rooms above, as the cells of a session see them."""
 
-    def __init__(
-        self,
-        open_notice: Callable[[Session, RunningCell], Draw] = lambda session, cell: lambda words, text, odd: None,
-        name_cell: Callable[[ProcMesh, str], str] = lambda procs, cell: "",
-    ) -> None:
-        """open_notice: shows the signs of a cell, which are text without it.
-
-        name_cell: returns the name of a cell's file on ranks, while a debugger looks at one of them.
-        """
-        self.open_notice, self.name_cell = open_notice, name_cell
+    open_notice: Callable[[Session, RunningCell], Draw] = lambda session, cell: lambda words, text, odd: None
+    """Opens the display for the signs of a cell, which are text without one."""
+    name_cell: Callable[[ProcMesh, str], str] = lambda procs, cell: ""
+    """Returns the name of a cell's file on ranks, while a debugger looks at one of them."""
 
 
 class WatchedCell(Scheduled):

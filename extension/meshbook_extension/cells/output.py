@@ -198,11 +198,11 @@ class CellOutput(Scheduled):
         """Show rich content of our own in the cell's output; from any thread."""
         self._put(shown)
 
-    def await_outcome(self, is_done: Callable[[], bool]) -> None:
-        """Keep the values of last expressions until `conclude`, which follows when ``is_done`` returns True."""
+    def await_outcome(self, is_running: Callable[[], bool]) -> None:
+        """Keep the values of last expressions until `conclude`. is_running: whether the cell goes on."""
         self.awaits_outcome = True
         if isinstance(self._sink, Transcript):
-            self._sink.follow(is_done)
+            self._sink.follow(is_running)
 
     def conclude(self, invalid: Collection[int]) -> None:
         """Show the values of last expressions, but for those of the ranks ``invalid``; from any thread."""

@@ -72,7 +72,7 @@ class RunningCell:
         self._session = session
         self.procs, self.run, self.output, self.what = procs, run, output, what
         self.ranks = procs.ranks
-        output.await_outcome(run.future.done)
+        output.await_outcome(lambda: not run.future.done())
         self._tell_failed_at: float | None = None
         """The time at which to name the ranks that still run beside failed ones; None until a rank has failed."""
         self._tell_ahead_at = math.inf

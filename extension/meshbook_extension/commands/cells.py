@@ -146,7 +146,7 @@ def output(session: Session, arguments: Arguments) -> None:
     if transcript.is_empty:
         print(f"{transcript.what} has shown nothing")
     transcript.show(sink_for(session.shell))
-    if transcript.is_running:
+    if transcript.is_running():
         print(f"{transcript.what} still runs; its output goes on here")
 
 

@@ -229,8 +229,8 @@ class FailureView:
         lines: list[str] = []
         for group in groups:
             first = group[0]
-            if first.ename == "SystemExit" and len(first.traceback) == 1:
-                continue  # an early end that was meant: the cell's own end says so
+            if first.kind is FailureKind.EXITED:
+                continue  # the cell's own end says so
             ranks = [failure.rank for failure in group]
             known = first.cause in self._shown
             if not known:

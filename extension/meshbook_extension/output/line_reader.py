@@ -9,6 +9,7 @@ Pure: no clock, no thread.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,10 +77,8 @@ def _read(text: str) -> _Bar | None:
         plain = _PERCENT.search(text)
         return _Bar("", min(1.0, int(plain["percent"]) / 100), "", "") if plain else None
     fraction = int(found["percent"]) / 100
-    try:  # finer than whole percents, where the counts are plain numbers
-        fraction = float(found["done"]) / float(found["total"])
-    except (TypeError, ValueError, ZeroDivisionError):
-        pass
+    with contextlib.suppress(TypeError, ValueError, ZeroDivisionError):
+        fraction = float(found["done"]) / float(found["total"])  # finer, where the counts are plain numbers
     left = _LEFT.search(text, found.end())
     title, total = (found["title"] or "").strip(), found["total"] or ""
     return _Bar(title, min(1.0, fraction), left["left"] if left else "", total)

@@ -55,6 +55,7 @@ class Transcript:
     sink: CellSink
     page: str
     """The front end that ran the cell, by its session's id; empty in a terminal."""
+    is_running: Callable[[], bool] = lambda: False
     began: float = field(default_factory=time.monotonic)
     wrote_at: float = field(default_factory=time.monotonic)
     """The time of the last message."""
@@ -65,21 +66,15 @@ class Transcript:
     def __post_init__(self) -> None:
         self._kept: deque[_KeptMessage] = deque()
         self._displays: dict[str, _KeptMessage] = {}
-        self._is_done: Callable[[], bool] = lambda: True
         self.replaces = self.sink.replaces
         self._bars: Sequence[str] = ()
         self._size = self._dropped = 0
         self._also: list[CellSink] = []
         self._lock = threading.Lock()
 
-    def follow(self, is_done: Callable[[], bool]) -> None:
-        """Have ``is_done`` tell whether the cell has ended."""
-        self._is_done = is_done
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the cell goes on."""
-        return not self._is_done()
+    def follow(self, is_running: Callable[[], bool]) -> None:
+        """Have ``is_running`` tell whether the cell goes on."""
+        self.is_running = is_running
 
     def stream(self, name: str, text: str) -> None:
         with self._lock:
@@ -124,7 +119,7 @@ class Transcript:
                 message.show(sink)
             if self._bars:
                 sink.bars(self._bars)
-            if self.is_running:
+            if self.is_running():
                 self._also.append(sink)
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import re
@@ -336,10 +337,8 @@ class RankPanel:
         return {**await self._forward(_request("setExpression", setting)), "command": message["command"]}
 
     async def _disconnect(self, message: Message) -> Message:
-        try:
+        with contextlib.suppress(DebugError):  # it has ended by itself
             await self._forward({**message, "arguments": {"terminateDebuggee": False}})
-        except DebugError:
-            pass  # it has ended by itself
         if (tunnel := self._tunnel) is not None:
             tunnel.close()
             await self._loop.run_in_executor(self._sender, tunnel.join, 5)  # its end is told before the next session

@@ -96,9 +96,7 @@ class SavingJob:
         """Write this rank's part, and end the job when all have written theirs; raise nothing."""
         try:
             self._tell(str(self._rank), self._write_part())
-            saved = folders.read(Path(self._await_end()))
-            _saves.note_written(saved)
-            self.written.set_result(saved)
+            self.written.set_result(_saves.note_written(folders.read(Path(self._await_end()))))
             return
         except GroupAborted:
             error = SaveFailed("a rank ended, or the process groups were formed again, before it was written")
@@ -160,8 +158,7 @@ class RankSaves:
 
     def __init__(self) -> None:
         self.last: SavingJob | None = None
-        self.written: Saved | None = None
-        """The last one that was written."""
+        self.last_written: Saved | None = None
         self._calls: dict[tuple[str, str], int] = {}
         self._saved_at: dict[str, float] = {}
         """The calls of `save_here` with ``every``, and the time of the last save, by folder. Ranks count from 0 again
@@ -170,8 +167,9 @@ class RankSaves:
     def note_begun(self, job: SavingJob) -> None:
         self.last = job
 
-    def note_written(self, saved: Saved) -> None:
-        self.written = saved
+    def note_written(self, saved: Saved) -> Saved:
+        self.last_written = saved
+        return saved
 
     def is_due(self, folder: str, every: int | timedelta) -> bool:
         """Whether this call is to save. every: so many calls, or a time by rank 0's clock. Raises: UsageError."""
@@ -195,7 +193,7 @@ _saves = RankSaves()
 def progress(name: str) -> SavingState:
     """Return how far this rank is with a save; from any thread. name: empty for the last one that was written."""
     if not name:
-        known = _saves.written
+        known = _saves.last_written
         return SavingState(True, "", str(known.path), known.manifest) if known else SavingState(True, "no save")
     job = _saves.last
     if job is None or job.name != name:

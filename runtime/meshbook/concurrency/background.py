@@ -9,6 +9,7 @@ ours: it is told once in full, as ours, and costs the action or the message that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import signal
@@ -22,7 +23,6 @@ from types import CodeType
 from typing import TypeAlias
 
 from meshbook.concurrency import forks
-from meshbook.concurrency.forks import ForkLock
 from meshbook.errors import PeekRefused
 
 REPEAT_S = 60.0
@@ -56,10 +56,8 @@ def tell(error: BaseException, what: str) -> None:
         return
     _told[place] = now + REPEAT_S
     text = "".join(traceback.format_exception(error))
-    try:
+    with contextlib.suppress(Exception):  # stderr is closed, or cannot write it
         print(f"{WORDS} {what}; it goes on. Please report this:\n{text}", file=sys.stderr)
-    except Exception:  # stderr is closed, or cannot write it
-        pass
 
 
 _OURS = frozenset({"builtins", "meshbook", "meshbook_extension", "zmq", "msgspec", "_pickle", "struct", "zlib"})
@@ -121,12 +119,12 @@ IDLE_S = 5.0
 BackgroundJob: TypeAlias = Callable[[], object]
 
 _idle: list[queue.SimpleQueue[BackgroundJob]] = []
-_lock = ForkLock()
+_guard = forks.ForkLock()
 
 
 def run_in_background(job: BackgroundJob) -> None:
     """Run ``job``, which must not raise, on another thread, now."""
-    with _lock.now:
+    with _guard.lock:
         jobs = _idle.pop() if _idle else None
     if jobs is None:
         jobs = queue.SimpleQueue()
@@ -140,14 +138,14 @@ def _serve(jobs: queue.SimpleQueue[BackgroundJob]) -> None:
         try:
             job = jobs.get(timeout=IDLE_S)
         except queue.Empty:
-            with _lock.now:
+            with _guard.lock:
                 if jobs in _idle:
                     _idle.remove(jobs)
                     return
             job = jobs.get()  # it was handed over just now
         job()
         del job  # it may hold tensors
-        with _lock.now:
+        with _guard.lock:
             _idle.append(jobs)
 
 

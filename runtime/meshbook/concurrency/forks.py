@@ -61,14 +61,14 @@ def at_fork(
 
 
 class ForkLock:
-    """A reentrant lock that is free in a forked child, whoever held it at the fork: ``with lock.now: ...``."""
+    """A reentrant lock that is free in a forked child, whoever held it at the fork: ``with guard.lock: ...``."""
 
     def __init__(self) -> None:
-        self.now = threading.RLock()
+        self.lock = threading.RLock()
         at_fork(in_child=self._renew)
 
     def _renew(self) -> None:
-        self.now = threading.RLock()
+        self.lock = threading.RLock()
 
 
 def refuse_inherited(made_in: int) -> None:

@@ -115,10 +115,8 @@ class DebugSession:
         with self._changed:
             self.ended = self.ended or reason
             self._changed.notify_all()
-        try:
+        with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def join(self, timeout_s: float) -> None:
         """Wait, after `end`, until the tracer is gone."""

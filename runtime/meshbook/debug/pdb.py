@@ -40,8 +40,8 @@ class Console:
 
     encoding = "utf-8"
 
-    def __init__(self) -> None:
-        self.ask: Callable[[str, str], str]
+    def __init__(self, ask: Callable[[str, str], str]) -> None:
+        self._ask = ask
         self._written: list[str] = []
 
     def write(self, text: str) -> int:
@@ -61,14 +61,14 @@ class Console:
 
     def readline(self) -> str:
         body, end, prompt = self.take().rpartition("\n")
-        return f"{self.ask(body + end, prompt)}\n"
+        return f"{self._ask(body + end, prompt)}\n"
 
 
 class RankPdb(pdb.Pdb):
     """The debugger of one thread that stops. ``host`` gets each stay at the prompt, and each of its questions."""
 
     def __init__(self, host: RankDebugger) -> None:
-        self.console = Console()
+        self.console = Console(lambda text, prompt: host.ask(self, text, prompt))
         terminal = cast(IO[str], self.console)
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, skip=_SKIPPED, readrc=False)
         self.prompt = PROMPT
@@ -78,7 +78,6 @@ class RankPdb(pdb.Pdb):
         """The exception of a post-mortem."""
         self.stays = 0
         """The number of its prompts that are open: one in a statement that was typed at another."""
-        self.console.ask = lambda text, prompt: host.ask(self, text, prompt)
         self._host = host
 
     def stop_at(self, frame: FrameType) -> TraceFunction | None:

@@ -156,11 +156,11 @@ class RankDebugger:
 
     def _debugger(self, why: str) -> RankPdb:
         """The thread's own debugger, which remembers its displays; another one for a stop within a stop."""
-        known: RankPdb | None = getattr(self._own, "debugger", None)
+        known: RankPdb | None = getattr(self._own, "pdb", None)
         if known is None or known.stays:
             debugger = RankPdb(self)
             if known is None:
-                self._own.debugger = debugger
+                self._own.pdb = debugger
             known = debugger
         known.why = why
         return known

@@ -21,9 +21,8 @@ from meshbook.elasticity.recovery import can_recover, check_min_ranks, describe_
 from meshbook.errors import UsageError, WorkerLost
 from meshbook.mesh.proc_view import is_renumbered
 from meshbook.tensors.data.streams import is_stateful
-from meshbook.tensors.handles.checkpoints import begin_save, restore
+from meshbook.tensors.handles.checkpoints import StateTensors, begin_save, restore
 from meshbook.tensors.handles.distributed_mesh import Mesh
-from meshbook.tensors.handles.renewal import StateTensors
 
 T = TypeVar("T")
 

@@ -1,16 +1,25 @@
-"""Processes that go on after ranks have ended: healed, or without these ranks where they cannot come back."""
+"""Processes that go on after ranks have ended, healed or without these ranks, and functions that are called again."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from os import PathLike
+from typing import Any, TypeVar
 
 from meshbook.errors import HostLost, MeshError, MeshStoppedError, SpawnError, UsageError, WorkerLost
 from meshbook.formatting import format_sizes, group_ranks, name_ranks
+from meshbook.mesh.driven import current_procs
 from meshbook.mesh.proc_mesh import ProcMesh
+from meshbook.mesh.proc_view import is_renumbered
 from meshbook.mesh.resize import without
+from meshbook.shape.value_mesh import ValueMesh
+from meshbook.tensors.handles.checkpoints import describe
+
+T = TypeVar("T")
 
 
 def check_min_ranks(min_ranks: int | None, procs: ProcMesh) -> None:
@@ -67,3 +76,51 @@ def recover(procs: ProcMesh, min_ranks: int | None, within_s: float | None) -> t
         why = str(error).partition("\n")[0].removesuffix(".")
         return smaller, f"not healed ({why}): goes on with {format_sizes(smaller.sizes)}"
     return procs, f"healed in {time.monotonic() - began:.1f} s"
+
+
+def elastic_script(
+    train: Callable[..., T],
+    *args: Any,
+    save: str | PathLike[str],
+    procs: ProcMesh | None = None,
+    min_ranks: int | None = None,
+    max_restarts: int = 3,
+    within_s: float | None = None,
+) -> ValueMesh[T]:
+    """Call ``train(*args)`` on all ranks; when one ends, heal the mesh and call it again on all.
+
+    ``train`` itself begins with `meshbook.restore` where the folder has a save, and calls `meshbook.save` in its loop:
+    the ranks that stay keep their processes, and the frames of the call that failed are dropped.
+    save: the folder, for the report of a restart. procs: the notebook's current mesh by default. min_ranks: go on with
+    so few ranks where the mesh cannot be healed; by default with all only. within_s: as of `ProcMesh.heal`.
+    Returns: the results by rank. Raises: errors of ``train`` itself; WorkerLost after ``max_restarts``.
+    """
+    procs = current_procs() if procs is None else procs
+    whole = procs.base()
+    if procs.ranks != whole.ranks and not is_renumbered(procs):
+        raise UsageError("elastic_script runs on a whole mesh, not on a part of it: give procs.base()")
+    check_min_ranks(min_ranks, whole)
+    restarts, loss = 0, ""
+    while True:
+        try:
+            if loss:
+                whole, how = recover(whole, min_ranks, within_s)
+                whole.free().get()
+                print(f"elastic: {loss}; {how}, restart {restarts} of {max_restarts}{_from_save(save, whole)}")
+            results = whole.execute(train, *args).get()
+            break
+        except Exception as error:
+            restarts += 1
+            if not can_recover(error, whole) or restarts > max_restarts:
+                raise
+            loss = describe_loss(error, whole)
+    if restarts:
+        print(f"elastic: done after {restarts} restart{'s' if restarts > 1 else ''}")
+    return results
+
+
+def _from_save(folder: str | PathLike[str], procs: ProcMesh) -> str:
+    try:
+        return f" from {describe(os.path.abspath(folder), procs).saved.title}"
+    except UsageError:
+        return ", without a save"

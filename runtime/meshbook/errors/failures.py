@@ -19,6 +19,8 @@ class FailureKind(enum.Enum):
     """The rank's code raised it, or ours for it."""
     INTERRUPTED = "interrupted"
     """The person stopped the rank, or it never began the call."""
+    EXITED = "exited"
+    """The cell ended itself early, as with ``sys.exit()``, and meant to."""
     LOST = "lost"
     """The rank's process ended."""
     FREED = "freed"

@@ -13,17 +13,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import peeking, refuse_in_peek
 from meshbook.errors import UsageError
-from meshbook.groups.progress import Collectives, OperationLog
+from meshbook.groups.progress import Collectives
 
 if TYPE_CHECKING:
-    from meshbook.groups.group_state import Handled
     from meshbook.torch_internals import OpOverload, TorchDispatchMode
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
@@ -155,31 +154,10 @@ class NoGroups:
     form = prove = device_mesh = require
 
     def prepare(self, *_args: object, **_options: object) -> None:
-        pass  # the ranks do not meet
+        """Do nothing: the ranks do not meet, and have no groups to look after."""
 
-    def keep_environment(self) -> None:
-        pass
-
-    def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
-        pass
-
-    def abort(self, epoch: int, reason: str, names: Collection[str] = ()) -> None:
-        pass
-
-    def on_new_controller(self) -> None:
-        pass
-
-    def hold_deadlines(self, held: bool) -> None:
-        pass
-
-    def interrupt_backward(self) -> None:
-        pass
-
-    def note_failed(self, call: int) -> None:
-        pass
-
-    def log_operations(self, log: OperationLog | None) -> None:
-        pass
+    keep_environment = ask_of_actors = on_new_controller = note_failed = log_operations = prepare
+    abort = hold_deadlines = interrupt_backward = prepare
 
     def tell(self) -> bytes:
         return b""

@@ -85,13 +85,12 @@ def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
 class GroupFactory:
     """Makes and knows the guarded groups of this rank."""
 
-    def __init__(self, guard: GroupState) -> None:
-        self.guard = guard
+    def __init__(self, guard: GroupState, on_default_destroyed: Callable[[], object]) -> None:
+        self.guard, self._on_default_destroyed = guard, on_default_destroyed
         self.groups: dict[str, AbortableGroup] = {}
         """Living groups by name. Keeps them: C++ keeps only its half, which has no Python methods."""
         self.base_store: Store | None = None
         """The store for the keys of the next default group, instead of the one that torch would make."""
-        self.on_default_destroyed: Callable[[], object] = lambda: None
         self._made_locally: dict[tuple[int, ...], int] = {}
         """The number of groups that members have made among themselves, those destroyed since included."""
 
@@ -159,8 +158,7 @@ class GroupFactory:
         if is_default and self.base_store is not None:
             store, self.base_store = self.base_store, None
         prefixed = PrefixStore(f"{group_name}/", store)
-        on_destroyed = self.on_default_destroyed if is_default else lambda: None
-        group = self.make(recipe, prefixed, backend_options, device_id, on_destroyed)
+        group = self.make(recipe, prefixed, backend_options, device_id, is_default=is_default)
         if is_default or connects_at_once():
             group.live  # noqa: B018  # what cannot be made is told now
         return group, prefixed
@@ -185,12 +183,14 @@ class GroupFactory:
         store: Store,
         options: NcclOptions | None = None,
         device_id: torch.device | None = None,
-        on_destroyed: Callable[[], object] = lambda: None,
+        *,
+        is_default: bool = False,
     ) -> AbortableGroup:
         """Make a group and enter it into torch's registries."""
         world: Any = c10d._world
-        forget = functools.partial(self.groups.pop, recipe.name, None)
-        group = AbortableGroup(recipe, store, self.guard, options, device_id, forget, on_destroyed)
+        on_retired = functools.partial(self.groups.pop, recipe.name, None)
+        on_destroyed = self._on_default_destroyed if is_default else lambda: None
+        group = AbortableGroup(recipe, store, self.guard, options, device_id, on_retired, on_destroyed)
         world.pg_map[group] = (c10d.Backend(recipe.backend), store)
         world.pg_names[group] = recipe.name
         world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(recipe.backend)))
@@ -288,7 +288,6 @@ class DefaultGroup:
 
     def __init__(self, factory: GroupFactory, meeting: RankMeeting) -> None:
         self._factory, self._meeting = factory, meeting
-        factory.on_default_destroyed = self._tell_destroyed
         self.master = ("", "")
         """MASTER_ADDR and MASTER_PORT as the mesh has set them."""
         self.lineage = ""
@@ -349,7 +348,7 @@ class DefaultGroup:
         for module in (dist, c10d, torch_device_mesh):
             patch(module, "init_process_group", init_process_group)
 
-    def _tell_destroyed(self) -> None:
+    def tell_destroyed(self) -> None:
         """Say that `destroy_process_group` has destroyed the mesh's group for the rest of a cell only."""
         if self.is_kept:
             _note("destroy_process_group: the process group of this mesh is formed again after this cell")

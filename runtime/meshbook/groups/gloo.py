@@ -93,11 +93,7 @@ def _load_set_terminate() -> Callable[[object], int | None] | None:
 
 
 _GREETING = struct.Struct("=q")
-
-
 _WATCHED = re.compile(r"^tfd: +(?P<fd>\d+) events: +(?P<events>[0-9a-f]+) .* ino:(?P<inode>[0-9a-f]+) ", re.MULTILINE)
-
-
 _EVENTS = 0x0FFF_FFFF
 """The bits of epoll's events that are events; the other bits say how they are told."""
 

@@ -184,8 +184,7 @@ class GroupState:
         self.log: OperationLog | None = None
         """The log of operations, while the rank is profiled."""
         self.computed_at: dict[int, float] = {}
-        """The time when the backward pass of a thread had only the futures of collectives left to wait for; 0 before.
-        Threads are in it from the first future on."""
+        """The time since when the backward pass of a thread only waits for futures of collectives; 0 before that."""
         self.told = threading.Event()
         """Set while ``reason`` is."""
         self.roads = Roads()
@@ -201,18 +200,13 @@ class GroupState:
             self.log.add_wait(Wait(thread, what, since, now))
 
     def take_news(self) -> tuple[set[object], bool, list[str], list[str], list[str]]:
-        """Return ``used``, ``broken``, ``torn``, ``copied`` and ``restored``, which are told now, and begin others."""
+        """Return ``used``, ``broken``, ``torn``, ``copied`` and ``restored``, and begin new ones."""
         news = self.used, self.broken, self.torn, self.copied, self.restored
         self.used, self.broken, self.torn, self.copied, self.restored = set(), False, [], [], []
         return news
 
-    def log_operations(self, log: OperationLog | None) -> None:
-        """Put operations into ``log`` from now on; None: into none."""
-        self.log = log
-
-    def note_failed(self, call: int, counts: dict[str, int]) -> None:
-        """Note that a call has failed on the main thread. counts: the operations of each group so far."""
-        self.last_failure = self.epoch, call, counts
+    def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
+        self.handled = handled
 
     def abort(self, epoch: int, reason: str) -> None:
         self._last_reason = self.reason or reason

@@ -41,7 +41,7 @@ from meshbook.groups.meeting import Agreement, RankMeeting, set_environment
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
 from meshbook.groups.records import MessageRecord
 from meshbook.groups.store_client import LinkStore, Rpc
-from meshbook.groups.work import watch_backward
+from meshbook.groups.work import OperationTimedOut, watch_backward
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.torch_internals import PrefixStore, Store, forget_traced_rules
@@ -94,7 +94,7 @@ class RankGroups:
         self._on_new_controller: list[Callable[[], object]] = []
         self._guard = GroupState()
         self._meeting = RankMeeting(self._guard.roads)
-        self._factory = GroupFactory(self._guard)
+        self._factory = GroupFactory(self._guard, lambda: self._default.tell_destroyed())
         self._default = DefaultGroup(self._factory, self._meeting)
         self._device_meshes = DeviceMeshes(self._factory)
         _set_own(self)
@@ -293,8 +293,8 @@ class RankGroups:
         try:
             dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            late = "Operation timed out" in str(error)
-            why = f"its first collective took more than {timeout_s:g} s" if late else str(error)
+            late = f"its first collective took more than {timeout_s:g} s"
+            why = late if isinstance(error, OperationTimedOut) else error
             raise SpawnError(f"the process group did not form: {why}") from None
         counted = [int(ones.item())]
         if self._place is not None and self._place.device.startswith("cuda"):
@@ -308,7 +308,7 @@ class RankGroups:
 
     def ask_of_actors(self, handled: Callable[[], Handled]) -> None:
         """Set where to ask which messages actors handle, and on which threads."""
-        self._guard.handled = handled
+        self._guard.ask_of_actors(handled)
 
     def call_on_new_controller(self, action: Callable[[], object]) -> None:
         """Call ``action`` when another controller attaches the mesh, to free values held for the former one."""
@@ -335,9 +335,7 @@ class RankGroups:
                 continue
             group.give_up(reason)
             if (inner := group.inner) is not None and inner.on_cuda:
-                run_in_background(
-                    inner.abort_communicators
-                )  # who waits for the device hears nothing else; it may block
+                run_in_background(inner.abort_communicators)  # who waits for the device hears no more; it may block
 
     def hold_deadlines(self, held: bool) -> None:
         """Waits do not time out while ``held``; from any thread."""
@@ -351,7 +349,8 @@ class RankGroups:
 
     def note_failed(self, call: int) -> None:
         """Note how far the groups are as a call fails on the main thread: later operations belong to later calls."""
-        self._guard.note_failed(call, {name: group.issued for name, group in list(self._factory.groups.items())})
+        counts = {name: group.issued for name, group in list(self._factory.groups.items())}
+        self._guard.last_failure = self._guard.epoch, call, counts
 
     # ---- reports to the controller; from any thread -----------------------------------------------------------------
 
@@ -429,7 +428,7 @@ class RankGroups:
 
     def log_operations(self, log: OperationLog | None) -> None:
         """Put the operations of groups into ``log`` from now on; None: into none."""
-        self._guard.log_operations(log)
+        self._guard.log = log
 
     def keep_environment(self) -> None:
         """Put back those of torchrun's variables that a library has removed, as Lightning does at its end."""

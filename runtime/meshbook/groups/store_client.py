@@ -11,6 +11,7 @@ from C++ fails with "Not implemented". So stores are kept for the life of the pr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Callable, Sequence
@@ -102,10 +103,9 @@ class LinkStore(Store):
             raise
 
     def _try(self, op: StoreOp) -> None:
-        try:
+        # at the latest the server forgets this client's requests with the epoch's keys
+        with contextlib.suppress(TimeoutError, OSError, DistError):
             self._rpc(op, _LAST_WORD_TIMEOUT_S, queue.SimpleQueue())
-        except (TimeoutError, OSError, DistError):
-            pass  # the server forgets this client's requests and the epoch's keys, at the latest
 
     # ---- operations that are answered at once ---------------------------------------------------------------------
 

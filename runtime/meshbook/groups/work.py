@@ -42,6 +42,10 @@ _STEP_TIMED_OUT = "Operation timed out!"
 _NO_TIMEOUT = timedelta(0)
 
 
+class OperationTimedOut(RuntimeError):
+    """An operation took longer than its timeout; a RuntimeError, as torch raises."""
+
+
 class AbortableWork(dist.Work):
     """An operation as its caller holds it. Numbered per group, or per peer and direction."""
 
@@ -141,7 +145,7 @@ class AbortableWork(dist.Work):
         raise NotImplementedError
 
     def _time_out(self, timeout_s: float) -> NoReturn:
-        raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+        raise OperationTimedOut(f"{self.operation}: Operation timed out after {timeout_s:g} s")
 
     def _finish(self) -> None:
         raise NotImplementedError

@@ -75,10 +75,11 @@ class _Templates:
                 return self.last
             if (path := os.environ.get(LASTING)) is not None:
                 self.last = HostTemplate.connect(path)
-                return self.last
-            if torch and len(tickets) > 1:
+            elif torch and len(tickets) > 1:
                 self.last = HostTemplate.start(AGENT, Path(tickets[0].log_dir) / "template.log")
-                return self.last
+            else:
+                return None
+            return self.last
         return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +12,7 @@ from meshbook.actor.actor_mesh import ProcRef, this_proc
 from meshbook.actor.identity import forget_session
 from meshbook.actor.router import Place, router_for, routers
 from meshbook.agent.lease import default_lease_s
-from meshbook.concurrency.forks import at_fork
+from meshbook.concurrency.forks import ForkLock, at_fork
 from meshbook.controller.controller import Controller
 from meshbook.controller.mesh_state import Repaired
 from meshbook.curves.recorder import own
@@ -48,7 +47,7 @@ class DrivenSessions:
 
     def __init__(self) -> None:
         self.front_end = ProcessFrontEnd()
-        self._lock = threading.RLock()
+        self._guard = ForkLock()
         self._first: Controller | None = None
         """The controller of the session that new meshes join."""
         self._beside: list[Controller] = []
@@ -61,7 +60,7 @@ class DrivenSessions:
 
     def first(self) -> Controller:
         """The controller that spawns use, made when there is none. Raises: SpawnError."""
-        with self._lock:
+        with self._guard.lock:
             if self._first is None:
                 try:
                     self._first = new_controller(self.front_end)
@@ -79,7 +78,7 @@ class DrivenSessions:
         return HostMesh(controller, hosts, Region.of(extent))
 
     def this_host(self) -> HostMesh:
-        with self._lock:
+        with self._guard.lock:
             if self._this_host is None:
                 self._this_host = self.start_hosts({}, LocalLauncher(), serves_all=True)
             else:
@@ -87,7 +86,7 @@ class DrivenSessions:
             return self._this_host
 
     def attach(self, saved: SavedSession, timeout_s: float) -> Attachment:
-        with self._lock:
+        with self._guard.lock:
             attachment = attach_session(saved, timeout_s, self.front_end, _open_router)
             controller = attachment.controller
             receive_visits(controller, leave_one)
@@ -104,7 +103,7 @@ class DrivenSessions:
 
     def take_all(self) -> list[Controller]:
         """Return all controllers and forget them: from now on this process has none."""
-        with self._lock:
+        with self._guard.lock:
             taken = self.controllers
             self.forget()
             for controller in taken:
@@ -114,7 +113,7 @@ class DrivenSessions:
 
     def take_one(self, controller: Controller) -> bool:
         """Forget one controller; return whether this process had it."""
-        with self._lock:
+        with self._guard.lock:
             if controller not in self.controllers:
                 return False
             if controller is self._first:
@@ -129,14 +128,9 @@ class DrivenSessions:
         self._first = self._this_host = None
         self._beside.clear()
 
-    def forget_in_child(self) -> None:
-        """A fork of this process (a DataLoader worker, say) must not speak for its parent."""
-        self.forget()
-        self._lock = threading.RLock()
-
 
 _driven = DrivenSessions()
-at_fork(in_child=_driven.forget_in_child)
+at_fork(in_child=_driven.forget)  # a fork of this process, as a DataLoader worker, must not speak for it
 set_front_end = _driven.front_end.use
 
 

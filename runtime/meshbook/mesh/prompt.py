@@ -415,11 +415,11 @@ class ProcessFrontEnd:
     ) -> None:
         """Use these from now on, and the terminal for the rest.
 
-        output_source: called with the ProcMesh on the caller's thread, where the prints of a call have no listener of
-        their own; returns an OutputTarget, or None for our stdout. prompt_handler: answers ranks that stop at
-        breakpoints. current: returns the mesh that a notebook calls current. of_sizes: returns processes along axes of
-        these sizes, which the notebook has, or spawns and lists. show_progress: shows how far a start or a map is, as
-        in ``importing torch, 34 s``; "" takes it away. note_unhandled: called with failures that no actor has handled.
+        output_source: called with a ProcMesh on the thread of the caller whose prints have no listener of their own;
+        returns an OutputTarget, or None for our stdout. prompt_handler: answers ranks that stop at breakpoints.
+        current: returns the mesh that a notebook calls current. of_sizes: returns processes along axes of these sizes.
+        show_progress: shows how far a start is, as in ``importing torch, 34 s``; "" takes it away. note_unhandled:
+        called with failures that no actor has handled.
         """
         self.output_source = output_source
         self._prompt_handler = prompt_handler or ConsolePromptHandler()

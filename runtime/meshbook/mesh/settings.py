@@ -42,8 +42,7 @@ def configure(**settings: object) -> None:
     """
     for name, value in settings.items():
         _check(name, value)
-    _set.update(settings)
-    _hold()
+    restore({**_set, **settings})
 
 
 def _check(name: str, value: object) -> None:
@@ -76,12 +75,6 @@ def _seconds(name: str, value: object) -> float:
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
 
-def _hold() -> None:
-    """Apply the settings where an argument is not given."""
-    limit = _set.get("codec_max_frame_length")
-    message_limit.set(limit if isinstance(limit, int) else None)
-
-
 def get_runtime_config() -> dict[str, object]:
     """Return the settings that `configure` has made."""
     return dict(_set)
@@ -102,7 +95,8 @@ def restore(settings: Mapping[str, object]) -> None:
     """Have exactly these set, which were checked as they were set first."""
     _set.clear()
     _set.update(settings)
-    _hold()
+    limit = _set.get("codec_max_frame_length")
+    message_limit.set(limit if isinstance(limit, int) else None)
 
 
 def setting_s(name: str) -> float:

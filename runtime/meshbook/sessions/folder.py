@@ -351,7 +351,7 @@ _held: dict[Path, int] = {}
 
 def take_lock(folder: Path, *, new: bool = False) -> bool:
     """Become the owner of a session's folder, unless it has one (this process included) or is gone."""
-    with _guard.now:
+    with _guard.lock:
         if folder in _held:
             return False
         try:
@@ -373,7 +373,7 @@ def take_lock(folder: Path, *, new: bool = False) -> bool:
 
 def give_up_lock(folder: Path) -> None:
     """Give up the ownership of a folder. Idempotent."""
-    with _guard.now:
+    with _guard.lock:
         fd = _held.pop(folder, None)
         if fd is not None:
             os.close(fd)
@@ -381,7 +381,7 @@ def give_up_lock(folder: Path) -> None:
 
 def rename_locked(folder: Path, new: Path) -> None:
     """Rename a folder that we own."""
-    with _guard.now:
+    with _guard.lock:
         folder.rename(new)
         _held[new] = _held.pop(folder)
 

@@ -254,20 +254,17 @@ class ValueMesh(MeshView, Generic[T]):
 class _Lazy(Generic[T]):
     """A value that is made when it is first looked at."""
 
-    __slots__ = ("_load", "_lock", "_rank", "_value")
+    __slots__ = ("_load", "_lock", "_rank")
 
     def __init__(self, load: Callable[[int], T], rank: int) -> None:
-        self._load: Callable[[int], T] | None = load
-        self._rank = rank
+        self._load, self._rank = load, rank
         self._lock = threading.Lock()
-        self._value: T
 
     def load(self) -> T:
         with self._lock:
-            if self._load is not None:
-                self._value = self._load(self._rank)
-                self._load = None
-            return self._value
+            value = self._load(self._rank)
+            self._load = lambda rank: value
+            return value
 
 
 def _load(value: T | _Lazy[T]) -> T:

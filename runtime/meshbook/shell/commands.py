@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -86,7 +87,5 @@ def _alive(tree: dict[int, int]) -> list[int]:
 
 def _signal(tree: dict[int, int], signum: signal.Signals) -> None:
     for pid in _alive(tree):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
-        except ProcessLookupError:
-            pass

@@ -29,7 +29,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.ultratb import AutoFormattedTB
 from pygments.lexers.python import PythonLexer
 
-from meshbook.errors import Failure, kind_of
+from meshbook.errors import Failure, FailureKind, kind_of
 from meshbook.errors.advice import advice
 from meshbook.source.location import drop_own_frames, name_line, traceback_entries
 
@@ -60,13 +60,15 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
     drop_own_frames(error)
     if not ran:
         error.__traceback__ = None
-    shown = error
+    shown, kind = error, kind_of(error)
     if isinstance(error, SystemExit):
         code = "" if error.code is None else repr(error.code)
         text = f"sys.exit({code}) ended the cell, not the rank. End the ranks with: {advice().stop}"
         # an early end that was meant needs no frames; a code of failure, as of argparse, does
-        is_meant = error.code in (None, 0) or isinstance(error.code, str)
-        shown = SystemExit(text).with_traceback(None if is_meant else error.__traceback__)
+        if error.code in (None, 0) or isinstance(error.code, str):
+            shown, kind = SystemExit(text), FailureKind.EXITED
+        else:
+            shown = SystemExit(text).with_traceback(error.__traceback__)
     elif isinstance(error, BdbQuit):  # without its frames, since the person has quit the debugger
         error.args = error.args or (QUIT,)
         shown = type(error)(*error.args)
@@ -80,7 +82,7 @@ def _describe(shell: InteractiveShell, error: BaseException, rank: int, host: st
         traceback=_limit(format_error(shell, shown)),
         where=_where(error),
         exception=error,
-        kind=kind_of(error),
+        kind=kind,
     )
 
 

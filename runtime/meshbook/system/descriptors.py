@@ -22,7 +22,7 @@ FIRST = 3
 """The lowest number that is the runtime's."""
 
 
-_lock = forks.ForkLock()
+_guard = forks.ForkLock()
 """Reentrant, since a signal's handler may print."""
 
 
@@ -41,7 +41,7 @@ def open_above(open: Callable[[], Opened]) -> Opened:
     open: called again for each lower number that it gets; it leaves nothing but its descriptor behind.
     Raises: the errors of ``open``.
     """
-    with _lock.now:
+    with _guard.lock:
         if _all_open():  # nearly always, and this way takes few calls of Python
             if _number(opened := open()) >= FIRST:
                 return opened
@@ -58,7 +58,7 @@ def above_standard() -> Iterator[None]:
 
     Lower numbers are taken meanwhile, by files that take no text: nothing is printed into a file of ours.
     """
-    with _lock.now, contextlib.ExitStack() as low:
+    with _guard.lock, contextlib.ExitStack() as low:
         if not _all_open():
             while (fd := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)) < FIRST:
                 low.callback(_close, fd)
@@ -83,7 +83,7 @@ def fill(fd: int, source: int) -> bool:
 
 def replace(fd: int, source: int) -> None:
     """Make ``fd``, which user code has redirected, another descriptor of the file of ``source``."""
-    with _lock.now:
+    with _guard.lock:
         os.dup2(source, fd)
 
 

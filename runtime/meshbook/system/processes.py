@@ -202,10 +202,8 @@ def is_same_process(pid: int, started: int) -> bool:
 def kill_session(pid: int) -> None:
     """SIGKILL to ``pid`` and to the process group that it leads; both may be gone already."""
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def kill_tree(pid: int) -> None:

@@ -47,9 +47,9 @@ class LentMapping:
             return
         self._done = True
         _lent.open.discard(id(self))
-        self._seen_by = _lent.children_since(self._age)
+        self._seen_by = [children for children in tuple(_lent.forked) if children.until > self._age]
         if self._seen_by:
-            _lent.withhold(self)
+            _lent.kept.append(self)
             settle()
         else:
             self._give_back(self._segment)
@@ -59,7 +59,7 @@ class LentMapping:
         if all(children.has_ended for children in self._seen_by):
             self._give_back(self._segment)
         else:
-            _lent.withhold(self)
+            _lent.kept.append(self)
 
 
 class _ForkedChildren:
@@ -109,47 +109,40 @@ class LentMemory:
         """The number of forks of this process that are over."""
         self.open: set[int] = set()
         """Mappings whose views live, by identity."""
-        self._forked: list[_ForkedChildren] = []
+        self.forked: list[_ForkedChildren] = []
         self._forking: dict[int, _ForkedChildren] = {}
         """Forks that are under way, by their threads."""
         self._inherited: list[_ForkedChildren] = []
         """The pages, in a child, that say it lives."""
-        self._withheld: deque[LentMapping] = deque()
+        self.kept: deque[LentMapping] = deque()
+        """Mappings that have died here, and are kept for the sake of children."""
         self._look_at = 0.0
         self._looking = threading.Lock()
 
-    def children_since(self, age: int) -> list[_ForkedChildren]:
-        """Return those that may see a mapping of that age."""
-        return [children for children in tuple(self._forked) if children.until > age]
-
-    def withhold(self, mapping: LentMapping) -> None:
-        """Keep a mapping that has died here for the sake of children."""
-        self._withheld.append(mapping)
-
     def withheld(self) -> int:
         """Return how many mappings have died here and are kept for the sake of children."""
-        return len(self._withheld)
+        return len(self.kept)
 
     def settle(self) -> None:
         """Give back the memory that no child sees any more. Callable at any time, on any thread; never waits."""
-        if not self._forked or time.monotonic() < self._look_at or not self._looking.acquire(blocking=False):
+        if not self.forked or time.monotonic() < self._look_at or not self._looking.acquire(blocking=False):
             return
         try:
             self._look_at = time.monotonic() + LOOK_S
-            for children in [children for children in self._forked if not children.lives()]:
+            for children in [children for children in self.forked if not children.lives()]:
                 children.has_ended = True
                 children.close()
-                self._forked.remove(children)
-            for _ in range(len(self._withheld)):
-                self._withheld.popleft().retry()
+                self.forked.remove(children)
+            for _ in range(len(self.kept)):
+                self.kept.popleft().retry()
         finally:
             self._looking.release()
 
     def before_fork(self) -> None:
         self.settle()
-        if self.open or self._withheld:
+        if self.open or self.kept:
             children = self._forking[threading.get_ident()] = _ForkedChildren()
-            self._forked.append(children)
+            self.forked.append(children)
 
     def in_parent(self) -> None:
         self.age += 1
@@ -158,13 +151,13 @@ class LentMemory:
 
     def in_child(self) -> None:
         self._looking = threading.Lock()
-        for children in self._forked:
+        for children in self.forked:
             children.close()
         if (mine := self._forking.pop(threading.get_ident(), None)) is not None:
             self._inherited.append(mine)
         self._forking.clear()
-        self._forked.clear()
-        self._withheld.clear()
+        self.forked.clear()
+        self.kept.clear()
         self.open.clear()
 
 

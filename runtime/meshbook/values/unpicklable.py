@@ -9,6 +9,7 @@ that refers back to a value above it proves nothing, so the search then goes on 
 from __future__ import annotations
 
 import copyreg
+import pickle
 import re
 import time
 import types
@@ -100,7 +101,7 @@ def _describe(path: str, value: object, error: Exception) -> SerializationError:
     reason = str(error)
     if re.match(r"(cannot pickle|can't pickle) ", reason):  # which repeats the type and says no more
         reason = "it exists only inside this process"
-    elif type(error).__name__ not in ("PicklingError", "TypeError"):
+    elif type(error) not in (pickle.PicklingError, TypeError):
         reason = f"{type(error).__name__}: {reason}"
     return SerializationError(path, name_type(type(value)), reason.rstrip("."))
 

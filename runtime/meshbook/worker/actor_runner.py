@@ -126,8 +126,8 @@ class ActorRunner:
         self.made: Future[Outcome] = Future()  # says that the actor was made, or why it could not be
         self._beside: set[asyncio.Task[bool]] = set()  # tasks that run beside other messages
         self._declared: dict[str, object] = {}  # the class's declarations, by the names of endpoints
-        self._port: Port[MeshFailure]  # for reports of failures
-        self._port_of: wire.Identity | None = None
+        # the port for reports of failures, and the identity of the process when it was made
+        self._port: tuple[Port[MeshFailure], wire.Identity] | None = None
         # messages whose answer is to come on their response port, by serial
         self._promised: dict[int, tuple[InboxMessage, ResponsePort[object]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -460,10 +460,11 @@ class ActorRunner:
         assert instance is not None
         point: Callable[[], Point] = functools.partial(point_of, self._process.identity.rank, call, view)
         on_wait = None if self._loop is not None and self._is_concurrent(message) else self._refuse_circular
-        if self._port_of is not (here := self._process.identity):  # its rank may have got another number
-            self._port_of = here
-            self._port = Port(self._registry.session, Place(here.mesh, here.rank, here.generation), self.mailbox)
-        now = Context(instance, point, self._port, self.belongings, call.endpoint, call.chain, on_wait)
+        here = self._process.identity
+        if self._port is None or self._port[1] is not here:  # its rank may have got another number
+            place = Place(here.mesh, here.rank, here.generation)
+            self._port = Port(self._registry.session, place, self.mailbox), here
+        now = Context(instance, point, self._port[0], self.belongings, call.endpoint, call.chain, on_wait)
         self.current[message.serial].context = now
         return current_context.set(now)
 

@@ -48,6 +48,9 @@ class JobHost:
         self.started, self.ended = self.job is None, False
         self.warning = self.told = ""
 
+    def see(self, pod: Pod) -> None:
+        self.pod = pod
+
     def tell_waits(self, why: str) -> None:
         text = f"{why}; {self.warning}" if self.warning else why
         if text != self.told:
@@ -193,7 +196,7 @@ class JobDriver(Driver):
         host = self._hosts.get(pod.host)
         if host is None or host.ended:
             return
-        host.pod = pod
+        host.see(pod)
         ended = pod.why_ended(is_there, lambda: self._cluster.log_tail(pod.name, pod.container))
         if why := ended or pod.cannot_start():
             self._finish(host, why)

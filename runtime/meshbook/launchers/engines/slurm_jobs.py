@@ -95,7 +95,7 @@ class StepLog(TaskLog):
             self.failed_nodes.add(match[1].rstrip(","))
         elif match := _TASKS_ENDED.match(line):
             self.ends.update(dict.fromkeys(_numbers(match[1]), match[2]))
-        elif not _NOISE.match(line) and not line.startswith("meshbook: job"):
+        elif not _NOISE.match(line) and not line.startswith(_RUNS_IN):
             self.said[task].append(re.sub(r"^(salloc|srun|slurmstepd\S*): (error: |fatal: )?", r"\1: ", line))
         if match := _JOB.match(line):
             self.job = match[1]
@@ -199,7 +199,7 @@ class Allocation:
         try:
             if job:
                 with open_log(log) as output:
-                    output.write(f"meshbook: job {job}\n".encode())
+                    output.write(f"{_RUNS_IN}{job}\n".encode())
             client = SlurmClient.start(log, [*guard, program, *command[1:]], [watched] if guard else [])
         except BaseException:
             os.close(held)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.distributed.tensor import Placement, Replicate
 
 from meshbook.actor.router import is_rank
 from meshbook.checkpoint.folder import DCP, FORMATS, Saved, SavingState
@@ -23,7 +27,10 @@ from meshbook.mesh.driven import current_procs
 from meshbook.mesh.proc_mesh import ProcMesh
 from meshbook.mesh.rank_calls import execute_as
 from meshbook.tensors.handles.distributed_mesh import Mesh
-from meshbook.tensors.handles.mesh_tensor import MeshTensor
+from meshbook.tensors.handles.mesh_tensor import MeshTensor, make
+from meshbook.tensors.messages.operations import Factory
+from meshbook.tensors.sending.op_settling import Handle
+from meshbook.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
     from meshbook.checkpoint.restoring import SaveDescription
@@ -234,3 +241,59 @@ def _await_end(procs: ProcMesh, name: str) -> Saved:
             raise SaveFailed("rank 0, which writes it, has ended or does not answer")
         time.sleep(pause_s)
         pause_s = min(POLL_MAX_S, pause_s * 1.5)
+
+
+class StateTensors:
+    """The mesh tensors of a state: those of modules and optimizers, and those in lists, tuples and mappings.
+
+    A tensor stays the same object when its parts are renewed; its values are to be restored.
+    """
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._state = state
+        self._layouts: weakref.WeakKeyDictionary[Handle, Sequence[Placement]] = weakref.WeakKeyDictionary()
+        """The placements of each tensor, for the time when no rank can be asked."""
+
+    def __iter__(self) -> Iterator[MeshTensor]:
+        """Return the tensors that there are now, each once."""
+        found = {id(each): each for part in self._state.values() for each in _tensors_of(part)}
+        return iter(found.values())
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        return list(dict.fromkeys(each.mesh for each in self))
+
+    def check(self) -> None:
+        """Wait for all that was issued, and note the placements. Raises: the error of a tensor that was not made."""
+        for mesh in self.meshes:
+            handles = [each._handle for each in self if each.mesh is mesh]
+            mesh.stream.settle()
+            mesh.stream.check([each.number for each in handles])
+            if new := [each for each in handles if each not in self._layouts]:
+                numbers = [each.number for each in new]
+                answers = mesh.stream.ask_with(mesh.stream.ask, numbers, "layouts", numbers)
+                self._layouts.update(zip(new, next(iter(answers.values())), strict=True))
+
+    def renew(self) -> None:
+        """Give zeros to each tensor that is lost or torn, laid out as it was, and drop all gradients."""
+        for part in self._state.values():
+            if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+                part.zero_grad()
+        for tensor in self:
+            mesh = tensor.mesh
+            if mesh.stream.is_sound(tensor._handle.number):
+                continue
+            layout = self._layouts.get(tensor._handle, (Replicate(),) * len(mesh.axes))
+            zeros = Factory("zeros", (tuple(tensor.shape),), tensor.dtype, 0)
+            tensor.data = made = make(zeros, tensor.shape, mesh, layout)
+            self._layouts[made._handle] = layout
+
+
+def _tensors_of(part: object) -> Iterator[MeshTensor]:
+    if isinstance(part, torch.nn.Module):
+        leaves: list[object] = [*part.parameters(), *part.buffers()]
+    elif isinstance(part, torch.optim.Optimizer):
+        leaves = tree_leaves([part.param_groups, list(part.state.values())])
+    else:
+        leaves = tree_leaves(part)
+    return (each for each in leaves if isinstance(each, MeshTensor))

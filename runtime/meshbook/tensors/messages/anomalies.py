@@ -29,8 +29,7 @@ class Searched(Protocol):
     def is_cut_off(self) -> bool:
         """Whether ranks ended, or were interrupted, before they could report on some operations."""
 
-    def settle(self) -> None:
-        """Wait for the operations that were issued. Raises: the find of a hunt."""
+    def settle(self) -> None: ...
 
     def forget_find(self) -> None:
         """Forget the find of a hunt, and what it could not see."""

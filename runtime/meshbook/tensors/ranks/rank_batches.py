@@ -6,6 +6,7 @@ told it which operations fail for that reason.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import Counter
@@ -90,10 +91,8 @@ class KnownStep:
             self._plan, self._times = None, self._times + 1
             if self._times >= TRACED_FROM and self._traced < TRACED_AT_MOST:
                 self._traced += 1
-                try:
+                with contextlib.suppress(Untraceable):
                     self._trace = StepTrace(self.recording, self.uses, tensors)
-                except Untraceable:
-                    pass
         return run
 
     def trace(self, note: Callable[[StepTrace], None]) -> None:

@@ -102,6 +102,10 @@ class FailedOperations:
     def exist(self) -> bool:
         return bool(self.lost or self.unsure or self.unwritten)
 
+    def renew(self, torn: Mapping[TensorId, MeshError]) -> None:
+        """Note after a repair that some parts of these tensors were written, and others not."""
+        self.unsure, self.writes = dict(torn), {number: [] for number in torn}
+
     def doubt(self, numbers: Iterable[TensorId], error: MeshError, write: Write) -> None:
         """Note that some ranks may have written to tensors where others have not."""
         for number in numbers:

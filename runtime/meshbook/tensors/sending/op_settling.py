@@ -225,8 +225,7 @@ class SentOperations(abc.ABC):
             if not isinstance(lost_ones.get(number), TensorError):
                 lost_ones.pop(number, None)
         lost_ones.update(lost)
-        self._failures.unsure = dict(torn)
-        self._failures.writes = {number: [] for number in torn}
+        self._failures.renew(torn)
         self._forget_told()
         self._replays.decide(undone)
 
