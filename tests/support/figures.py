@@ -20,11 +20,11 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_354,
-    "product: statements": 56_210,
-    "product: kB": 3_610,
-    "product: modules": 398,
-    "tests and benchmarks: lines": 67_701,
+    "product: lines": 82_353,
+    "product: statements": 56_196,
+    "product: kB": 3_614,
+    "product: modules": 396,
+    "tests and benchmarks: lines": 67_840,
     "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
@@ -34,8 +34,8 @@ LIMITS: Mapping[str, int] = {
     "places that name an engine outside of launchers": 0,
     "places that replace others' names": 13,
     "global statements": 3,
-    "attributes that others set later": 5,
-    "places that set attributes of other objects": 75,
+    "attributes that others set later": 6,
+    "places that set attributes of other objects": 72,
 }
 """The most that each figure may be."""
 

@@ -41,7 +41,7 @@ from meshbook.groups.meeting import Agreement, RankMeeting, set_environment
 from meshbook.groups.progress import Collectives, OperationLog, Waiting
 from meshbook.groups.records import MessageRecord
 from meshbook.groups.store_client import LinkStore, Rpc
-from meshbook.groups.work import OperationTimedOut, watch_backward
+from meshbook.groups.work import AbortableWork, watch_backward
 from meshbook.source.location import users_place
 from meshbook.source.thread_frames import frame_of
 from meshbook.torch_internals import PrefixStore, Store, forget_traced_rules
@@ -290,11 +290,13 @@ class RankGroups:
         """Sum up ones: every rank counts every rank, on each device that the group serves."""
         expected = dist.get_world_size()
         ones = torch.ones(1, dtype=torch.int64, device="cpu")
+        work: dist.Work | None = None
         try:
-            dist.all_reduce(ones, async_op=True).wait(timedelta(seconds=timeout_s))
+            work = dist.all_reduce(ones, async_op=True)
+            work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             late = f"its first collective took more than {timeout_s:g} s"
-            why = late if isinstance(error, OperationTimedOut) else error
+            why = late if isinstance(work, AbortableWork) and work.has_timed_out else error
             raise SpawnError(f"the process group did not form: {why}") from None
         counted = [int(ones.item())]
         if self._place is not None and self._place.device.startswith("cuda"):

@@ -42,10 +42,6 @@ _STEP_TIMED_OUT = "Operation timed out!"
 _NO_TIMEOUT = timedelta(0)
 
 
-class OperationTimedOut(RuntimeError):
-    """An operation took longer than its timeout; a RuntimeError, as torch raises."""
-
-
 class AbortableWork(dist.Work):
     """An operation as its caller holds it. Numbered per group, or per peer and direction."""
 
@@ -56,7 +52,7 @@ class AbortableWork(dist.Work):
     """The time when the operation began, if the rank is profiled."""
     torn = ""
     """A text on the tensors that it may have left half done, for good."""
-    _given_up = _is_noted = False
+    _given_up = _is_noted = has_timed_out = False
     _error: BaseException | None = None
     """The error with which it has ended."""
 
@@ -145,7 +141,8 @@ class AbortableWork(dist.Work):
         raise NotImplementedError
 
     def _time_out(self, timeout_s: float) -> NoReturn:
-        raise OperationTimedOut(f"{self.operation}: Operation timed out after {timeout_s:g} s")
+        self.has_timed_out = True
+        raise RuntimeError(f"{self.operation}: Operation timed out after {timeout_s:g} s")
 
     def _finish(self) -> None:
         raise NotImplementedError

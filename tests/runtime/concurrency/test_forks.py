@@ -229,7 +229,7 @@ def test_what_children_have_kept_is_given_back_when_they_have_ended(two: ProcMes
     wait_until(lambda: two.run(kept).get(30).values() == [1, 1])  # those of earlier children are noticed to have ended
     two.run("go.set(); told.get(); child.join()").get(60)
     wait_until(lambda: two.run(kept).get(30).values() == [0, 0])
-    assert two.run("lent._forked").get(30).values() == [[], []]
+    assert two.run("lent._lent.forked").get(30).values() == [[], []]
 
 
 def test_children_that_run_another_program_keep_nothing(two: ProcMesh) -> None:

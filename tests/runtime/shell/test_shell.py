@@ -23,6 +23,7 @@ import psutil
 import pytest
 from patience import wait_until
 
+from meshbook.errors import FailureKind
 from meshbook.shell import commands
 from meshbook.shell.shell import CellOutcome
 from meshbook.wire.messages import JOINS
@@ -443,6 +444,7 @@ def test_nothing_waits_for_someone_to_type(rank: RankProcess, code: str) -> None
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "exit()", "exit", "quit", "raise SystemExit"])
 def test_exiting_ends_the_cell_only(rank: RankProcess, code: str) -> None:
     ran = rank.cell(code)
+    assert ran.failure.kind is (FailureKind.RAISED if "3" in code else FailureKind.EXITED)
     assert ran.failure.ename == "SystemExit" and "ended the cell, not the rank" in ran.failure.evalue
     assert "not the rank" in ran.traceback and ran.stderr == ""
     assert rank.cell("1").outcome.ok
