@@ -55,15 +55,10 @@ def resolve(reference: TensorReference) -> DTensor:
     return found.reference(reference.number)
 
 
-def ask_at(place: CodeLine, name: str, decided: int, method: str, *args: Any) -> Any:
-    """Do `ask` in a frame that shows the line of the notebook."""
+def ask_at(place: CodeLine, name: str, asked: tuple[int, str, tuple[Any, ...]]) -> Any:
+    """Do `ask` in a frame that shows the line of the notebook. asked: the other arguments of `ask`."""
+    decided, method, args = asked
     return frame_at(place, f"tensor.{method}")(ask, name, decided, method, *args)
-
-
-def replay_at(place: CodeLine, name: str, asked: tuple[int, tuple[Any, ...]]) -> Any:
-    """Do `ask_at` for a recorded step. asked: the ``decided`` of `ask`, and the fields of a `Replay`."""
-    decided, fields = asked
-    return ask_at(place, name, decided, "replay", fields)
 
 
 def ask(name: str, decided: int, method: str, *args: Any) -> Any:

@@ -31,11 +31,41 @@ class Slot(NamedTuple):
 
 
 class LocalCall(NamedTuple):
+    """A call on tensors in slots."""
+
     operator: Operator
     args: Sequence[Any]
+    places: Sequence[tuple[int, int]]
+    """The indices of the arguments that are tensors, with their slots."""
+    nested: Sequence[tuple[int, Any]]
+    """The indices of the arguments that are lists, in which tensors may be."""
     kwargs: Mapping[str, Any]
+    first: int
+    """The slot of the first tensor that it makes."""
     makes: int
-    """The number of tensors that the call makes."""
+    """The number of tensors that it makes."""
+
+    @classmethod
+    def of(
+        cls, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], first: int, makes: int
+    ) -> LocalCall:
+        """Prepare a call. args, kwargs: with a `Slot` for each tensor."""
+        places = [(at, value.at) for at, value in enumerate(args) if type(value) is Slot]
+        nested = [(at, value) for at, value in enumerate(args) if type(value) in (list, tuple)]
+        return cls(operator, args, places, nested, kwargs, first, makes)
+
+
+def do_calls(calls: Sequence[LocalCall], values: list[Any]) -> None:
+    """Do calls one after the other. values: the tensors in the slots, to which those that are made are added."""
+    for operator, args, places, nested, kwargs, first, makes in calls:
+        given = [*args]
+        for at, slot in places:
+            given[at] = values[slot]
+        for at, value in nested:
+            given[at] = _fill(value, values)
+        made = operator(*given, **{name: _fill(value, values) for name, value in kwargs.items()})
+        if makes:
+            values[first : first + makes] = (made,) if isinstance(made, torch.Tensor) else _tensors_in(made)
 
 
 class _Result(NamedTuple):
@@ -55,10 +85,7 @@ class Lowered(NamedTuple):
     def do(self, operands: Sequence[DTensor]) -> Any:
         """Do the operation, and return its results."""
         values: list[torch.Tensor] = [operand._local_tensor for operand in operands]
-        for operator, args, kwargs, makes in self.calls:
-            made = operator(*fill(args, values), **{name: fill(value, values) for name, value in kwargs.items()})
-            if makes:
-                values += (made,) if isinstance(made, torch.Tensor) else tensors_in(made)
+        do_calls(self.calls, values)
         results = [
             None if each is None
             else operands[each.slot] if each.spec is None
@@ -131,9 +158,9 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_understood = False
         given, named = tree_map(self._slot_of, (list(args), dict(kwargs)))
         made = func(*args, **kwargs)
-        tensors = tensors_in(made)
+        tensors = _tensors_in(made)
+        self._calls.append(LocalCall.of(func, given, named, len(self._kept), len(tensors)))
         self._add(tensors)
-        self._calls.append(LocalCall(func, given, named, len(tensors)))
         return made
 
     def lowered(self, operands: Sequence[Any], made: Any) -> Lowered | None:
@@ -181,12 +208,12 @@ def _is_plain(spec: DTensorSpec) -> bool:
     return all(type(each) in (Shard, Replicate, Partial) for each in spec.placements)
 
 
-def tensors_in(made: Any) -> list[torch.Tensor]:
+def _tensors_in(made: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
 
 
-def fill(value: Any, values: Sequence[torch.Tensor]) -> Any:
+def _fill(value: Any, values: Sequence[torch.Tensor]) -> Any:
     kind = type(value)
     if kind is Slot:
         return values[value.at]
-    return [fill(each, values) for each in value] if kind is list or kind is tuple else value
+    return [_fill(each, values) for each in value] if kind is list or kind is tuple else value

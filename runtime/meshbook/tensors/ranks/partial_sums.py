@@ -117,23 +117,15 @@ def lay_all_out(wanted: Sequence[tuple[DTensor, Sequence[Placement]]]) -> set[in
                 if any(_is_somewhere(tensor) for tensor in bucket):
                     waited.update(axes)
     for tensor, placements in wanted:
-        lay_out(tensor, placements)
+        if tuple(placements) != tensor.placements:
+            laid = tensor.redistribute(placements=placements)
+            tensor._local_tensor, tensor._spec = laid._local_tensor, laid._spec
     return waited
 
 
 def _is_somewhere(tensor: DTensor) -> bool:
     """Whether every rank has an element of it: in a collective of nothing no rank waits."""
     return bool(tensor.numel()) and not any(each.is_shard() for each in tensor.placements)
-
-
-def lay_out(tensor: Any, placements: Sequence[Placement]) -> None:
-    """Lay a tensor out in another way."""
-    if tuple(placements) != tensor.placements:
-        _replace(tensor, tensor.redistribute(placements=placements))
-
-
-def _replace(tensor: Any, by: Any) -> None:
-    tensor._local_tensor, tensor._spec = by._local_tensor, by._spec
 
 
 def _summed_axes(held: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...]:

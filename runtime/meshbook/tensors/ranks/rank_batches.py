@@ -6,11 +6,10 @@ told it which operations fail for that reason.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from meshbook.tensors.messages.operations import (
     HaltedAt,
     OperationBatch,
     OperationFailed,
-    Recording,
     Replay,
     Template,
     TensorId,
@@ -38,12 +36,7 @@ from meshbook.tensors.messages.operations import (
 from meshbook.tensors.ranks.operator_rules import CompiledTemplate
 from meshbook.tensors.ranks.partial_sums import lay_all_out
 from meshbook.tensors.ranks.rank_operations import NotMade, Operations, RankTensor, end_shared_sums
-from meshbook.tensors.ranks.step_plans import StepPlan, StepRun, StepTrace, Untraceable
-
-TRACED_FROM = 3
-"""The times that a step is done as always before there is a plan: by then the calls of its operations are known."""
-TRACED_AT_MOST = 10
-"""The most plans of one step; tensors that lie in another way each time need no more."""
+from meshbook.tensors.ranks.step_plans import KnownStep, StepRun, StepTrace
 
 
 class Left(NamedTuple):
@@ -70,49 +63,6 @@ class Left(NamedTuple):
     def end(self) -> int:
         """The number behind the last."""
         return self.first + (1 if self.replay is not None else len(self.uses))
-
-
-class KnownStep:
-    """A recorded step as this rank does it each time."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.uses = list(map(Use._make, recording.uses))
-        self.lines = list(each_line(recording.lines, len(self.uses)))
-        self._plan: StepPlan | None = None
-        self._trace: StepTrace | None = None
-        self._times = self._traced = 0
-
-    def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
-        """Begin the planned run; returns None without a plan, or where tensors have other layouts."""
-        run = self._plan.begin(tensors) if self._plan is not None else None
-        self._trace = None
-        if run is None:
-            self._plan, self._times = None, self._times + 1
-            if self._times >= TRACED_FROM and self._traced < TRACED_AT_MOST:
-                self._traced += 1
-                with contextlib.suppress(Untraceable):
-                    self._trace = StepTrace(self.recording, self.uses, tensors)
-        return run
-
-    def trace(self, note: Callable[[StepTrace], None]) -> None:
-        """Note something in the trace of this run, if it is traced, and trace it no more if no plan can be made."""
-        if self._trace is not None:
-            try:
-                note(self._trace)
-            except Untraceable:
-                self._trace = None
-
-    def finish(self) -> None:
-        """Note that the step was done as always, to its end."""
-        if self._trace is not None:
-            self._plan, self._trace = self._trace.finish(), None
-
-    def forget(self, *, plan: bool) -> None:
-        """Forget the run that was cut off. plan: also the plan, since groups are others."""
-        self._trace = None
-        if plan:
-            self._plan, self._times = None, 0
 
 
 class Missed(Exception):

@@ -10,6 +10,7 @@ time) is done as always: its operands are given names, and its results lose thei
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshbook.tensors.messages.issued_lines import each_line
 from meshbook.tensors.messages.operations import WAIT, Recording, TensorId, Use
-from meshbook.tensors.ranks.lowered_operations import Lowered, Slot, fill, tensors_in
+from meshbook.tensors.ranks.lowered_operations import LocalCall, Lowered, Slot, do_calls
 from meshbook.tensors.ranks.rank_operations import RankTensor, is_shared
 from meshbook.torch_internals import tree_leaves
 
@@ -27,41 +29,10 @@ if TYPE_CHECKING:
     from meshbook.torch_internals import DTensorSpec
 
 
-class PlannedCall(NamedTuple):
-    """An operation on tensors in slots."""
-
-    operator: Callable[..., Any]
-    args: Sequence[Any]
-    places: Sequence[tuple[int, int]]
-    """The indices of the arguments that are tensors, with their slots."""
-    nested: Sequence[tuple[int, Any]]
-    """The indices of the arguments that are lists, in which tensors may be."""
-    kwargs: Mapping[str, Any]
-    first: int
-    """The slot of the first tensor that it makes."""
-    makes: int
-
-    @classmethod
-    def of(
-        cls, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], first: int, makes: int
-    ) -> PlannedCall:
-        """Prepare a call. args, kwargs: with a `Slot` for each tensor."""
-        places = [(at, value.at) for at, value in enumerate(args) if type(value) is Slot]
-        nested = [(at, value) for at, value in enumerate(args) if type(value) in (list, tuple)]
-        return cls(operator, args, places, nested, kwargs, first, makes)
-
-
-def do_calls(calls: Sequence[PlannedCall], values: list[Any]) -> None:
-    """Do the calls of an operation of the step."""
-    for operator, args, places, nested, kwargs, first, makes in calls:
-        given = [*args]
-        for at, slot in places:
-            given[at] = values[slot]
-        for at, value in nested:
-            given[at] = fill(value, values)
-        made = operator(*given, **{name: fill(value, values) for name, value in kwargs.items()})
-        if makes:
-            values[first : first + makes] = (made,) if isinstance(made, torch.Tensor) else tensors_in(made)
+TRACED_FROM = 3
+"""The times that a step is done as always before there is a plan: by then the calls of its operations are known."""
+TRACED_AT_MOST = 10
+"""The most plans of one step; tensors that lie in another way each time need no more."""
 
 
 class Held(NamedTuple):
@@ -90,7 +61,7 @@ class NamedUse(NamedTuple):
 class PlannedUse(NamedTuple):
     """An operation of the step."""
 
-    calls: Sequence[PlannedCall]
+    calls: Sequence[LocalCall]
     named: NamedUse | None
     """The operation by names, where it does not become calls."""
     replaced: Sequence[TensorId] = ()
@@ -289,16 +260,16 @@ class StepTrace:
 
     def _planned(self, use: Use, lowered: Lowered) -> PlannedUse:
         slots = [self._held[name].slot for name in use.tensors]
-        calls: list[PlannedCall] = []
-        for operator, args, kwargs, makes in lowered.calls:
-            given = _in_slots(args, slots)
-            if operator in _SAME:
+        calls: list[LocalCall] = []
+        for call in lowered.calls:
+            given = _in_slots(call.args, slots)
+            if call.operator in _SAME:
                 slots.append(given[0].at)
                 continue
-            first = self._new_slots(makes)
-            named = {name: _in_slots(value, slots) for name, value in kwargs.items()}
-            calls.append(PlannedCall.of(operator, given, named, first, makes))
-            slots += range(first, first + makes)
+            first = self._new_slots(call.makes)
+            named = {name: _in_slots(value, slots) for name, value in call.kwargs.items()}
+            calls.append(LocalCall.of(call.operator, given, named, first, call.makes))
+            slots += range(first, first + call.makes)
         for name, result in zip(use.results, [each for each in lowered.results if each is not None], strict=False):
             self._know(name, self._find(name), slots[result.slot])
         return PlannedUse(calls, None, [name for name in use.results if name >= 0])
@@ -392,3 +363,46 @@ def _with_ends(use: PlannedUse, unneeded: Collection[int]) -> PlannedUse:
     return use._replace(
         named=use.named._replace(released=released), unneeded=[slot for slot in unneeded if slot not in released]
     )
+
+
+class KnownStep:
+    """A recorded step as this rank does it each time."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.uses = list(map(Use._make, recording.uses))
+        self.lines = list(each_line(recording.lines, len(self.uses)))
+        self._plan: StepPlan | None = None
+        self._trace: StepTrace | None = None
+        self._times = self._traced = 0
+
+    def begin(self, tensors: Mapping[TensorId, Any]) -> StepRun | None:
+        """Begin the planned run; returns None without a plan, or where tensors have other layouts."""
+        run = self._plan.begin(tensors) if self._plan is not None else None
+        self._trace = None
+        if run is None:
+            self._plan, self._times = None, self._times + 1
+            if self._times >= TRACED_FROM and self._traced < TRACED_AT_MOST:
+                self._traced += 1
+                with contextlib.suppress(Untraceable):
+                    self._trace = StepTrace(self.recording, self.uses, tensors)
+        return run
+
+    def trace(self, note: Callable[[StepTrace], None]) -> None:
+        """Note something in the trace of this run, if it is traced, and trace it no more if no plan can be made."""
+        if self._trace is not None:
+            try:
+                note(self._trace)
+            except Untraceable:
+                self._trace = None
+
+    def finish(self) -> None:
+        """Note that the step was done as always, to its end."""
+        if self._trace is not None:
+            self._plan, self._trace = self._trace.finish(), None
+
+    def forget(self, *, plan: bool) -> None:
+        """Forget the run that was cut off. plan: also the plan, since groups are others."""
+        self._trace = None
+        if plan:
+            self._plan, self._times = None, 0

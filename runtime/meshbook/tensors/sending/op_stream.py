@@ -218,12 +218,12 @@ class OpStream(SentOperations):
         if call is None:
             sent = self.send("replay", fields, asked_by=step.asked_by)
             line, place = step.asked_by
-            same = known_meshes.replay_at, place, self.name
+            same = known_meshes.ask_at, place, self.name
             calls[number] = RepeatedCall(self.procs, _name_call(line), *same, caller=self)
             return sent
         self._sending = True
         try:
-            return call.start((self.decided, fields))
+            return call.start((self.decided, "replay", (fields,)))
         finally:
             self._sending = False
 
@@ -302,9 +302,8 @@ class OpStream(SentOperations):
     def ask(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Call a method of `RankTensors` on all ranks. asked_by: the line, for a call without one on ranks."""
         line, place = asked_by or as_named_line(line_of_caller())
-        return execute_as(
-            self.procs, _name_call(line), known_meshes.ask_at, place, self.name, self.decided, method, *args
-        )
+        asked = self.decided, method, args
+        return execute_as(self.procs, _name_call(line), known_meshes.ask_at, place, self.name, asked)
 
     def send(self, method: str, *args: Any, asked_by: NamedLine | None = None) -> Future[ValueMesh[Any]]:
         """Do `ask` without sending the issued operations first, as another call would."""

@@ -12,9 +12,9 @@ from torch import nn
 import meshbook
 from meshbook import ProcMesh, this_host
 from meshbook.distributed import Mesh, TensorError
-from meshbook.tensors.ranks import known_meshes, rank_batches
+from meshbook.tensors.ranks import known_meshes, step_plans
 
-SETTLED = rank_batches.TRACED_FROM + 3
+SETTLED = step_plans.TRACED_FROM + 3
 """After so many calls, two of which are noted, there is a plan."""
 
 
