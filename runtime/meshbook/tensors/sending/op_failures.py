@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -156,7 +156,7 @@ class FailedOperations:
 WAITS = "the wait before a step of an optimizer"
 
 
-class RepeatedStep(Protocol):
+class RepeatedStep(NamedTuple):
     """A recorded step."""
 
     recording: Recording
@@ -169,9 +169,6 @@ class RepeatedStep(Protocol):
     left: Sequence[TensorId]
     """The tensors that it leaves behind."""
 
-    def undo(self, before: Any) -> None:
-        """Undo changes in this process for a step that ranks have not done. before: as in `Turn.before`."""
-
 
 class Turn(msgspec.Struct, eq=False):
     """A repetition of a recorded step."""
@@ -180,8 +177,8 @@ class Turn(msgspec.Struct, eq=False):
     turn: int
     inputs: Sequence[TensorId]
     results: Sequence[TensorId]
-    before: Any
-    """The former values of the counters that this process has changed for it."""
+    undo: Callable[[], None]
+    """A function that sets back the counters of this process, where ranks have not done the step."""
     _names: Mapping[TensorId, TensorId] | None = None
 
     @property
@@ -192,9 +189,6 @@ class Turn(msgspec.Struct, eq=False):
             named = zip((*recording.inputs, *recording.results), (*self.inputs, *self.results), strict=True)
             self._names = dict(named)
         return self._names
-
-    def undo(self) -> None:
-        self.step.undo(self.before)
 
 
 def as_named(numbers: Sequence[TensorId], turn: Turn | None) -> list[TensorId]:

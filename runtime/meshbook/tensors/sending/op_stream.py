@@ -187,14 +187,18 @@ class OpStream(SentOperations):
             raise untold
 
     def replay(
-        self, step: RepeatedStep, inputs: Sequence[TensorId], numbers: dict[int, Sequence[float]], before: Any
+        self,
+        step: RepeatedStep,
+        inputs: Sequence[TensorId],
+        numbers: dict[int, Sequence[float]],
+        undo: Callable[[], None],
     ) -> Sequence[TensorId]:
         """Have the ranks do a recorded step again, for which `check_step` has found nothing; return its results.
 
-        It waits for nothing: ``numbers`` are right as long as no failure becomes known.
+        It waits for nothing: ``numbers`` are right as long as no failure becomes known. undo: as in `Turn`.
         """
         number, *results = self.new_numbers(1 + len(step.recording.results))
-        turn = Turn(step, number, inputs, results, before)
+        turn = Turn(step, number, inputs, results, undo)
         with self._lock:
             freed = self._take_freed()
             try:

@@ -21,7 +21,7 @@ from typing_extensions import ParamSpec
 
 from meshbook.concurrency.interrupts import held_back
 from meshbook.tensors.handles.mesh_tensor import MeshTensor
-from meshbook.tensors.messages.issued_lines import as_named_line, name_code_line
+from meshbook.tensors.messages.issued_lines import name_code_line
 from meshbook.tensors.messages.operations import NewOutput, TensorId
 from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
@@ -31,11 +31,11 @@ from meshbook.tensors.steps.step_guards import (
     KnownOptimizer,
     UnknownArgument,
     modes_of_torch,
-    read_arguments,
+    read_argument,
     values_referred_to,
     without_torch_functions,
 )
-from meshbook.tensors.steps.step_numbers import Counted, Recorded, StepNumbers
+from meshbook.tensors.steps.step_numbers import Recorded, StepNumbers
 from meshbook.tensors.steps.step_recorder import StepRecorder
 from meshbook.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
@@ -87,7 +87,9 @@ class CompiledStep(Generic[P, R]):
         is_current = False
         try:
             with without_torch_functions():
-                signature = (read_arguments(args, kwargs, inputs, scalars), self._names(), modes_of_torch())
+                read = functools.partial(read_argument, inputs=inputs, scalars=scalars)
+                given = (*map(read, args), read(kwargs) if kwargs else None)
+                signature = (given, self._names(), modes_of_torch())
                 known = self._known.get(signature)
                 if known is not None and known.step is not None:
                     is_current = known.step.is_current()
@@ -161,9 +163,9 @@ class _Signature:
 
 
 def _difference(one: Recorded, other: Recorded) -> str:
-    for before, now in zip(one.lines, other.lines, strict=False):
-        if before[0] != now[0] or before[2] != now[2]:
-            return f"no two calls do the same: {now[0]} ({name_code_line(now[1])}) is another operation each time"
+    for before, now, issued in zip(one.key[0], other.key[0], other.step.issued, strict=False):
+        if before != now:
+            return f"no two calls do the same: {issued[0]} ({name_code_line(issued[1])}) is another operation each time"
     return "no two calls do, leave behind and return the same"
 
 
@@ -193,17 +195,14 @@ class _RepeatableStep:
     """A recorded step with all objects that must not change."""
 
     def __init__(self, recorded: Recorded, recorder: StepRecorder, returned: _Returned) -> None:
-        self.recording, self.issued = recorded.recording, recorded.issued
-        self.captured, self.left = recorded.captured, recorded.left
-        self._mesh, self._written = recorded.mesh, recorded.written
+        self._step, self._mesh, self._written = recorded.step, recorded.mesh, recorded.written
         self._numbers = StepNumbers(recorded.here)
-        self.asked_by = as_named_line(self.issued[0][1])
         self._kept, self._returned = recorded.kept, returned
         self._returns_one = returned.spec.is_leaf()
         self._inputs = recorder.inputs
         self._views = self._mesh.stream.find_views(returned.numbers, recorder.inputs)
         """The results that are in the memory of another tensor, with that tensor."""
-        self._handle = Handle(self.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
+        self._handle = Handle(self._step.recording.number, self._mesh.stream, NewOutput((), (), torch.float32))
         self._is_gone = any(each() is None for each in recorded.held)
         self._held = [weakref.ref(handle, self._on_gone) for each in recorded.held if (handle := each()) is not None]
         self._modules = KnownModules(recorder.modules)
@@ -225,13 +224,13 @@ class _RepeatableStep:
         """Repeat the step. Raises: the error of an input, or of the last time where it was not told yet."""
         stream = self._mesh.stream
         given = list(map(_number_of, inputs))
-        stream.check_step(self, given)
+        stream.check_step(self._step, given)
         with held_back():  # what was counted here is under way
-            numbers, before = self._numbers.do(scalars)
+            numbers, undo = self._numbers.do(scalars)
             try:
-                results = stream.replay(self, given, numbers, before)
+                results = stream.replay(self._step, given, numbers, undo)
             except BaseException:
-                self.undo(before)
+                undo()
                 raise
         if self._written:
             written = [tensor for each in self._written if (tensor := each()) is not None]
@@ -257,7 +256,3 @@ class _RepeatableStep:
                 now[root] = root if root in stream.held else results[at]
             if now[root] != results[at]:
                 stream.note_views([results[at]], now[root])
-
-    def undo(self, before: Counted) -> None:
-        """Set the counters of optimizers back."""
-        self._numbers.undo(before)

@@ -6,15 +6,14 @@ calls); of modules, their parts and modes; of optimizers, their options and the 
 
 from __future__ import annotations
 
-import builtins
 import dis
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import CodeType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,20 +109,6 @@ class UnknownArgument(Exception):
     """Raised for a value of which a call cannot tell whether it is unchanged."""
 
 
-def read_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[MeshTensor], scalars: list[torch.Tensor]
-) -> object:
-    """Return the part of a signature for all arguments; tensors go into the lists. Raises: UnknownArgument."""
-    given: list[object] = []
-    for value in args:
-        if type(value) is MeshTensor and not value.requires_grad:  # as most are
-            inputs.append(value)
-            given.append((value._handle.output, value.mesh))
-        else:
-            given.append(read_argument(value, inputs, scalars))
-    return tuple(given), read_argument(kwargs, inputs, scalars) if kwargs else None
-
-
 def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tensor]) -> object:
     """Return the part of a signature for one argument; its tensors go into the lists."""
     kind = type(value)
@@ -138,7 +123,7 @@ def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tens
         scalars.append(value)
         return (torch.Tensor, value.dtype)
     if kind is list or kind is tuple:
-        return (kind, *[read_argument(each, inputs, scalars) for each in value])
+        return (kind, *map(functools.partial(read_argument, inputs=inputs, scalars=scalars), value))
     if kind is dict:
         return (dict, *[(name, read_argument(each, inputs, scalars)) for name, each in value.items()])
     hash(value)
@@ -154,6 +139,30 @@ def modes_of_torch() -> tuple[object, ...]:
     )
 
 
+_NOTHING = object()
+
+
+class _Path(NamedTuple):
+    """A way from a variable to a value that code names."""
+
+    is_global: bool
+    root: str
+    steps: tuple[tuple[bool, Any], ...] = ()
+    """The names of attributes (False), and the keys of items in brackets (True)."""
+
+    def follow(self, find: Callable[[], object]) -> object:
+        """Return the present value. find: a function for that of the variable."""
+        try:
+            found: Any = find()
+            for is_item, name in self.steps:
+                if isinstance(found, torch.Tensor) or (is_item and not isinstance(found, (dict, list, tuple))):
+                    return _NOTHING  # to ask it may be an operation, or take something out
+                found = found[name] if is_item else getattr(found, name)
+        except Exception:  # whatever theirs raise: the step will say so
+            return _NOTHING
+        return found
+
+
 def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[object, ...]]:
     """Return a function that reads the plain values that another refers to: globals, closures, and its object's.
 
@@ -161,103 +170,68 @@ def values_referred_to(function: Callable[..., Any]) -> Callable[[], tuple[objec
     are plain values when they are first read.
     """
     inner = function.__func__ if isinstance(function, MethodType) else function
+    owner = function.__self__ if isinstance(function, MethodType) else None
     code, defined_in = getattr(inner, "__code__", None), getattr(inner, "__globals__", {})
-    named: dict[str, None] = {}
+    cells = getattr(inner, "__closure__", None) or ()
+    itself: Mapping[str, object] = getattr(owner, "__dict__", {})
+    roots: dict[str, Callable[[], object]] = {}
     paths: dict[_Path, None] = {}
     if code is not None:
-        _find_reads(code, named, paths)
-    names = [name for name in named if not hasattr(builtins, name)]
-    cells = getattr(inner, "__closure__", None) or ()
-    owner = function.__self__ if isinstance(function, MethodType) else None
-    itself = getattr(owner, "__dict__", {})
-    around = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
-    within: list[tuple[_Path, Callable[[], object]]] | None = None
-
-    def find(root: str) -> object:
-        if root in around:
-            return next(_contents([around[root]]))
-        if code is not None and root in code.co_varnames:
-            return owner if owner is not None and root == code.co_varnames[0] else _NOTHING
-        return defined_in.get(root, _NOTHING)
+        if owner is not None and code.co_argcount:
+            roots[code.co_varnames[0]] = lambda: owner
+        for name, cell in zip(code.co_freevars, cells, strict=False):
+            roots[name] = functools.partial(getattr, cell, "cell_contents")
+            paths[_Path(False, name)] = None
+        _find_reads(code, paths)
+    reads: list[tuple[_Path, Callable[[], object]]] = []
+    for path in paths:
+        find = functools.partial(defined_in.get, path.root) if path.is_global else roots.get(path.root)
+        if find is not None:
+            reads.append((path, functools.partial(path.follow, find) if path.steps else find))
+    is_first = True
 
     def read() -> tuple[object, ...]:
-        nonlocal within
-        if within is None:
-            all_paths = [(path, functools.partial(_follow, find, path)) for path in paths]
-            within = [each for each in all_paths if isinstance(each[1](), PLAIN)]
-        found = list(map(defined_in.get, names))
-        try:
-            found += map(_content, cells)
-        except ValueError:  # nothing is in one of them yet
-            found[len(names) :] = _contents(cells)
+        nonlocal is_first
+        if is_first:
+            reads[:] = [each for each in reads if not each[0].steps or isinstance(each[1](), PLAIN)]
+            is_first = False
         plain: list[object] = []
-        for at, value in enumerate(found):
-            kind = type(value)
-            if issubclass(kind, PLAIN):
-                plain.append((at, kind, value))
-        for each in itself.items():
-            if isinstance(each[1], PLAIN):
-                plain.append(each)
-        for path, follow in within:
-            value = follow()
-            plain.append((path, type(value), value if isinstance(value, PLAIN) else None))
+        for path, follow in reads:
+            try:
+                value = follow()
+            except ValueError:  # of a cell that is empty yet
+                continue
+            if isinstance(value, PLAIN):
+                plain.append((path, type(value), value))
+        for name, value in itself.items():
+            if isinstance(value, PLAIN):
+                plain.append((name, type(value), value))
         return tuple(plain)
 
     return read
 
 
-_NOTHING = object()
-_Path: TypeAlias = tuple[tuple[bool, Any], ...]
-"""A path of names: of a variable, then of attributes (False) and of items in brackets (True)."""
-
-
-def _find_reads(code: CodeType, named: dict[str, None], paths: dict[_Path, None]) -> None:
-    """Note the global names that code, and code within it, reads, and the paths at variables of other functions."""
-    path: _Path = ()
+def _find_reads(code: CodeType, paths: dict[_Path, None]) -> None:
+    """Note the global variables that code, and code within it, reads, and the paths at variables."""
+    path: _Path | None = None
     key: tuple[Any, ...] = ()
     for each in dis.get_instructions(code):
         name, held = each.opname, key
         key = ()
-        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            named[each.argval] = None
         if name.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
-            path = ((False, each.argval[-1] if isinstance(each.argval, tuple) else each.argval),)  # of two at once
-        elif name in ("LOAD_ATTR", "LOAD_METHOD") and path:
-            path = (*path, (False, each.argval))
-        elif name in ("LOAD_CONST", "LOAD_SMALL_INT") and path:
+            root = each.argval[-1] if isinstance(each.argval, tuple) else each.argval  # of two at once
+            path = _Path(name.startswith(("LOAD_GLOBAL", "LOAD_NAME")), root)
+        elif name in ("LOAD_CONST", "LOAD_SMALL_INT") and path is not None:
             key = (each.argval,)
             continue
-        elif held and path and (name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]")):
-            path = (*path, (True, held[0]))
+        elif name in ("LOAD_ATTR", "LOAD_METHOD") and path is not None:
+            path = path._replace(steps=(*path.steps, (False, each.argval)))
+        elif held and path is not None and (name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]")):
+            path = path._replace(steps=(*path.steps, (True, held[0])))
         else:
-            path = ()
-        if len(path) > 1:
+            path = None
+        if path is not None and (path.is_global or path.steps):
             paths[path] = None
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            _find_reads(inner, named, paths)
-
-
-def _follow(find: Callable[[str], object], path: _Path) -> object:
-    """Return the present value at a path."""
-    (_, root), *steps = path
-    found: Any = find(root)
-    try:
-        for is_item, name in steps:
-            if isinstance(found, torch.Tensor) or (is_item and not isinstance(found, (dict, list, tuple))):
-                return _NOTHING  # to ask it may be an operation, or take something out
-            found = found[name] if is_item else getattr(found, name)
-    except Exception:  # whatever theirs raise: the step will say so
-        return _NOTHING
-    return found
-
-
-_content: Callable[[Any], object] = operator.attrgetter("cell_contents")
-
-
-def _contents(cells: Sequence[Any]) -> Iterator[object]:
-    for cell in cells:
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            yield None
+            _find_reads(inner, paths)

@@ -7,6 +7,7 @@ reads them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -15,8 +16,7 @@ import torch
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import new_seed
-from meshbook.tensors.messages.issued_lines import CodeLine
-from meshbook.tensors.messages.operations import Recording, TensorId
+from meshbook.tensors.sending.op_failures import RepeatedStep
 from meshbook.tensors.sending.op_settling import Handle
 
 
@@ -58,15 +58,10 @@ class Recorded(NamedTuple):
     """A run that can be repeated."""
 
     mesh: Mesh
-    key: object
-    """A key that is equal for runs that do the same."""
-    lines: Sequence[tuple[str, CodeLine, object]]
-    """The operator, the line, and the part of the key of each use."""
-    recording: Recording
-    issued: Sequence[tuple[Any, ...]]
+    key: tuple[Any, ...]
+    """A key that is equal for runs that do the same; its first entry has a part for each use."""
+    step: RepeatedStep
     here: Sequence[Here]
-    captured: Sequence[TensorId]
-    left: Sequence[TensorId]
     held: Sequence[weakref.ref[Handle]]
     """The handles that must stay: of captured tensors and tensors left behind."""
     written: Sequence[weakref.ref[torch.Tensor]]
@@ -77,53 +72,43 @@ class Recorded(NamedTuple):
 
 aten = torch.ops.aten
 
-_address = torch.Tensor.data_ptr
-
-
-Counted: TypeAlias = tuple[Sequence[float], Sequence[float]]
-"""The former values of tensors that a step writes to in this process: counters, and others."""
+_address, _item = torch.Tensor.data_ptr, torch.Tensor.item
 
 
 class StepNumbers:
     """The numbers of one recorded step."""
 
     def __init__(self, here: Sequence[Here]) -> None:
-        written = {id(tensor): tensor for each in here if isinstance(each, DoHere) for tensor in each.written}
-        counted = {
-            id(tensor): tensor for each in here if isinstance(each, DoHere) and _counts(each) for tensor in each.written
-        }
-        self._counters = _Counters(list(counted.values())) if _can_be_joined(list(counted.values())) else None
-        self._others = [tensor for name, tensor in written.items() if self._counters is None or name not in counted]
+        done = [each for each in here if isinstance(each, DoHere)]
+        counted = {id(tensor): tensor for each in done if _counts(each) for tensor in each.written}
+        self._counters = _Counters(list(counted.values()) if _can_be_joined(list(counted.values())) else [])
+        written = {id(tensor): tensor for each in done for tensor in each.written}
+        self._others = [tensor for name, tensor in written.items() if name not in self._counters.index]
         self._here = [self._prepared(each) for each in here]
 
     def _prepared(self, each: Here) -> float | DoHere | _Reading:
         """Return the work as it is done each time: a number is added to all counters."""
         if isinstance(each, ReadNumbers):
             return _Reading(each, self._counters)
-        if self._counters is not None and _counts(each) and self._counters.are(each.written):
-            return float(each.args[1])
-        return each
+        return float(each.args[1]) if _counts(each) and self._counters.are(each.written) else each
 
-    def do(self, scalars: Sequence[torch.Tensor]) -> tuple[dict[int, Sequence[float]], Counted]:
-        """Do the work of the step here; return the numbers of uses, and the former values for `undo`."""
+    def do(self, scalars: Sequence[torch.Tensor]) -> tuple[dict[int, Sequence[float]], Callable[[], None]]:
+        """Do the work of the step here; return the numbers of uses, and a function that sets the counters back."""
         numbers: dict[int, Sequence[float]] = {}
-        counted = self._counters.values() if self._counters is not None else ()
-        before = counted, _values(self._others) if self._others else ()
+        counted = self._counters.values() if self._counters.index else ()
+        others = list(map(_item, self._others))
         for each in self._here:
             if isinstance(each, _Reading):
                 numbers[each.use] = each.read(scalars)
             elif isinstance(each, DoHere):
                 with torch.no_grad():
                     each.operator(*each.args, **each.kwargs)
-            elif self._counters is not None:
+            else:
                 self._counters.array += each
-        return numbers, before
+        return numbers, functools.partial(self._undo, counted, others)
 
-    def undo(self, before: Counted) -> None:
-        """Set the counters back to their former values."""
-        counted, others = before
-        if self._counters is not None:
-            self._counters.set(counted)
+    def _undo(self, counted: Sequence[float], others: Sequence[float]) -> None:
+        self._counters.array[:] = counted
         for tensor, value in zip(self._others, others, strict=True):
             tensor.fill_(value)
 
@@ -137,7 +122,7 @@ class _Counters:
         self._join()
 
     def _join(self) -> None:
-        memory = torch.stack([tensor.detach() for tensor in self._tensors])
+        memory = torch.stack([tensor.detach() for tensor in self._tensors]) if self._tensors else torch.empty(0)
         for tensor, place in zip(self._tensors, memory.unbind(), strict=True):
             tensor.data = place
         self.array = memory.numpy()
@@ -154,9 +139,6 @@ class _Counters:
             self._join()
         return list(self.array.tolist())
 
-    def set(self, values: Sequence[float]) -> None:
-        self.array[:] = values
-
 
 def _counts(each: DoHere) -> bool:
     """Whether it adds one number to tensors without dims, as optimizers count their steps."""
@@ -164,7 +146,7 @@ def _counts(each: DoHere) -> bool:
 
 
 def _can_be_joined(tensors: Sequence[torch.Tensor]) -> bool:
-    return len(tensors) > 1 and all(
+    return all(
         type(tensor) is torch.Tensor
         and not (tensor.dim() or tensor.requires_grad or tensor.is_inference() or tensor._is_view())
         and tensor.device.type == "cpu"
@@ -176,33 +158,31 @@ def _can_be_joined(tensors: Sequence[torch.Tensor]) -> bool:
 class _Reading:
     """The numbers of a use, as they are each time."""
 
-    def __init__(self, numbers: ReadNumbers, counters: _Counters | None) -> None:
+    def __init__(self, numbers: ReadNumbers, counters: _Counters) -> None:
         self.use = numbers.use
-        self._numbers = [0.0 if isinstance(each, torch.Tensor | Given | Seed) else each for each in numbers.sources]
-        known = counters.index if counters is not None else {}
-        tensors = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, torch.Tensor)]
         self._counters = counters
-        self._counted = [(at, known[id(each)]) for at, each in tensors if id(each) in known]
-        others = [(at, each) for at, each in tensors if id(each) not in known]
-        self._places, self._tensors = [at for at, _ in others], [each for _, each in others]
-        self._others = [(at, each) for at, each in enumerate(numbers.sources) if isinstance(each, Given | Seed)]
+        self._numbers: list[float] = []
+        self._counted: list[tuple[int, int]] = []
+        self._others: list[tuple[int, torch.Tensor | Given | Seed]] = []
+        for at, source in enumerate(numbers.sources):
+            if isinstance(source, float | int):
+                self._numbers.append(source)
+                continue
+            self._numbers.append(0.0)
+            if id(source) in counters.index:
+                self._counted.append((at, counters.index[id(source)]))
+            else:
+                self._others.append((at, source))
 
     def read(self, scalars: Sequence[torch.Tensor]) -> list[float]:
         found = list(self._numbers)
-        if self._counted and self._counters is not None:
+        if self._counted:
             now = self._counters.array.tolist()
             for at, index in self._counted:
                 found[at] = now[index]
-        if self._places:
-            for at, number in zip(self._places, _values(self._tensors), strict=True):
-                found[at] = number
         for at, source in self._others:
-            found[at] = scalars[source.at].item() if isinstance(source, Given) else float(new_seed())
+            if isinstance(source, Seed):
+                found[at] = float(new_seed())
+            else:
+                found[at] = (scalars[source.at] if isinstance(source, Given) else source).item()
         return found
-
-
-def _values(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return the numbers of tensors without dims; many of one kind are read at once."""
-    if len(tensors) > 2 and len({tensor.dtype for tensor in tensors}) == 1:
-        return torch.stack(list(tensors)).tolist()
-    return [tensor.item() for tensor in tensors]

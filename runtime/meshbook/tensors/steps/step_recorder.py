@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshbook.tensors.handles.distributed_mesh import Mesh
 from meshbook.tensors.handles.mesh_tensor import MeshTensor, place
-from meshbook.tensors.messages.issued_lines import CodeLine, for_ranks, line_of_caller, name_code_line
+from meshbook.tensors.messages.issued_lines import as_named_line, for_ranks, line_of_caller, name_code_line
 from meshbook.tensors.messages.operations import (
     WAIT,
     NumberPlace,
@@ -37,7 +37,7 @@ from meshbook.tensors.messages.operations import (
     is_random,
     written_arguments,
 )
-from meshbook.tensors.sending.op_failures import WAITS
+from meshbook.tensors.sending.op_failures import WAITS, RepeatedStep
 from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.steps.step_numbers import DoHere, Given, Here, NumberSource, ReadNumbers, Recorded, Seed
@@ -219,33 +219,35 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("it is given one tensor twice")
         elif self._mesh is None or not alive.issuperset(captured):
             self.refuse("it reads a tensor that is not there any more after it")
-        if self.why:
+        if self.why or self._mesh is None:
             return None
+        key = self._key(names, left)
+        step = self._step(names, captured, left, returned)
+        written = {number for each in self._noted for number in each.issued[3]}.intersection(captured)
+        held = [self._handles[number] for number in (*captured, *left)]
+        return Recorded(
+            self._mesh, key, step, self._here, held, [self._tensors[number] for number in written], self._kept
+        )
+
+    def _key(self, names: Mapping[TensorId, TensorId], left: Sequence[TensorId]) -> tuple[Any, ...]:
+        """Return the key of the run. names: of the tensors within it."""
         constants = {number: -1 - len(names) - index for index, number in enumerate(self._placed)}
         sources = {each.use: each.sources for each in self._here if isinstance(each, ReadNumbers)}
         parts: list[object] = []
         for index, (template, use, _) in enumerate(self._noted):
-            read_by = tuple(constants.get(number) or names.get(number, number) for number in use[1])
+            read = tuple(constants.get(number) or names.get(number, number) for number in use[1])
             numbers = tuple(self._key_plain(source) for source in sources.get(index, use[2]))
-            parts.append((template.number, read_by, numbers, tuple(names[number] for number in use[3])))
-        key = (
-            tuple(parts),
-            tuple(names[number] for number in left),
-            tuple((each[1], each[2], each[0].dtype, each[0].shape) for each in self._placed.values()),
-            tuple(self._key_here(each) for each in self._here),
-        )
-        lines = [(each.issued[0], each.issued[1], part) for each, part in zip(self._noted, parts, strict=True)]
-        return self._recorded(key, lines, names, captured, left, returned)
+            parts.append((template.number, read, numbers, tuple(names[number] for number in use[3])))
+        placed = tuple((each[1], each[2], each[0].dtype, each[0].shape) for each in self._placed.values())
+        return tuple(parts), tuple(names[number] for number in left), placed, tuple(map(self._key_here, self._here))
 
-    def _recorded(
+    def _step(
         self,
-        key: object,
-        lines: Sequence[tuple[str, CodeLine, object]],
         names: dict[TensorId, TensorId],
         captured: Sequence[TensorId],
         left: Sequence[TensorId],
         returned: Sequence[TensorId],
-    ) -> Recorded:
+    ) -> RepeatedStep:
         assert self._mesh is not None
         names.update((number, number) for number in left)
         for number, (whole, placements, _) in self._placed.items():
@@ -253,29 +255,23 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names[number] = constant._handle.number
         uses: list[tuple[Any, ...]] = []
         issued: list[tuple[Any, ...]] = []
-        ends: list[list[TensorId]] = []
         last: dict[TensorId, int] = {}
-        results = [names[number] for number in returned]
         for index, (_, (template, operands, numbers, made), (operator, line, _, written)) in enumerate(self._noted):
             renamed = [[names.get(number, number) for number in each] for each in (operands, made, written)]
             uses.append((template, renamed[0], numbers, renamed[1]))
             issued.append((operator, line, renamed[1], renamed[2]))
-            ends.append([])
             last.update((number, index) for number in (*renamed[0], *renamed[1]) if number < 0)
+        results = [names[number] for number in returned]
+        ends: list[list[TensorId]] = [[] for _ in uses]
         for number, index in last.items():
             if number not in results:
                 ends[index].append(number)
         templates = {each.template.number: each.template for each in self._noted if each.template is not self._wait}
-        written_there = {number for each in self._noted for number in each.issued[3]}.intersection(captured)
         number, inputs = self._mesh.stream.new_number(), [names[number] for number in self.inputs]
         recording = Recording(
             number, list(templates.values()), uses, ends, for_ranks(each[1] for each in issued), inputs, results
         )
-        return Recorded(
-            self._mesh, key, lines, recording, issued, self._here, captured, left,
-            [self._handles[number] for number in (*captured, *left)],
-            [self._tensors[number] for number in written_there], self._kept,
-        )  # fmt: skip
+        return RepeatedStep(recording, issued, as_named_line(issued[0][1]), captured, left)
 
     def _key_here(self, here: Here) -> object:
         if isinstance(here, ReadNumbers):
