@@ -10,7 +10,6 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -223,16 +222,14 @@ class RankBatches:
                 number = left.first if step is not None else left.first + index
                 try:
                     if run is not None:
-                        frame_at(line, self._name(use))(run.do, index, use, self._do_named, self._tensors)
-                    elif step is None or left.replay is None:
-                        self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
+                        frame_at(line, self._name(use))(run.do, index, use, self._run, self._tensors)
                     else:
-                        step.trace(partial(StepTrace.begin, use=use))
+                        if step is not None:
+                            step.trace(StepTrace.begin, use)
                         self._do_one(use, line, refused.get(number, ""), left.search, index, failed)
-                        done_by, varies = self._operations.lowered, index in left.replay.numbers
-                        step.trace(
-                            partial(StepTrace.end, use=use, operator=self._name(use), lowered=done_by, varies=varies)
-                        )
+                        if step is not None:
+                            varies = left.replay is not None and index in left.replay.numbers
+                            step.trace(StepTrace.end, use, self._name(use), self._operations.lowered, varies=varies)
                 except BaseException as error:
                     why = str(error) if isinstance(error, NotMade) else f"{type(error).__name__}: {error}"
                     done = index
@@ -255,13 +252,6 @@ class RankBatches:
             step.finish()
         return failed if left.replay is None else self._name_results(left.replay, failed)
 
-    def _do_named(self, use: Use) -> None:
-        """Do an operation of a step on tensors that have names."""
-        if use.template == WAIT:
-            self._wait_for_all(use.tensors)
-        else:
-            self._run(self._compiled.get(use.template) or self._compile(use.template), use)
-
     def _do_one(
         self, use: Use, line: CodeLine, refused: str, search: Search | None, index: int, failed: dict[TensorId, str]
     ) -> None:
@@ -269,11 +259,8 @@ class RankBatches:
             self._fail(use, refused, {})
             return
         try:
-            if use.template == WAIT:
-                frame_at(line, "optimizer.step")(self._wait_for_all, use.tensors)
-            elif search is None:
-                template = self._compiled.get(use.template) or self._compile(use.template)
-                frame_at(line, template.name)(self._run, template, use)
+            if search is None or use.template == WAIT:
+                frame_at(line, self._name(use))(self._run, use)
             else:
                 frame_at(line, self._name(use))(self._run_searched, use, search, index)
         except NotMade as refusal:
@@ -366,7 +353,7 @@ class RankBatches:
 
     def _name(self, use: Use) -> str:
         known = self._templates.get(use.template)
-        return known.operator if known is not None else "a step of an optimizer" if use.template == WAIT else "it"
+        return known.operator if known is not None else "optimizer.step" if use.template == WAIT else "it"
 
     def _compile(self, number: int) -> CompiledTemplate:
         if number not in self._templates:
@@ -377,7 +364,11 @@ class RankBatches:
             raise NotMade(f"the ranks do not know it: {error}") from error
         return made
 
-    def _run(self, template: CompiledTemplate, use: Use) -> None:
+    def _run(self, use: Use) -> None:
+        if use.template == WAIT:
+            self._wait_for_all(use.tensors)
+            return
+        template = self._compiled.get(use.template) or self._compile(use.template)
         results = self._operations.do(template, use, [self._operand(number) for number in use.tensors])
         if len(results) < len(use.results):
             raise RuntimeError(f"it gave {len(results)} tensors on this rank, where {len(use.results)} were foreseen")
@@ -385,9 +376,9 @@ class RankBatches:
 
     def _run_searched(self, use: Use, search: Search, index: int) -> None:
         """Do an operation as `_run` does, and search it; the values of an empty tensor are left out."""
-        template = self._compiled.get(use.template) or self._compile(use.template)
         search.note_operands(index, [self._of(number) for number in use.tensors])
-        self._run(template, use)
+        self._run(use)
+        template = self._compiled[use.template]
         written = use.tensors if template.written else ()
         if "empty" not in template.name:
             search.note_results(index, [self._of(number) for number in (*use.results, *written)])

@@ -14,10 +14,11 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from typing_extensions import ParamSpec
 
 from meshbook.tensors.messages.issued_lines import each_line
 from meshbook.tensors.messages.operations import WAIT, Recording, TensorId, Use
@@ -28,6 +29,8 @@ from meshbook.torch_internals import tree_leaves
 if TYPE_CHECKING:
     from meshbook.torch_internals import DTensorSpec
 
+
+P = ParamSpec("P")
 
 TRACED_FROM = 3
 """The times that a step is done as always before there is a plan: by then the calls of its operations are known."""
@@ -388,11 +391,11 @@ class KnownStep:
                     self._trace = StepTrace(self.recording, self.uses, tensors)
         return run
 
-    def trace(self, note: Callable[[StepTrace], None]) -> None:
+    def trace(self, note: Callable[Concatenate[StepTrace, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Note something in the trace of this run, if it is traced, and trace it no more if no plan can be made."""
         if self._trace is not None:
             try:
-                note(self._trace)
+                note(self._trace, *args, **kwargs)
             except Untraceable:
                 self._trace = None
 
