@@ -27,9 +27,9 @@ from meshbook.tensors.sending.op_settling import Handle
 from meshbook.tensors.sending.op_stream import OpStream
 from meshbook.tensors.steps.step_guards import (
     PLAIN,
+    CannotRepeat,
     KnownModules,
     KnownOptimizer,
-    UnknownArgument,
     modes_of_torch,
     read_argument,
     values_referred_to,
@@ -84,30 +84,24 @@ class CompiledStep(Generic[P, R]):
         scalars: list[torch.Tensor] = []
         if OpStream.recorder is not None:  # it is a part of a step that is being recorded
             return self._function(*args, **kwargs)
-        is_current = False
         try:
             with without_torch_functions():
                 read = functools.partial(read_argument, inputs=inputs, scalars=scalars)
                 given = (*map(read, args), read(kwargs) if kwargs else None)
                 signature = (given, self._names(), modes_of_torch())
                 known = self._known.get(signature)
-                if known is not None and known.step is not None:
-                    is_current = known.step.is_current()
-        except (UnknownArgument, TypeError) as error:
+                if known is None:
+                    if len(self._known) >= SIGNATURES:
+                        raise CannotRepeat(
+                            f"{SIGNATURES} calls of it were given other arguments, or found other values, each time"
+                        )
+                    known = self._known[signature] = _Signature()
+                step = known.find_current()
+        except (CannotRepeat, TypeError) as error:
             self._refuse(str(error))
             return self._function(*args, **kwargs)
-        if known is None:
-            if len(self._known) >= SIGNATURES:
-                self._refuse(f"{SIGNATURES} calls of it were given other arguments, or found other values, each time")
-                return self._function(*args, **kwargs)
-            known = self._known[signature] = _Signature()
-        if known.step is not None:
-            if is_current:
-                return known.step.repeat(inputs, scalars)  # type: ignore[no-any-return]
-            known.drop()
-        if known.why_not:
-            self._refuse(known.why_not)
-            return self._function(*args, **kwargs)
+        if step is not None:
+            return step.repeat(inputs, scalars)  # type: ignore[no-any-return]
         made, recorder, returned = _record(functools.partial(self._function, *args, **kwargs), inputs, scalars)
         known.note(recorder, returned)
         return made  # type: ignore[no-any-return]
@@ -137,13 +131,20 @@ class _Signature:
         self._key: object = None
         self._runs = self._unused = 0
 
-    def drop(self) -> None:
-        """Drop the recording, since something has changed."""
+    def find_current(self) -> _RepeatableStep | None:
+        """Return the step to repeat; None where the next run is to be noted. Raises: CannotRepeat."""
         if self.step is not None:
+            if self.step.is_current():
+                return self.step
             self._unused = 0 if self.step.times else self._unused + 1
-        if self._unused > UNUSED:
-            self.why_not = "what it reads or leaves behind is changed before each call: is zero_grad() within the step?"
-        self.step = None
+            self.step = None
+            if self._unused > UNUSED:
+                self.why_not = (
+                    "what it reads or leaves behind is changed before each call: is zero_grad() within the step?"
+                )
+        if self.why_not:
+            raise CannotRepeat(self.why_not)
+        return None
 
     def note(self, recorder: StepRecorder, returned: _Returned) -> None:
         """Note a run that is over. If it has done the same as the last one, it is the one to repeat."""

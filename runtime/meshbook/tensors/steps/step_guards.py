@@ -105,8 +105,8 @@ def _is_option(value: Any, before: Any) -> bool:
     return value is before or (not isinstance(value, torch.Tensor) and type(value) is type(before) and value == before)
 
 
-class UnknownArgument(Exception):
-    """Raised for a value of which a call cannot tell whether it is unchanged."""
+class CannotRepeat(Exception):
+    """Raised for a call that is run as it is; the text says why."""
 
 
 def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tensor]) -> object:
@@ -114,12 +114,12 @@ def read_argument(value: Any, inputs: list[MeshTensor], scalars: list[torch.Tens
     kind = type(value)
     if isinstance(value, MeshTensor):
         if value.requires_grad and id(value) not in map(id, inputs):
-            raise UnknownArgument("an argument needs its gradient: give it as tensor.detach()")
+            raise CannotRepeat("an argument needs its gradient: give it as tensor.detach()")
         inputs.append(value)
         return (value._handle.output, value.mesh)
     if isinstance(value, torch.Tensor):
         if value.dim() or value.requires_grad:
-            raise UnknownArgument("a tensor of this process is an argument: give a mesh tensor, by meshbook.distribute")
+            raise CannotRepeat("a tensor of this process is an argument: give a mesh tensor, by meshbook.distribute")
         scalars.append(value)
         return (torch.Tensor, value.dtype)
     if kind is list or kind is tuple:
