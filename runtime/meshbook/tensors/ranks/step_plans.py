@@ -135,6 +135,8 @@ class StepRun:
         self._plan, self._values, self._outer = plan, values, outer
         self._named: dict[TensorId, RankTensor] = {}
         """The tensors with names for the operation that is under way or was cut off, of which some may be done."""
+        self._left: dict[TensorId, RankTensor] = {}
+        """The tensors that had names and are left behind: to make a DTensor takes as long as a small operation."""
 
     def do(self, index: int, use: Use, do_named: Callable[[Use], None], tensors: dict[TensorId, Any]) -> None:
         """Do the operation with this index. do_named: does it on tensors with names, and names its results."""
@@ -152,7 +154,7 @@ class StepRun:
 
     def _name(self, use: NamedUse, tensors: dict[TensorId, Any]) -> None:
         if not self._named:
-            self._named = {held.name: held.named(self._values) for held in use.operands}
+            self._named = {held.name: self._with_name(held) for held in use.operands}
             for slot in use.released:
                 self._values[slot] = None
         tensors.update(self._named)
@@ -166,13 +168,21 @@ class StepRun:
             del tensors[name]
         self._named = {}
 
+    def _with_name(self, held: Held) -> RankTensor:
+        known = self._left.get(held.name)
+        if known is None or known.tensor._local_tensor is not self._values[held.slot]:
+            known = held.named(self._values)
+            if held.name >= 0:
+                self._left[held.name] = known
+        return known
+
     def keep(self, tensors: dict[TensorId, Any], done: int) -> None:
         """Give names to the tensors that are there afterwards, as operations before this one have left them."""
         versions = {at: held.version for at, held in enumerate(self._outer)}
         families = {at: held.family for at, held in enumerate(self._outer)}
         last = {kept.held.name: kept for kept in self._plan.kept if kept.made_by < done}
         for name, (held, memory, family, _) in last.items():
-            tensors[name] = named = self._named.get(name) or held.named(self._values)
+            tensors[name] = named = self._named.get(name) or self._with_name(held)
             named.version = versions.setdefault(memory, named.version)
             named.family = families.setdefault(family, named.family)
 
