@@ -20,9 +20,9 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_353,
-    "product: statements": 56_196,
-    "product: kB": 3_614,
+    "product: lines": 82_278,
+    "product: statements": 56_149,
+    "product: kB": 3_611,
     "product: modules": 396,
     "tests and benchmarks: lines": 67_840,
     "docs by hand: kB": 223,
