@@ -46,10 +46,9 @@ from meshbook.errors import ProtocolError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.shape.members import Extent, Region
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Batch, FrameReader, pack, unbatch
+from meshbook.wire.connection import BATCH, MESSAGE, PIECE, Connection
+from meshbook.wire.frames import FrameReader, pack
 from meshbook.wire.kv_store import StoreOp
-from meshbook.wire.lanes import LANES, routing_id
-from meshbook.wire.link import MESSAGE, Link
 from meshbook.wire.transport import ControllerSocket
 
 FRAMES, HANDSHAKES = 1_000_000, 100_000
@@ -57,7 +56,7 @@ UNDER_WAY = 2000  # frames that wait in ZeroMQ's queues, whose memory is not wha
 MAX_GROWTH_BYTES = 32 << 20  # what the allocator may keep
 
 REFUSALS = (*wire.MALFORMED, ProtocolError)
-HEADER = struct.Struct("<BxxxIQQ")
+HEADER = struct.Struct("<BBxxIQQ")
 CANARY = Path(f"/tmp/meshbook-canary-{os.getpid()}")
 
 
@@ -70,8 +69,6 @@ class Canary:
 
 SEGMENT = wire.SegmentRef(1, 2, 3, 1 << 20, ((0, 100),))
 SEEDS: tuple[wire.FromHost, ...] = (
-    wire.Heartbeat(),
-    wire.Bulk(1, 10, 0, True),
     wire.SegmentFree(1, 2),
     wire.Hello(wire.PROTOCOL_VERSION, "host", "name", "machine", 1, 0, 4),
     wire.MeshReady(1, (wire.WorkerStarted(0, 1, "cpu", "log"),)),
@@ -122,29 +119,24 @@ class Mutator:
                 return choose.randbytes(choose.randrange(64))
         return bytes(changed)
 
-    def header(self) -> bytes:
-        """The header of a message, or of a batch of some."""
-        choose = self.random
-        if choose.random() < 0.1:
-            made: list[bytes] = []
-            batch = Batch(lambda header, payload: made.append(header))
-            for _ in range(choose.randrange(2, 5)):
-                batch.add(choose.choice(self.headers))
-            batch.flush()
-            return self.mutate(made[0])
-        return self.mutate(choose.choice(self.headers))
-
     def frames(self) -> list[bytes]:
-        """A whole message of a link: mostly the next one in order."""
+        """The frames of a connection: mostly of the next message in order, or of a batch or a piece."""
         choose = self.random
-        if choose.random() < 0.9:
-            link = HEADER.pack(MESSAGE, 1, 1, 0)
+        drawn = choose.random()
+        if drawn < 0.1:
+            batch = pack([choose.choice(self.headers) for _ in range(choose.randrange(2, 5))])
+            return [HEADER.pack(BATCH, 0, 1, 1, 0) + self.mutate(batch)]
+        if drawn < 0.2:
+            fields = struct.pack("<QQQ", *(choose.choice((0, 1, 10, 1 << 40)) for _ in range(3)))
+            return [HEADER.pack(PIECE, 0, 1, 1, 0) + self.mutate(fields), self.mutate(b"ten bytes.")]
+        if drawn < 0.9:
+            head = HEADER.pack(MESSAGE, 0, 1, 1, 0)
         else:
-            kind, seq, ack = choose.randrange(8), choose.randrange(4), choose.choice((0, 0, 1, 1 << 63))
-            link = HEADER.pack(kind, choose.randrange(3), seq, ack)
-            link = self.mutate(link) if choose.random() < 0.5 else link
+            kind, number, ack = choose.randrange(9), choose.randrange(4), choose.choice((0, 0, 1, 1 << 63))
+            head = HEADER.pack(kind, choose.randrange(3), choose.randrange(3), number, ack)
+            head = self.mutate(head) if choose.random() < 0.5 else head
         payload = [self.mutate(choose.choice(self.payloads)) for _ in range(choose.choice((0, 0, 1, 1, 2)))]
-        return [link + self.header(), *payload]
+        return [head + self.mutate(choose.choice(self.headers)), *payload]
 
 
 class Report(NamedTuple):
@@ -204,8 +196,7 @@ def fuzz_decoders(count: int, seed: int) -> Report:
         frames = mutator.frames()
         header = frames[0][HEADER.size :]
         attempts: tuple[Callable[[], object], ...] = (
-            lambda f=frames: Link(1).receive(f),  # type: ignore[misc]
-            lambda h=header: [wire.decode_from_host(each) for each in unbatch(h)],  # type: ignore[misc]
+            lambda f=frames: [wire.decode_from_host(h) for h, _ in Connection(1).receive(f) or ()],  # type: ignore[misc]
             lambda h=header: wire.decode_to_host(h),  # type: ignore[misc]
             lambda h=header: wire.decode_from_worker(h),  # type: ignore[misc]
             lambda h=header: list(FrameReader().feed(h)),  # type: ignore[misc]
@@ -268,11 +259,11 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     with contextlib.redirect_stderr(stderr):
         while done < count:
             sock.poll(wake, 1.0)
-            for host_id, lane, frames in sock.receive():
+            for host_id, frames in sock.receive():
                 meter.at(done)
                 host = _settle(dispatcher, sock, host_id)
                 try:
-                    dispatcher.on_frames(host_id, lane, frames)
+                    dispatcher.on_frames(host_id, frames)
                 except Exception:
                     crashes += 1
                     traceback.print_exc()
@@ -289,7 +280,7 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
 
 def _settle(dispatcher: Dispatcher, sock: ControllerSocket, host_id: str) -> HostState:
     """A host that nobody has wronged yet, with a mesh on it, and a call that waits for it."""
-    host = HostState(host_id, 1, NoProcess(), sock, dispatcher.on_whole, shares_environment=True)
+    host = HostState(host_id, 1, NoProcess(), sock, shares_environment=True)
     host.hello = wire.Hello(wire.PROTOCOL_VERSION, host_id, "fuzz", "elsewhere", 0, 0, 1)
     dispatcher.hosts = {host_id: host}
     dispatcher.meshes = {
@@ -305,20 +296,16 @@ def _send_frames(
 ) -> None:
     mutator = Mutator(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    lanes: list[zmq.Socket[bytes]] = []
-    for lane in LANES:
-        sock = context.socket(zmq.DEALER)
-        sock.sndhwm = 1000
-        sock.routing_id = routing_id(public, lane)
-        sock.curve_serverkey = server_key.encode()
-        sock.curve_publickey, sock.curve_secretkey = public.encode(), secret.encode()
-        sock.connect(endpoint)
-        lanes.append(sock)
+    sock = context.socket(zmq.DEALER)
+    sock.sndhwm = 1000
+    sock.routing_id = public.encode()
+    sock.curve_serverkey = server_key.encode()
+    sock.curve_publickey, sock.curve_secretkey = public.encode(), secret.encode()
+    sock.connect(endpoint)
     for _ in range(count):
         window.acquire()
-        lanes[mutator.random.randrange(len(lanes))].send_multipart(mutator.frames())
-    for sock in lanes:
-        sock.close(linger=10_000)
+        sock.send_multipart(mutator.frames())
+    sock.close(linger=10_000)
     context.term()
 
 

@@ -1,6 +1,6 @@
 """The calls that workers of a mesh on this host have to answer, and how their answers are combined on the way back.
 
-Calls and cancels travel on different lanes, so a cancel may come before its call. The ranks that it names are answered
+Cancels go before calls that wait, so a cancel may come before its call. The ranks that it names are answered
 for here, without a worker. Only a worker knows which calls it has begun: once a call was passed on, so are its cancels.
 """
 

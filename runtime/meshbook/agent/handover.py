@@ -19,8 +19,8 @@ from meshbook.formatting import format_bytes
 from meshbook.shape.members import Moves
 from meshbook.system.processes import is_same_process
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import Sent
-from meshbook.wire.frames import Buffer, unbatch
+from meshbook.wire.connection import PayloadPiece, Sent
+from meshbook.wire.frames import Buffer
 from meshbook.wire.replies import split_replies
 
 if TYPE_CHECKING:
@@ -42,32 +42,29 @@ class UnackedMessages(NamedTuple):
     """The messages to send again, in order, with their contents."""
 
     messages: list[tuple[wire.FromHost, Sequence[Buffer]]]
-    pieces: list[Sent]  # pieces of payloads that cross hosts; whole payloads only
+    pieces: list[PayloadPiece]  # pieces of payloads that cross hosts; whole payloads only
     replies: set[tuple[int, int]]  # (call, rank) of the answers among the messages
     exits: set[int]  # pids of the workers whose end is among them
     segments: set[tuple[int, int]]  # (pid, segment) of payloads in shared memory that they name
 
 
-def unacked_messages(calls: Sequence[Sent], bulk: Sequence[Sent]) -> UnackedMessages:
-    """Sort the messages that the lanes of calls and of bulk still had."""
-    pieces = [(wire.decode_from_host(header), header, payload) for header, payload in bulk]
-    whole = {piece.payload for piece, _, _ in pieces if isinstance(piece, wire.Bulk) and piece.offset == 0}
-    kept = [(h, payload) for piece, h, payload in pieces if isinstance(piece, wire.Bulk) and piece.payload in whole]
-    found = UnackedMessages([], kept, set(), set(), set())
+def unacked_messages(calls: Sequence[Sent], pieces: Sequence[PayloadPiece]) -> UnackedMessages:
+    """Sort the messages and the pieces of payloads that the former controller has not acknowledged."""
+    whole = {piece.payload for piece in pieces if piece.offset == 0}
+    found = UnackedMessages([], [piece for piece in pieces if piece.payload in whole], set(), set(), set())
     for header, payload in calls:
-        for each in unbatch(header):
-            message = wire.decode_from_host(each)
-            if isinstance(message, _OF_THE_OLD) or (isinstance(message, wire.Replies) and not message.replies):
-                continue
-            if isinstance(message, wire.Replies):
-                message, payload = _checked(message, payload, whole)
-                found.replies.update((message.id, reply.rank) for reply in message.replies)
-                found.segments.update(
-                    (reply.segment.pid, reply.segment.segment) for reply in message.replies if reply.segment
-                )
-            elif isinstance(message, wire.WorkerExited):
-                found.exits.add(message.pid)
-            found.messages.append((message, payload))
+        message = wire.decode_from_host(header)
+        if isinstance(message, _OF_THE_OLD) or (isinstance(message, wire.Replies) and not message.replies):
+            continue
+        if isinstance(message, wire.Replies):
+            message, payload = _checked(message, payload, whole)
+            found.replies.update((message.id, reply.rank) for reply in message.replies)
+            found.segments.update(
+                (reply.segment.pid, reply.segment.segment) for reply in message.replies if reply.segment
+            )
+        elif isinstance(message, wire.WorkerExited):
+            found.exits.add(message.pid)
+        found.messages.append((message, payload))
     return found
 
 

@@ -49,13 +49,10 @@ from meshbook.system.processes import (
 )
 from meshbook.values.segments import SegmentPool
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import only_frame
-from meshbook.wire.lanes import HEARTBEAT_S
-from meshbook.wire.replies import agents_answer, dropped_replies
+from meshbook.wire.link import HEARTBEAT_S, Uplink
+from meshbook.wire.replies import agents_answer
 from meshbook.wire.ticket import Ticket, decode_ticket
 from meshbook.wire.transport import Dialer
-from meshbook.wire.uplink import Uplink
 
 EXIT_LOST, EXIT_REFUSED = 75, 77
 MAX_UNSENT_BYTES = 64 << 20  # we stop reading calls when so much waits for slow workers, and the controller feels it
@@ -78,7 +75,7 @@ class HostAgent:
         self._name = ticket.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._loop = EventLoop()
         dialer = Dialer()
-        self._uplink = Uplink(dialer, ticket, self._loop, self._on_message, self._on_whole, self._succeed)
+        self._uplink = Uplink(dialer, ticket, self._loop, self._on_message, self._succeed)
         self._lease = Lease(self._loop, ticket.lease_s, self._uplink.silence, self._on_gone, ticket.arrive_s)
         self._meshes: dict[int, AgentMesh] = {}
         self._welcome: wire.Welcome | None = None
@@ -169,18 +166,11 @@ class HostAgent:
             tell(error, "a message of the controller")
             self._refuse(*wire.name_of(header), error)
 
-    def _on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
-        """Act on a message whose payload has arrived in full."""
-        if isinstance(message, wire.Call):
-            self._on_call(message, frames)
-        elif isinstance(message, wire.Replies):
-            self._mail.controller.on_replies(message, frames)
-
     def _refuse(self, kind: str, id: int, error: Exception) -> None:
         self._uplink.send_urgent(wire.Unread(kind, id, f"{type(error).__name__}: {error}"))
 
     def _choked(self) -> bool:
-        """Whether so much waits for slow workers that no more calls are read now."""
+        """Whether so much waits for slow workers that no more calls should come now."""
         calls = mail = 0
         for worker in self._workers:
             calls += worker.calls.unsent_bytes
@@ -197,22 +187,17 @@ class HostAgent:
     def _dispatch(self, message: wire.ToHost, payload: list[bytes]) -> None:
         match message:
             case wire.Call():
-                bulk_in = self._uplink.bulk_in
-                if (message.bulk is None and not bulk_in.queue) or not bulk_in.park(message, payload):
-                    self._on_call(message, payload)
+                self._on_call(message, payload)
             case wire.Replies():
-                if not self._uplink.bulk_in.park(message, payload):
-                    self._mail.controller.on_replies(message, payload)
+                self._mail.controller.on_replies(message, payload)
             case wire.Query():
                 self._answer(message)
             case wire.Cancel():
-                if (mesh := self._meshes.get(message.mesh)) is not None and not self._drop_held(mesh, message):
+                if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.calls.cancel(message)
             case wire.AbortGroups():
                 if (mesh := self._meshes.get(message.mesh)) is not None:
                     mesh.abort_groups(message)
-            case wire.Bulk():
-                self._uplink.bulk_in.receive(message, only_frame(payload))
             case wire.OpenPeerPort():
                 self._mail.peers.on_open(message)
             case wire.Peers():
@@ -250,15 +235,13 @@ class HostAgent:
             case wire.Leave(lease_s):
                 self._lease.leave(lease_s)
                 self._mail.controller.lose(_LEFT)
-                self._uplink.knock()
+                self._uplink.beat()
             case wire.Refused(reason):
                 print(reason, file=sys.stderr)
                 self._exit_code = EXIT_REFUSED
             case wire.Goodbye():
-                self._uplink.knock()  # it may be the last that is heard of us: the goodbye has come
+                self._uplink.beat()  # it may be the last that is heard of us: the goodbye has come
                 self._end(0)
-            case wire.Heartbeat():
-                pass
             case _:
                 assert_never(message)
 
@@ -281,29 +264,18 @@ class HostAgent:
     def _on_call(self, call: wire.Call, payload: list[bytes]) -> None:
         if (mesh := self._meshes.get(call.mesh)) is None:  # stopped meanwhile: the controller has failed its calls
             if call.bulk is not None:
-                self._uplink.bulk_in.discard(call.bulk[0])
+                self._uplink.take_payload(*call.bulk)
             elif call.segment is not None:
                 self._segment_unused(call.segment.pid, call.segment.segment)
             return
         if call.bulk is not None:
             try:
-                segment = self._pool.write(self._uplink.bulk_in.take(*call.bulk))
+                segment = self._pool.write(self._uplink.take_payload(*call.bulk))
             except MeshError as error:
                 mesh.refuse(call, error)
                 return
             call = msgspec.structs.replace(call, segment=segment, bulk=None)
         mesh.call(call, payload)
-
-    def _drop_held(self, mesh: AgentMesh, cancel: wire.Cancel) -> bool:
-        """Answer for a call that waits for its payload, if ``cancel`` names all of its members here; else False."""
-        for call, _ in self._uplink.bulk_in.queue:
-            if isinstance(call, wire.Call) and call.id == cancel.call:
-                members = {rank for rank in mesh.workers if wire.target_has(call.target, rank)}
-                if all(wire.target_has(cancel.target, rank) for rank in members):
-                    self._uplink.send(dropped_replies(call.id, members))
-                    self._uplink.bulk_in.drop(call)
-                    return True
-        return False
 
     def _mesh_of(self, spawn: wire.Spawn) -> AgentMesh:
         mesh = self._meshes.get(spawn.mesh)
@@ -343,7 +315,8 @@ class HostAgent:
     def _beat(self) -> None:
         self._loop.call_later(HEARTBEAT_S, self._beat)
         self._uplink.look()
-        self._lease.beat(is_connected=self._uplink.urgent.is_answered, has_arrived=self._uplink.urgent.has_arrived)
+        end = self._uplink.end
+        self._lease.beat(is_connected=end.is_answered, has_arrived=end.has_arrived)
         if not self._lease.is_heard and self._quota.listening:
             self._pause()
         if self._quota.listening:
@@ -400,9 +373,9 @@ class HostAgent:
         hosted, again, unneeded = report(self._meshes.values(), found)
         self._uplink.send(hosted)
         self._mail.peers.on_succession()
+        self._uplink.connection.send_again(found.pieces)
         for message, payload in again:
             self._uplink.send(message, payload)
-        self._uplink.send_again(found.pieces)
         for mesh in self._meshes.values():
             mesh.output.flush()
         if self._welcome is not None:

@@ -1,7 +1,7 @@
 """Whether the agent's controller is there, and how long the agent waits for the next one.
 
 A controller on our machine is watched by its pidfd, or by the pipe at our stdin before we know its pid; one elsewhere
-by the connection, while its machine answers there (`meshbook.wire.connections`). While it runs it may be silent for
+by the connection, while its machine answers there (`meshbook.wire.tcp`). While it runs it may be silent for
 long (native code, a stopped process, a laptop asleep). Once it has ended, has taken its leave, or cannot be reached,
 silence counts against the lease.
 
@@ -22,7 +22,7 @@ from meshbook.errors import UsageError
 from meshbook.system.event_loop import EventLoop, Watch
 from meshbook.system.exits import open_end
 from meshbook.system.processes import is_same_process
-from meshbook.wire.uplink import PeerSilence
+from meshbook.wire.link import PeerSilence
 
 LEASE_S = 600.0  # meshes wait so long for the next controller
 MAX_SILENCE_S = 600.0  # a controller that runs may be busy in native code, stopped, or asleep

@@ -26,8 +26,8 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.shape.members import AS_NOW, group
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
+from meshbook.wire.link import Uplink
 from meshbook.wire.replies import dropped_replies, lost_replies
-from meshbook.wire.uplink import Uplink
 
 if TYPE_CHECKING:
     from meshbook.agent.mesh import AgentMesh

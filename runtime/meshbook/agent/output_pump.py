@@ -18,8 +18,8 @@ from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.system.event_loop import EventLoop
 from meshbook.wire import messages as wire
+from meshbook.wire.link import Uplink
 from meshbook.wire.messages import SharedText, StreamText
-from meshbook.wire.uplink import Uplink
 
 FLUSH_S = 0.05  # output waits so long for more of it
 MESSAGE_CHARS = 1 << 20  # of text in one message
@@ -99,7 +99,7 @@ class OutputPump:
                 self._send_own(worker, _joined(texts, worker.rank))
                 texts = []
                 size = sum(map(len, part.payload))
-                is_much = size + self._uplink.unacked_bytes > UNDER_WAY_BYTES
+                is_much = size + self._uplink.connection.calls_bytes > UNDER_WAY_BYTES
                 if not is_much and self._quota.output(size):
                     self._uplink.send(msgspec.structs.replace(part.message, rank=worker.rank), part.payload)
                 else:
@@ -124,7 +124,7 @@ class OutputPump:
     def send_logged(self, worker: AgentWorker, message: wire.Logged, payload: list[bytes]) -> None:
         """Send scalars; what is beyond the amounts for output is left out, as curves show."""
         size = sum(map(len, payload))
-        if size + self._uplink.unacked_bytes <= UNDER_WAY_BYTES and self._quota.output(size):
+        if size + self._uplink.connection.calls_bytes <= UNDER_WAY_BYTES and self._quota.output(size):
             self._uplink.send(message, payload)
 
     def _send_cuts(self, worker: AgentWorker, cuts: dict[int, int]) -> None:

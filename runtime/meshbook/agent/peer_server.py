@@ -16,9 +16,8 @@ from meshbook.agent.resources import HostResources
 from meshbook.concurrency.background import tell
 from meshbook.errors import MeshError, PeerProtocolError
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import Buffer, only_frame, unbatch
-from meshbook.wire.host_link import HostLink
+from meshbook.wire.frames import Buffer
+from meshbook.wire.link import HostLink
 from meshbook.wire.replies import failed_replies, failed_reply, split_replies
 from meshbook.wire.transport import ControllerSocket
 
@@ -46,9 +45,7 @@ class PeerServer:
         """Let a host in; its links count from the start."""
         if (former := self._callers.get(host_id)) is not None:
             former.lose("it has come anew")
-        host = self._callers[host_id] = HostLink(
-            host_id, epoch, self._sock, lambda message, frames: self._on_whole(host, message, frames)
-        )
+        self._callers[host_id] = HostLink(host_id, epoch, self._sock)
         self._sock.readmit(host_id, key)
 
     def drop(self, host_id: str) -> None:
@@ -58,20 +55,23 @@ class PeerServer:
             self._sock.revoke(host_id)
 
     def serve(self, *, choked: bool) -> bool:
-        """Send and receive messages; return whether there were any. choked: too much waits for slow workers."""
+        """Send and receive messages; return whether there were any. choked: too much waits for slow workers, so callers
+        should send no more for now."""
         for host in self._callers.values():
-            host.flush()
+            host.connection.hold(choked)
+            if host.connection.must_send or host.connection.must_answer:
+                host.flush()
         self._sock.look()
         busy = False
-        for host_id, lane, frames in () if choked else self._sock.receive(TURN_MESSAGES):
+        for host_id, frames in self._sock.receive(TURN_MESSAGES):
             busy = True
             if (caller := self._callers.get(host_id)) is None:
                 continue
             try:
-                if (received := caller.receive(lane, frames)) is not None:
-                    for each in unbatch(received[0]):
-                        self._hear(caller, wire.decode_from_host(each), received[1])
-                caller.acknowledge(lane)
+                for header, payload in caller.receive(frames):
+                    self._hear(caller, wire.decode_from_host(header), payload)
+                if caller.connection.must_answer:
+                    caller.flush()
             except (*wire.MALFORMED, PeerProtocolError):
                 self.drop(host_id)
             except Exception as error:
@@ -86,28 +86,17 @@ class PeerServer:
 
     def _hear(self, host: HostLink, message: wire.FromHost, frames: list[bytes]) -> None:
         match message:
-            case wire.Call() | wire.Cancel():
-                if message.origin is None or (isinstance(message, wire.Call) and not message.mailbox):
-                    raise PeerProtocolError("a call that another agent may not make")
-                if not host.bulk_in.park(message, frames):
-                    self._on_whole(host, message, frames)
-            case wire.Bulk():
-                host.bulk_in.receive(message, only_frame(frames))
-            case wire.Heartbeat():
-                pass
+            case wire.Call() if message.origin is not None and message.mailbox:
+                self._on_call(host, message, frames)
+            case wire.Cancel() if message.origin is not None:
+                self._callee.cancel_here(message)
             case other:
-                raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
+                raise PeerProtocolError(f"such a {type(other).__name__} is not for another agent to send")
 
-    def _on_whole(self, host: HostLink, message: NamesPayload, frames: list[bytes]) -> None:
-        """Act on a message whose payload has arrived in full."""
-        if isinstance(message, wire.Cancel):
-            self._callee.cancel_here(message)
-            return
-        assert isinstance(message, wire.Call)
-        call = message
+    def _on_call(self, host: HostLink, call: wire.Call, frames: list[bytes]) -> None:
         if call.bulk is not None:
             try:
-                segment = self._host.pool.write(host.bulk_in.take(*call.bulk))
+                segment = self._host.pool.write(host.take_payload(*call.bulk))
             except MeshError as error:
                 if call.reply:
                     ranks = [rank for part in call.target for rank in part.ranks()]

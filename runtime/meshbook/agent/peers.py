@@ -22,11 +22,10 @@ from meshbook.system.interfaces import WANTED, address_towards, in_endpoint, own
 from meshbook.system.os_errors import explain
 from meshbook.system.processes import is_same_process, start_time
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import Buffer, only_frame
+from meshbook.wire.frames import Buffer
+from meshbook.wire.link import Uplink
 from meshbook.wire.replies import failed_replies, failed_reply, lost_replies, split_replies
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.uplink import Uplink
 
 if TYPE_CHECKING:
     from meshbook.agent.mail import AgentMail
@@ -62,7 +61,7 @@ class PeerClient:
         self._pid, self._started = pid, start_time(pid) if pid else None
         self._from, self._endpoint = host.name, ticket.endpoint
         self.lost = ""  # why it is lost: its host is lost, or out of our reach
-        self._uplink = Uplink(host.dialer, ticket, host.loop, self._on_message, self._on_whole)
+        self._uplink = Uplink(host.dialer, ticket, host.loop, self._on_message)
         self.calls = make_calls(self._uplink)  # the calls that went there
         self.beat()
 
@@ -77,18 +76,9 @@ class PeerClient:
     def _on_message(self, header: bytes, payload: list[bytes]) -> None:
         match wire.decode_to_host(header):
             case wire.Replies() as replies:
-                if not self._uplink.bulk_in.park(replies, payload):
-                    self.calls.on_replies(replies, payload)
-            case wire.Bulk() as piece:
-                self._uplink.bulk_in.receive(piece, only_frame(payload))
-            case wire.Heartbeat():
-                pass
+                self.calls.on_replies(replies, payload)
             case other:
                 raise PeerProtocolError(f"{type(other).__name__} is not for another agent to send")
-
-    def _on_whole(self, message: NamesPayload, frames: list[bytes]) -> None:
-        assert isinstance(message, wire.Replies)
-        self.calls.on_replies(message, frames)
 
     def beat(self) -> None:
         """Send heartbeats and notice silence; once a second."""
@@ -100,7 +90,7 @@ class PeerClient:
             self._uplink.beat()
 
     def _silence(self) -> str:
-        if self._uplink.urgent.has_arrived:
+        if self._uplink.end.has_arrived:
             return f"its host is lost: no sign of life for {MAX_SILENCE_S:g} s, and its machine does not answer"
         return (
             f"host {self._from} cannot reach its host at {self._endpoint}, by which messages between hosts go: "
@@ -331,7 +321,7 @@ class ForwardedCalls:
             self._answer(sender, lost_replies(id, [(rank, death) for rank in sorted(ranks)], origin), ())
 
     def on_replies(self, replies: wire.Replies, frames: Sequence[bytes]) -> None:
-        """Hand on answers that have come with all of their payloads."""
+        """Hand on answers."""
         sender, ranks = self._open.get((replies.origin, replies.id), (None, set()))
         kept: list[wire.RankReply] = []
         mine: list[bytes] = []
@@ -353,7 +343,7 @@ class ForwardedCalls:
         """Put a payload that came in pieces into our shared memory."""
         assert reply.bulk is not None
         try:
-            segment = self._host.pool.write(self.uplink.bulk_in.take(*reply.bulk))
+            segment = self._host.pool.write(self.uplink.take_payload(*reply.bulk))
         except MeshError as error:
             return failed_reply(reply, self._host.name, error)
         return reply._replace(segment=segment, bulk=None), frames

@@ -18,11 +18,10 @@ from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import OomWatch
 from meshbook.values.segments import SegmentPool, map_segment
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import Spans
-from meshbook.wire.host_link import HostLink
+from meshbook.wire.connection import Spans
+from meshbook.wire.link import Link, Uplink
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
-from meshbook.wire.uplink import Uplink
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,13 @@ class SegmentRefCounts:
             del self._holders[key]
             self._on_unused(*key)
 
-    def export(
-        self, segment: wire.SegmentRef, link: Uplink | HostLink
-    ) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
+    def export(self, segment: wire.SegmentRef, link: Link) -> tuple[wire.SegmentRef | None, tuple[int, Spans] | None]:
         """Make a worker's payload reachable at the other end: as it is, or in pieces. Raises: MeshError."""
         if link.shares_memory:
             return segment, None
         key = (segment.pid, segment.segment)
         self.lend(key)  # held until the last view of it has died
-        return None, link.send_bulk([each.data for each in map_segment(segment, lambda _: self.sent.append(key))])
+        return None, link.send_payload([each.data for each in map_segment(segment, lambda _: self.sent.append(key))])
 
     def settle(self) -> None:
         """Let go of segments that have been sent, once per turn of the agent's loop. Views may die on any thread."""

@@ -40,7 +40,7 @@ from meshbook.sessions.folder import SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
-from meshbook.wire.host_link import HostLink
+from meshbook.wire.link import HostLink
 from meshbook.wire.replies import place_head
 from meshbook.wire.transport import ControllerSocket
 from meshbook.wire.unix_transport import control_endpoint
@@ -110,9 +110,8 @@ class Controller:
         """Register a host; `HostState.ready` completes when it has dialled in. name: its name for people; empty where
         only its machine knows it. is_found: it was started by a former controller."""
         host = HostState(
-            id, self.epoch, launched, self._socket, self._dispatcher.on_whole, shares_environment=shares_environment,
-            is_found=is_found,
-        )  # fmt: skip
+            id, self.epoch, launched, self._socket, shares_environment=shares_environment, is_found=is_found
+        )
         host.name = name or id
         self._dispatcher.hosts[id] = host
         if launched.pid:
@@ -141,7 +140,7 @@ class Controller:
                 self._socket.readmit(id, saved.key)
             for id, key in state.late_hosts.items():
                 self._socket.readmit(id, key)
-                self._dispatcher.late_hosts.expect(HostLink(id, self.epoch, self._socket, lambda message, frames: None))
+                self._dispatcher.late_hosts.expect(HostLink(id, self.epoch, self._socket))
 
         self.ask(readmit)
 
@@ -175,7 +174,7 @@ class Controller:
         deadline = time.monotonic() + timeout_s
 
         def is_settled() -> bool:
-            return all(host.has_all for host in self.hosts if not host.lost and host.hello is not None)
+            return all(host.connection.has_all for host in self.hosts if not host.lost and host.hello is not None)
 
         def say() -> None:
             self._dispatcher.direct.acknowledge()
@@ -186,7 +185,7 @@ class Controller:
         def go() -> None:
             for host in self.hosts:
                 if not host.lost:
-                    host.knock()  # what has come has come; what comes now is for the next controller
+                    host.beat()  # what has come has come; what comes now is for the next controller
             self._inbox.is_closed = True  # the I/O thread serves no more after this turn
 
         if timeout_s > 0:
@@ -296,6 +295,7 @@ class Controller:
             meant = call.members
             if ranks is not None:
                 meant = Region.of(mesh.extent).select(sorted(call.waiting.intersection(ranks)))
+            self._dispatcher.withdraw(mesh, call, call.waiting if ranks is None else ranks)
             is_direct = self._dispatcher.direct.has(id)
             mesh.tell(wire.Cancel(mesh.id, id, meant.encoded, insist, is_mail=call.mailbox != 0, direct=is_direct))
 

@@ -25,7 +25,7 @@ from meshbook.concurrency.background import attempt, tell
 from meshbook.concurrency.future import Future
 from meshbook.controller.direct_links import DirectLinks
 from meshbook.controller.group_recovery import GroupRecovery
-from meshbook.controller.host_state import MAX_SILENCE_S, SUSPECT_S, HostState, LateHosts
+from meshbook.controller.host_state import MAX_SILENCE_S, HostState, LateHosts
 from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mail import ControllerMail, PeerDirectory
 from meshbook.controller.mesh_state import MeshState, Renumbering, check_ranks, check_replies, stale_view
@@ -48,12 +48,10 @@ from meshbook.sessions.folder import SavedMesh
 from meshbook.system.processes import machine_id, python_version, start_time
 from meshbook.values import lent_memory
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.frames import BATCH_MARK, only_frame, unbatch
-from meshbook.wire.lanes import LaneName
+from meshbook.wire.frames import only_frame
+from meshbook.wire.replies import dropped_replies
 
 MAX_BACKLOG = 50_000  # messages that may wait for slow hosts before new calls wait too
-MAX_EARLY = 10_000  # messages kept of a host of a former controller that has not said hello to us
 FAULT_REST_S = 0.1
 
 MeshMessage: TypeAlias = (
@@ -98,7 +96,6 @@ class Dispatcher:
         self.due_at = 0.0  # when `expire` has something to do, as far as `plan` knew
         self._rests_until = 0.0  # timers wait until then, after one of them has met a fault of ours
         self._reattach: Reattach | None = None  # reports of hosts on a former controller's meshes, until all have come
-        self._ticked = time.monotonic()
         self.impossible = 0  # messages that no host of ours sends; each cost its host
 
     def adopt(self, hosts: Mapping[str, HostState], saved: Mapping[int, SavedMesh], control: CallControl) -> Reattach:
@@ -116,11 +113,12 @@ class Dispatcher:
         if self.peer_directory.told:
             self.peer_directory.settle()
         for host in self.hosts.values():
-            try:
-                host.flush()
-            except Exception as error:
-                tell(error, f"what was to be sent to host {host.name}")
-            if len(host.backlog) > MAX_BACKLOG:
+            if host.connection.must_send:
+                try:
+                    host.flush()
+                except Exception as error:
+                    tell(error, f"what was to be sent to host {host.name}")
+            if host.backlog > MAX_BACKLOG:
                 self.is_full = True
                 self.room.clear()
 
@@ -129,15 +127,13 @@ class Dispatcher:
         self.direct.acknowledge()
         for id in hosts:
             if (host := self.hosts.get(id)) is not None and not host.lost:
-                host.acknowledge_rest()
+                host.connection.acknowledge()
+                host.flush()
 
     def tick(self) -> None:
         """Send heartbeats, and look for hosts that are gone; once per heartbeat."""
-        now = time.monotonic()
-        stalled, self._ticked = now - self._ticked > SUSPECT_S, now
         for host in self.hosts.values():
-            if stalled:  # it was we who did not listen
-                host.heard = now
+            host.silence.look()
             if not host.lost:
                 attempt(functools.partial(self._tick_host, host), f"the heartbeat of host {host.name}")
         self.late_hosts.tick()
@@ -180,23 +176,17 @@ class Dispatcher:
 
     # ---- messages -----------------------------------------------------------------------------------
 
-    def on_frames(self, host_id: str, lane: LaneName, frames: list[bytes]) -> None:
+    def on_frames(self, host_id: str, frames: list[bytes]) -> None:
         host = self.hosts.get(host_id)
         if host is None or host.lost:
-            self.late_hosts.on_frames(host_id, lane, frames)
-            return
-        if host.is_found and host.hello is None and lane != "urgent":
-            if len(host.early) < MAX_EARLY:  # what is beyond is not acknowledged, so it comes again
-                host.early.append((lane, frames))
+            self.late_hosts.on_frames(host_id, frames)
             return
         try:
-            if (message := host.receive(lane, frames)) is not None:
-                header, payload = message
-                for each in unbatch(header) if header.startswith(BATCH_MARK) else (header,):
-                    self._on_message(host, wire.decode_from_host(each), payload)
-            if host.must_answer:
-                host.acknowledge(lane)
-            if host.newer_epoch:
+            for header, payload in host.receive(frames):
+                self._on_message(host, wire.decode_from_host(header), payload)
+            if host.connection.must_answer:
+                host.flush()
+            if host.connection.newer_epoch:
                 self.lose(host, "another controller has taken over its meshes; what runs there is that one's now")
         except (*wire.MALFORMED, PeerProtocolError) as error:
             self.impossible += 1
@@ -208,16 +198,18 @@ class Dispatcher:
 
     def _make_room(self) -> None:
         """Let new calls come again, unless too many messages wait for a slow host still."""
-        if all(len(host.backlog) < MAX_BACKLOG // 2 for host in self.hosts.values()):
+        if all(host.backlog < MAX_BACKLOG // 2 for host in self.hosts.values()):
             self.is_full = False
             self.room.set()
 
     def _on_message(self, host: HostState, message: wire.FromHost, payload: list[bytes]) -> None:
+        if host.hello is None and not isinstance(message, wire.Hello):
+            raise PeerProtocolError(f"{type(message).__name__} came before its hello")
         try:
-            if not isinstance(message, wire.Replies):
-                self._dispatch(host, message, payload)
-            elif not host.bulk_in.park(message, payload):  # the path of every call
+            if isinstance(message, wire.Replies):
                 self._on_replies(host, message, payload)
+            else:
+                self._dispatch(host, message, payload)
         except (*wire.MALFORMED, PeerProtocolError):
             raise
         except Exception as error:
@@ -231,8 +223,10 @@ class Dispatcher:
                     raise PeerProtocolError("it sent a call that is not for this process, or nobody's")
                 if (mesh := self.meshes.get(origin.mesh)) is not None:
                     check_ranks(host, mesh, [origin.rank])
-                if not host.bulk_in.park(message, payload):
-                    self.on_whole(host, message, payload)
+                if isinstance(message, wire.Cancel):
+                    self.mail.on_cancel(message)
+                else:
+                    self.mail.on_call(host, message, payload)
             case wire.AskPeers():
                 self.peer_directory.on_ask(host, message)
             case wire.PeerAddress():
@@ -248,8 +242,6 @@ class Dispatcher:
             case wire.SegmentFree(pid, segment):
                 if host.shares_memory and pid == os.getpid():  # else it was a former controller's
                     self.payloads.release(segment, host)
-            case wire.Bulk():
-                host.bulk_in.receive(message, only_frame(payload))
             case wire.Hosted():
                 if self._reattach is not None:
                     self._reattach.on_hosted(host, message)
@@ -257,8 +249,6 @@ class Dispatcher:
                         self.groups_of(mesh)  # looks after its calls
             case wire.Hello():
                 self._on_hello(host, message)
-            case wire.Heartbeat():
-                pass
             case wire.Unread():
                 self._on_unread(host, message)
             case _:
@@ -354,9 +344,6 @@ class Dispatcher:
         for mesh in self.meshes.values():
             self._tell_moves(host, mesh)
         host.ready.set_result(host)
-        early, host.early = host.early, []
-        for lane, frames in early:
-            self.on_frames(host.id, lane, frames)
 
     def renumber(
         self, mesh: MeshState, check: Callable[[Collection[int]], object], renumbering: Renumbering, grace_s: float
@@ -380,15 +367,6 @@ class Dispatcher:
     def _tell_moves(self, host: HostState, mesh: MeshState) -> None:
         if mesh.moves and host.is_up and host not in mesh.hosts:  # those learn it with their new numbers
             host.send(wire.Moved(mesh.id, mesh.moves))
-
-    def on_whole(self, host: HostState, message: NamesPayload, frames: list[bytes]) -> None:
-        """Act on a message whose payload has arrived in full."""
-        if isinstance(message, wire.Replies):
-            self._on_replies(host, message, frames)
-        elif isinstance(message, wire.Cancel):
-            self.mail.on_cancel(message)
-        else:
-            self.mail.on_call(host, message, frames)
 
     def _on_replies(self, host: HostState, message: wire.Replies, frames: list[bytes]) -> None:
         check_replies(host, message, frames)
@@ -426,6 +404,12 @@ class Dispatcher:
             if lost and not call.waiting:
                 return None
         return mesh.hosts if len(mesh.hosts) == 1 else list(mesh.by_host(call.waiting))
+
+    def withdraw(self, mesh: MeshState, call: OpenCall, cancelled: Collection[int]) -> None:
+        """Answer a call whose payload is on its way still, for hosts all of whose ranks it is cancelled on."""
+        for host, ranks in mesh.by_host(call.waiting).items():
+            if not set(ranks).difference(cancelled) and host.withdraw(call.id):
+                self.calls.answer(call, dropped_replies(call.id, ranks), (), [()] * len(ranks))
 
     # ---- loss and end -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ order that matters:
 
     1  phase first     decisions while messages are under way must find the groups aborted already
     2  then the calls  a GroupAborted that comes back is no failure of its rank, if the call knows of the abort
-    3  then the ranks  on the urgent lane, so before any call that is sent after
+    3  then the ranks  urgently, so before any call that is sent after
     4  then the store  a rank that waits there, still forming, is answered with an error and comes back too
 """
 

@@ -20,13 +20,11 @@ from meshbook.errors import PeerProtocolError
 from meshbook.launchers.base import LaunchedHost
 from meshbook.sessions.folder import SavedLauncher
 from meshbook.wire import messages as wire
-from meshbook.wire.bulk import NamesPayload
-from meshbook.wire.host_link import HostLink
-from meshbook.wire.lanes import LaneName
+from meshbook.wire.link import HostLink
 from meshbook.wire.transport import ControllerSocket
 
 SUSPECT_S = 3.0  # a host that was not heard of for so long is suspect
-# a silent host is lost when its machine has not answered for so long either (`meshbook.wire.connections`), or no
+# a silent host is lost when its machine has not answered for so long either (`meshbook.wire.tcp`), or no
 # connection came back; on our own machine when we see that its process has ended
 MAX_SILENCE_S = 10.0
 
@@ -50,7 +48,7 @@ class HostStarter(Protocol):
 
 
 class HostState(HostLink):
-    """A host of the controller. Only the I/O thread uses it, but for the plain fields. on_whole: see `HostLink`."""
+    """A host of the controller. Only the I/O thread uses it, but for the plain fields."""
 
     def __init__(
         self,
@@ -58,13 +56,12 @@ class HostState(HostLink):
         epoch: int,
         launched: LaunchedHost,
         sock: ControllerSocket,
-        on_whole: Callable[[HostState, NamesPayload, list[bytes]], None],
         *,
         shares_environment: bool,
         is_found: bool = False,
     ) -> None:
         """is_found: it was started by a former controller."""
-        super().__init__(id, epoch, sock, lambda message, frames: on_whole(self, message, frames))
+        super().__init__(id, epoch, sock)
         self.name = id
         self.launched = launched
         self.shares_environment, self.is_found = shares_environment, is_found
@@ -75,9 +72,12 @@ class HostState(HostLink):
         self._successor: HostState | None = None
         self.ready: Future[HostState] = Future()
         self.hello: wire.Hello | None = None
-        # messages that came before `hello`, which tells how to read them: each lane connects by itself
-        self.early: list[tuple[LaneName, list[bytes]]] = []
         self.answered = self.heard  # when the machine of a silent host was last known to be there
+
+    @property
+    def heard(self) -> float:
+        """Return when the host was last heard of."""
+        return self.silence.heard
 
     def present(self) -> HostState:
         """Return this host, or the one that has taken its place."""
@@ -148,11 +148,11 @@ class LateHosts:
         host.lose("it was given up")
         self.keep(host)
 
-    def on_frames(self, id: str, lane: LaneName, frames: list[bytes]) -> None:
+    def on_frames(self, id: str, frames: list[bytes]) -> None:
         """Take frames of a host that may be kept here."""
         if (late := self._hosts.get(id)) is not None:
             with contextlib.suppress(PeerProtocolError):  # it was given up for that, perhaps
-                late.host.repeat_farewell(lane, frames)
+                late.host.repeat_farewell(frames)
 
     def tick(self) -> None:
         """Knock at the hosts that have not got their goodbye; once per heartbeat."""
@@ -163,4 +163,4 @@ class LateHosts:
                 late.host.shut_out()
                 self._on_settled(id)
             else:
-                late.host.knock()
+                late.host.beat()

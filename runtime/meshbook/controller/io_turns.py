@@ -24,7 +24,7 @@ from meshbook.concurrency import forks
 from meshbook.concurrency.background import attempt, hidden_thread, is_from_outside, pass_on, serving, tell
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import SigintScope
-from meshbook.wire.lanes import HEARTBEAT_S
+from meshbook.wire.link import HEARTBEAT_S
 from meshbook.wire.transport import ControllerSocket
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ class IoThread:
             attempt(look, "what a rank has sent by its link")
             heard.add("")  # no host's id: there is something to acknowledge, soon, though no pause may come
         messages = self._socket.receive()
-        for host_id, lane, frames in messages:
-            self._dispatcher.on_frames(host_id, lane, frames)
+        for host_id, frames in messages:
+            self._dispatcher.on_frames(host_id, frames)
             heard.add(host_id)
             self._ack_at = math.inf
         if heard and self._ack_at == math.inf:

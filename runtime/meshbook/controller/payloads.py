@@ -1,7 +1,7 @@
 """Large payloads of the controller: written once into shared memory, lent to hosts, mapped when they come back.
 
     write, on the thread of the caller ──> segment ──> send: hosts on this machine map it, until they say they are done
-                                              │              others get views of it, in pieces (`meshbook.wire.bulk`)
+                                              │              others get views of it, in pieces (`meshbook.wire.link`)
                                               └──────> drop: the message will not be sent
 
 A segment goes back to the pool when the last of its receivers is done with it, or is gone.
@@ -65,7 +65,7 @@ class Payloads:
             if host in shared:
                 host.send(msgspec.structs.replace(message, segment=segment), payload)
             else:
-                host.send(msgspec.structs.replace(message, bulk=host.send_bulk(views)), payload)
+                host.send(msgspec.structs.replace(message, bulk=host.send_payload(views)), payload)
 
     def _lend(
         self, segment: wire.SegmentRef, hosts: Sequence[HostState]
@@ -119,7 +119,7 @@ class Payloads:
             return
         if segment is not None:
             shared, views = self._lend(segment, [host])
-            reply = reply._replace(segment=segment) if shared else reply._replace(bulk=host.send_bulk(views))
+            reply = reply._replace(segment=segment) if shared else reply._replace(bulk=host.send_payload(views))
         host.send(wire.Replies(call, (reply,), origin), frames)
 
     def receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
@@ -134,9 +134,7 @@ class Payloads:
     def _receive(self, host: HostState, reply: wire.RankReply | wire.Call) -> Sequence[object]:
         """Return the large buffers of a message; its worker is told when the last view of them has died here."""
         if reply.bulk is not None:
-            if not host.bulk_in.has(reply.bulk[0]):
-                raise PeerProtocolError(f"a reply names payload {reply.bulk[0]}, which was not sent")
-            return host.bulk_in.take(*reply.bulk)
+            return host.take_payload(*reply.bulk)
         if reply.segment is None:
             return ()
         pid = reply.segment.pid

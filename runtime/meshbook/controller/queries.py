@@ -30,7 +30,7 @@ from meshbook.shape.members import Members, Region, group
 from meshbook.source.location import RUNTIME, USER, Frame, ThreadStack
 from meshbook.stacks.mesh_stacks import MeshStacks, RankStack, RankTold
 from meshbook.wire import messages as wire
-from meshbook.wire.link import check_message
+from meshbook.wire.frames import check_sizes
 
 T = TypeVar("T")
 STATES_TIMEOUT_S = 0.15  # agents answer at once
@@ -39,7 +39,7 @@ STATES_TIMEOUT_S = 0.15  # agents answer at once
 def ask_rank(endpoint: str, *args: object) -> wire.AskRank:
     """Return a question to control threads, of plain data. Raises: MessageTooLarge."""
     asked = wire.AskRank(endpoint, wire.encode(args))
-    check_message(asked.args, ())
+    check_sizes([len(asked.args)])
     return asked
 
 

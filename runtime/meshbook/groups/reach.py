@@ -12,7 +12,7 @@ itself. The machine that answers at such an address has no door, or another host
 
 A wait in a collective ends where a road has gone since (`Roads`). A network that drops packets reports nothing.
 The kernel repeats for a quarter of an hour, gloo waits for it, and the controller, which may reach all hosts by another
-network, sees ranks at work. But the kernel knows which bytes are unacknowledged (`meshbook.wire.connections`),
+network, sees ranks at work. But the kernel knows which bytes are unacknowledged (`meshbook.wire.tcp`),
 and a process may ask it of its own sockets. A process at the other end that is stopped or busy acknowledges all the
 same, so it is never taken for a road that has gone.
 """
@@ -46,7 +46,7 @@ from meshbook.system.interfaces import (
     wanted_interfaces,
 )
 from meshbook.system.processes import network_id
-from meshbook.wire.connections import borrow, last_answer
+from meshbook.wire.tcp import borrow, last_answer
 
 KNOCK_S, GRACE_S = 6.0, 0.1
 """The time that a door may take to be opened, where packets are lost; and the others once each host has opened one."""

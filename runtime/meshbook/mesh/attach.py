@@ -153,7 +153,7 @@ def _knock(controller: Controller, deadline: float) -> Reattach:
             elif time.monotonic() > deadline:
                 reattach.give_up(host, "it did not answer its new controller")
             elif host.hello is None:
-                host.knock()
+                host.beat()
 
     if not hosts:
         return reattach

@@ -4,10 +4,6 @@
 
 Frame 1 is the header of `meshbook.wire`, the others are its payload. `FrameReader` is fed bytes, `pack` returns them;
 below are the sockets that do so. Both ends live on one host and were started by us, so lengths are trusted up to a cap.
-
-Several small messages travel as one `Batch`, on links too: most of the cost of a message is the same however small it
-is. A batch is a message whose header starts with a byte that msgpack never uses, followed by the headers of its
-messages, framed as above. Only messages without payload frames are batched; order is kept.
 """
 
 from __future__ import annotations
@@ -221,45 +217,3 @@ class MessageSocket:
 
     def close(self) -> None:
         self._sock.close()
-
-
-MAX_BATCH_BYTES = 1 << 15
-BATCH_MARK = b"\xc1"  # the first byte of a batch's header
-
-
-class Batch:
-    """The messages collected for ``send(header, payload)``; the owner calls `flush` before it waits for anything."""
-
-    def __init__(self, send: Callable[[bytes, Sequence[Buffer]], None]) -> None:
-        self._send = send
-        self.headers: list[bytes] = []  # headers that wait for `flush`
-        self._size_bytes = 0
-
-    def add(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Send a message, soon; one with a payload, or a large one, at once. Raises: the errors of ``send``."""
-        if payload or len(header) > MAX_BATCH_BYTES:
-            self.flush()
-            self._send(header, payload)
-            return
-        self.headers.append(header)
-        self._size_bytes += len(header)
-        if self._size_bytes > MAX_BATCH_BYTES:
-            self.flush()
-
-    def flush(self) -> bool:
-        """Send the collected messages; return whether there were any."""
-        if not self.headers:
-            return False
-        headers, self.headers, self._size_bytes = self.headers, [], 0
-        self._send(headers[0] if len(headers) == 1 else BATCH_MARK + pack(headers), ())
-        return True
-
-
-def unbatch(header: bytes) -> Sequence[bytes]:
-    """Return the headers of messages that came as one. Raises: PeerProtocolError for impossible sizes."""
-    if not header.startswith(BATCH_MARK):
-        return (header,)
-    batches = list(FrameReader().feed(header[1:]))
-    if len(batches) != 1:
-        raise PeerProtocolError("a batch that is cut short, or more than one")
-    return batches[0]

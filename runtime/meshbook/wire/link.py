@@ -1,197 +1,230 @@
-"""Numbered, acknowledged, replayed messages over a pipe that keeps order but may lose or repeat.
+"""A link to another process: its `Connection`, and the socket that carries it.
 
-ZeroMQ is such a pipe: frames that were under way when a connection broke, or were sent while there was none, are gone
-without a word. A `Link` is one side's memory of one lane. It has no socket and no clock: it turns messages into frames
-and frames into messages, and its owner sends what `pending` and `heartbeat` give.
+    HostLink   the listening end   a controller has one to each agent, an agent one to each agent that calls its workers
+    Uplink     the dialling end    of an agent, to its controller and to the agents of other hosts
 
-    first frame of each:   u8 kind | 3 zero bytes | u32 epoch | u64 seq | u64 ack | header of the message
-                           MESSAGE     seq is its number, from 1; its payload follows in further frames
-                           ACK, BEAT   seq is the highest number sent so far; no payload
-                           REPLAY      as ACK, and: send again all that comes after ack
-
-    sender                                   receiver
-      1, 2 ------------------------------------> delivered
-      3 ----------- lost
-      4 ---------------------------------------> a gap: dropped, and asked once for a replay
-      <----------------------------- REPLAY ack=2
-      3, 4 ------------------------------------> delivered
-      5 ----------- lost
-      BEAT seq=5 ------------------------------> 5 is missing: asked again; a lost tail takes one heartbeat
-
-Every first frame carries ``ack``, the number up to which its sender has all. A message is kept until it is
-acknowledged; without traffic the other way an ACK is due after 64 messages or 1 MiB. A question that stays
-without effect is asked again at the next heartbeat, or at the second one if the first may have crossed it.
-
-``epoch`` tells incarnations of a peer apart. Frames of another epoch are ignored; an owner that learns of a restarted
-peer (`epoch_of`) begins a new `Link`.
+Both send alike. The listening end outlives hosts that are lost and may come back; the dialling end outlives controllers
+that go and are followed by others.
 """
 
 from __future__ import annotations
 
-import struct
-from collections import deque
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 
-from meshbook.errors import PeerProtocolError
-from meshbook.wire.frames import MAX_FRAME_BYTES, Buffer, check_sizes
+from meshbook.system.event_loop import EventLoop
+from meshbook.wire import messages as wire
+from meshbook.wire.connection import Connection, PayloadPiece, Sent, WaitingPayload
+from meshbook.wire.frames import Buffer
+from meshbook.wire.ticket import Ticket
+from meshbook.wire.transport import ControllerSocket, Dialer
 
-MAX_UNACKED_BYTES = 64 << 20  # a link that keeps so much is `Link.full`
-ACK_AFTER_MESSAGES = 64
-ACK_AFTER_BYTES = 1 << 20
-MESSAGE_COST_BYTES = 256  # cost of keeping a message besides its frames
-MESSAGE, ACK, BEAT, REPLAY = range(1, 5)
-_HEAD = struct.Struct("<BxxxIQQ")
-_SIZE = _HEAD.size
-_pack, _unpack = _HEAD.pack, _HEAD.unpack_from
+HEARTBEAT_S = 1.0  # how often each side says that it lives
+STALLED_S = 3.0  # a process that did nothing for so long was stopped itself
+FULL_BYTES = 8 << 20  # senders wait with so much on its way in messages
+FULL_PAYLOAD_BYTES = 256 << 20  # the same in payloads, which lie in the senders' shared memory until their turn comes
+# a machine that has not answered for so long has given us up, or will: another connection finds out sooner than the
+# system's repetitions on the old one, which come ever more rarely
+DIAL_AGAIN_S = 15.0
+_IN_ORDER = (wire.Call, wire.Replies, wire.Cancel)  # messages that never overtake each other
 
 
-def epoch_of(frames: Sequence[Buffer]) -> int:
-    """Return the epoch of a message as it came; 0 if it is none."""
-    return _unpack(frames[0])[1] if frames and len(frames[0]) >= _SIZE else 0
+class PeerSilence:
+    """The silence of a peer; the time in which we ourselves were stopped does not count."""
 
+    def __init__(self) -> None:
+        self.heard = self._looked = time.monotonic()
 
-def check_message(header: bytes, payload: Sequence[Buffer]) -> None:
-    """Refuse a message that no frame can carry. Raises: MessageTooLarge."""
-    check_sizes([len(header), *(part.nbytes if isinstance(part, memoryview) else len(part) for part in payload)])
+    def look(self) -> None:
+        """Notice, once a second, that we were stopped."""
+        now = time.monotonic()
+        if now - self._looked > STALLED_S:
+            self.heard = now
+        self._looked = now
+
+    @property
+    def length_s(self) -> float:
+        """Return how long it has lasted."""
+        return time.monotonic() - self.heard
 
 
 class Link:
-    """The memory of one side of one lane. Not thread-safe: it belongs to the thread that owns the socket."""
+    """The common part of both ends, used by one thread. transmit: hands frames to the socket, without waiting."""
 
-    __slots__ = (
-        "_acked", "_ask_due", "_asked", "_owed_bytes", "_patience", "_received", "_replay_due",
-        "_sent", "_unacked", "due", "epoch", "ignored", "max_unacked_bytes", "owed", "unacked_bytes",
-    )  # fmt: skip
+    def __init__(self, epoch: int, transmit: Callable[[Sequence[Buffer]], object]) -> None:
+        self.connection = Connection(epoch)
+        # give and take payloads
+        self.send_payload, self.take_payload = self.connection.send_payload, self.connection.take_payload
+        self.silence = PeerSilence()
+        self.shares_memory = False  # whether the other end can map the shared memory of this host
+        self.backlog = 0  # how many calls the last `flush` has left, until the peer has earlier ones and their payloads
+        self._transmit = transmit
 
-    def __init__(self, epoch: int, max_unacked_bytes: int = MAX_UNACKED_BYTES) -> None:
-        self.epoch = epoch
-        self.max_unacked_bytes = max_unacked_bytes
-        self.unacked_bytes = 0  # size of the messages kept for a replay, with `MESSAGE_COST_BYTES` for each
-        self.ignored = 0  # frames of another epoch, repetitions, and messages after a gap
-        self.due = False  # `pending` may have something to send
-        self._unacked: deque[tuple[list[Buffer], int]] = deque()  # messages _acked + 1 .. _sent, with their cost
-        self._sent = 0
-        self._acked = 0
-        self._received = 0  # all up to here were delivered
-        self.owed = 0  # messages received since we last said how far we are
-        self._owed_bytes = 0
-        self._asked = -1  # the value of _received when we last asked for a replay
-        self._patience = 0  # heartbeats to let pass before that question is taken for lost
-        self._ask_due = False
-        self._replay_due = False
+    def send(self, message: wire.FromHost | wire.ToHost, payload: Sequence[Buffer] = ()) -> None:
+        """Send a message at the next `flush`, in order, and as far as the peer keeps up."""
+        self.connection.send(wire.encode(message), payload, in_order=isinstance(message, _IN_ORDER))
+
+    def send_urgent(self, message: wire.FromHost | wire.ToHost) -> None:
+        """Send a message now, before all that waits."""
+        self.connection.send(wire.encode(message), urgent=True)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send all that may be sent now; return whether there was anything."""
+        found = self.connection.frames_to_send()
+        for frames in found:
+            self._transmit(frames)
+        self.backlog = len(self.connection.calls) + len(self.connection.behind)
+        return bool(found)
+
+    def beat(self) -> None:
+        """Say how far we are: the peer sees that we live, and which messages it lacks, and asks for them."""
+        self._transmit(self.connection.beat())
+
+
+class HostLink(Link):
+    """The link to a host that dialled in."""
+
+    def __init__(self, id: str, epoch: int, sock: ControllerSocket) -> None:
+        super().__init__(epoch, functools.partial(sock.send, id))
+        self.id = id
+        self.lost = ""  # why it is lost; empty while it lives
+        self._sock = sock
+
+    def receive(self, frames: list[bytes]) -> Sequence[tuple[bytes, list[bytes]]]:
+        """Take frames from the socket; return (header, payload) of each message. Raises: PeerProtocolError."""
+        self.silence.heard = time.monotonic()
+        return self.connection.receive(frames) or ()
+
+    def withdraw(self, call: int) -> bool:
+        """Take back a call that waits behind its payload, or another's; return whether there was one."""
+        for waiting in self.connection.behind:
+            if isinstance(waiting, WaitingPayload):
+                continue
+            message = wire.decode_to_host(waiting[0])
+            if isinstance(message, wire.Call) and message.id == call:
+                self.connection.withdraw(waiting, message.bulk[0] if message.bulk is not None else None)
+                return True
+        return False
+
+    def lose(self, reason: str) -> None:
+        """Count the host as lost: nothing is sent to it any more, and only urgent messages are kept."""
+        self.lost = reason
+        self.backlog = 0
+        self.connection.give_up()
 
     @property
-    def full(self) -> bool:
-        """Whether the sender should wait for acknowledgements before it sends more."""
-        return self.unacked_bytes >= self.max_unacked_bytes
+    def has_farewell(self) -> bool:
+        """Whether a lost host has got the last urgent message before its loss."""
+        return self.connection.has_all
 
-    def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> list[Buffer]:
-        """Number a message; return its frames, to be sent now. They are kept, so buffers must not change.
+    def repeat_farewell(self, frames: list[bytes]) -> None:
+        """Send again the urgent messages that a lost host lacks, since it has spoken. Raises: PeerProtocolError."""
+        self.connection.receive(frames)
+        self.flush()
 
-        A message is taken even when the link is full: a sender of much looks at `full` first.
-        Raises: MessageTooLarge, and nothing is kept: no replay could bring it over.
+    def shut_out(self) -> None:
+        """Let the host in no more."""
+        self._sock.revoke(self.id)
+
+
+class Uplink(Link):
+    """The link of an agent to a process that listens, used by the agent's loop only."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        ticket: Ticket,
+        loop: EventLoop,
+        on_message: Callable[[bytes, list[bytes]], None],
+        on_newer: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        """on_newer: called with the epoch of a controller that is newer than ours, before its first message is read, to
+        `restart`. Raises: OSError, as `Dialer`."""
+        self.end = dialer.dial(ticket, loop, self.beat)
+        super().__init__(ticket.epoch, self.end.transmit)
+        self._loop, self._on_message, self._on_newer = loop, on_message, on_newer
+        self._on_heard: Callable[[], None] | None = None
+        self._dialled = time.monotonic()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is on its way that workers should send no more."""
+        connection = self.connection
+        return connection.calls_bytes > FULL_BYTES or connection.waiting_payload_bytes > FULL_PAYLOAD_BYTES
+
+    def serve(self, choked: Callable[[], bool] = lambda: False) -> bool:
+        """Hand over messages and send waiting ones, until there are neither; return whether there were any.
+
+        Both go on together: sending may have swallowed the event that data has come. choked: whether the peer should
+        send no more calls for now; asked while data of our loop waits to be written. Raises: PeerProtocolError for
+        frames that no peer sends; later messages are kept.
         """
-        if payload or len(header) > MAX_FRAME_BYTES:
-            check_message(header, payload)
-        self._sent = seq = self._sent + 1
-        first = _pack(MESSAGE, self.epoch, seq, self._received) + header
-        self.owed = self._owed_bytes = 0
-        cost = MESSAGE_COST_BYTES + len(first)
-        for buffer in payload:
-            cost += buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
-        frames: list[Buffer] = [first, *payload]
-        self._unacked.append((frames, cost))
-        self.unacked_bytes += cost
-        return frames
+        connection, busy = self.connection, False
+        while True:
+            found = False
+            if self._loop.unwritten or connection.holds:
+                connection.hold(choked())
+            while self.end.may_read and (frames := self.end.take()) is not None:
+                found = True
+                self._receive(frames)
+                if connection.must_answer:
+                    self.flush()
+            if connection.must_send or connection.must_answer:
+                found = self.flush() or found
+            if not found:
+                return busy
+            busy = True
 
-    def receive(self, frames: list[bytes]) -> tuple[bytes, list[bytes]] | None:
-        """Take a message of the peer; return (header, payload) if it is the next one, else None. Afterwards something
-        may be `due`. Raises: PeerProtocolError for frames that no `Link` makes."""
-        if not frames or len(frames[0]) < _SIZE:
-            raise PeerProtocolError(f"a message without a link header of {_SIZE} bytes")
-        kind, epoch, seq, ack = _unpack(frames[0])
-        if epoch != self.epoch:
-            self.ignored += 1
-            return None
-        if ack > self._acked:  # drop what the peer has
-            if ack > self._sent:
-                raise PeerProtocolError(f"message {ack} is acknowledged, but only {self._sent} were sent")
-            for _ in range(ack - self._acked):
-                self.unacked_bytes -= self._unacked.popleft()[1]
-            self._acked = ack
-        if kind != MESSAGE:
-            self._note(kind, seq, frames)
-            return None
-        if seq != self._received + 1:
-            self._skip(seq)
-            return None
-        self._received = seq
-        self.owed += 1
-        payload = frames[1:]
-        for frame in payload:
-            self._owed_bytes += len(frame)
-        if self.owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES:
-            self.due = True
-        return frames[0][_SIZE:], payload
-
-    def pending(self) -> list[list[Buffer]]:
-        """Return the messages to send now: a replay, a question for one, an acknowledgement; each once."""
-        self.due = False
-        if not (
-            self._ask_due or self._replay_due or self.owed >= ACK_AFTER_MESSAGES or self._owed_bytes >= ACK_AFTER_BYTES
-        ):
-            return []
-        messages = [frames for frames, _ in self._unacked] if self._replay_due else []
-        if self._ask_due:
-            messages.append(self._status(REPLAY))
-        elif self.owed:
-            messages.append(self._status(ACK))
-        self._ask_due = self._replay_due = False
-        return messages
-
-    def unacknowledged(self) -> list[tuple[bytes, list[Buffer]]]:
-        """Return (header, payload) of each message that the peer may not have, in order."""
-        return [(bytes(frames[0])[_SIZE:], frames[1:]) for frames, _ in self._unacked]
-
-    def acknowledgement(self) -> list[Buffer]:
-        """Return frames that acknowledge our messages; to be sent when there is nothing else to do."""
-        return self._status(ACK)
-
-    def heartbeat(self) -> list[Buffer]:
-        """Return frames that say how far we are in both directions; to be sent at regular times."""
-        return self._status(BEAT)
-
-    def _status(self, kind: int) -> list[Buffer]:
-        self.owed = self._owed_bytes = 0
-        return [_pack(kind, self.epoch, self._sent, self._received)]
-
-    def _note(self, kind: int, seq: int, frames: list[bytes]) -> None:
-        """Act on a message of the links themselves: the peer has sent ``seq`` messages."""
-        if kind not in (ACK, BEAT, REPLAY) or len(frames) > 1 or len(frames[0]) > _SIZE:
-            raise PeerProtocolError(f"a link message of unknown kind {kind} or with content that it cannot have")
-        if kind == REPLAY and self._unacked:
-            self._replay_due = self.due = True
-        if seq <= self._received:
+    def _receive(self, frames: list[bytes]) -> None:
+        messages = self.connection.receive(frames)
+        if messages is None and self.connection.newer_epoch:
+            self._on_newer(self.connection.newer_epoch)
+            messages = self.connection.receive(frames)
+        if messages is None:
             return
-        if self._asked != self._received:
-            self._ask(patience=0 if kind == BEAT else 1)
-        elif kind == BEAT:
-            if self._patience:
-                self._patience -= 1
-            else:
-                self._ask(patience=0)
+        self.silence.heard = time.monotonic()
+        if self._on_heard is not None:
+            resumed, self._on_heard = self._on_heard, None
+            resumed()
+        for header, payload in messages:
+            self._on_message(header, payload)
 
-    def _skip(self, seq: int) -> None:
-        """Drop a message that is not the next one; the first after a gap causes a question."""
-        self.ignored += 1
-        if seq <= self._received:
-            if seq == 0:
-                raise PeerProtocolError("a message with number 0; they count from 1")
-            self.owed += 1  # the peer may not know that we have it
-            self.due = True
-        elif self._asked != self._received:
-            self._ask(patience=1)
+    # ---- life ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, patience: int) -> None:
-        self._asked, self._patience = self._received, patience
-        self._ask_due = self.due = True
+    def look(self) -> None:
+        """Look whether the peer, or its machine, is there; once a second."""
+        self.silence.look()
+        self.end.look()
+        now = time.monotonic()
+        if self.unanswered_s > DIAL_AGAIN_S and now - self._dialled > DIAL_AGAIN_S:
+            self._dialled = now
+            self.end.dial_again()
+
+    @property
+    def unanswered_s(self) -> float:
+        """Return how long neither the peer nor its machine has given a sign of life."""
+        return time.monotonic() - max(self.silence.heard, self.end.answered)
+
+    def pause(self, on_heard: Callable[[], None]) -> None:
+        """Keep messages and send none, until the peer speaks again: then ``on_heard`` is called, to `resume`."""
+        self._on_heard = on_heard
+        self.connection.paused = True
+
+    def resume(self) -> None:
+        """Send again: a controller listens."""
+        self.connection.paused = False
+        self.beat()
+        self.flush()
+
+    def restart(self, epoch: int) -> tuple[list[Sent], list[PayloadPiece]]:
+        """Speak with the peer of ``epoch`` from now on; return as `Connection.restart`."""
+        self._on_heard = None
+        self.silence.heard = time.monotonic()
+        return self.connection.restart(epoch)
+
+    def close(self) -> None:
+        """Close the connection; unsent messages are dropped."""
+        self.end.close()
+        self.connection.give_up()

@@ -1,7 +1,9 @@
 """The two ends of a connection, over Unix sockets on one machine and over ZeroMQ between machines.
 
-    ControllerSocket   listens; all hosts dial in to it, three lanes each    `HostLink` uses it
-    Dialer             dials the lanes of a ticket's endpoint                 `Uplink` uses it
+    ControllerSocket   listens; all hosts dial in to it     `HostLink` uses it
+    Dialer             dials the endpoint of a ticket       `Uplink` uses it
+
+Either may lose messages that are under way when a connection breaks; `meshbook.wire.connection` replays them.
 
 The socket of a controller is used under its turn, and closed by its I/O thread; others belong to one thread.
 """
@@ -18,14 +20,14 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import open_end
-from meshbook.wire.connections import ConnectionFilter
 from meshbook.wire.direct import direct_folder, direct_path
 from meshbook.wire.frames import Buffer
-from meshbook.wire.lanes import LANES, Lane, LaneName, host_with
+from meshbook.wire.tcp import ConnectionFilter
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.unix_transport import SCHEME, HostLane, OnVisit, UnixLane, UnixServer
-from meshbook.wire.zmq_transport import ZmqLane, ZmqServer
+from meshbook.wire.unix_transport import SCHEME, OnVisit, UnixDialer, UnixServer
+from meshbook.wire.zmq_transport import ZmqDialer, ZmqServer, host_with
 
 
 def new_keys() -> tuple[str, str]:
@@ -35,7 +37,7 @@ def new_keys() -> tuple[str, str]:
 
 
 class ControllerSocket:
-    """The controller's end of all lanes of all hosts."""
+    """The controller's end of the connections of all hosts."""
 
     def __init__(self, keys: tuple[str, str] | None = None) -> None:
         """keys: the public and the secret CURVE key of a session that exists; new ones by default."""
@@ -113,16 +115,14 @@ class ControllerSocket:
             self._unix.revoke(host_id)
         self.watch_door()
 
-    def _identify(self, frames: list[bytes]) -> HostLane | None:
-        """Return the lane of a Unix connection by its first message; None for a stranger's."""
+    def _identify(self, frames: list[bytes]) -> str:
+        """Return the host of a Unix connection by its first message; empty for a stranger."""
         try:
-            routing, secret = frames
-            key, _, lane = routing.decode().rpartition("/")
-            is_theirs = zmq.curve_public(secret).decode() == key
+            key, secret = frames
+            is_theirs = zmq.curve_public(secret) == key
         except (ValueError, zmq.ZMQError):
-            return None
-        host_id = host_with(self._keys, key) if is_theirs else ""
-        return (host_id, lane) if host_id and lane in LANES else None
+            return ""
+        return host_with(self._keys, key.decode()) if is_theirs else ""
 
     def _far_hosts(self, server: int) -> list[str]:
         """Return the hosts that are not connected by a Unix socket, or to another server than that with this index."""
@@ -189,9 +189,9 @@ class ControllerSocket:
         self._ends.discard(fd)
         os.close(fd)
 
-    def receive(self, most: int | None = None) -> list[tuple[str, LaneName, list[bytes]]]:
-        """Take (host id, lane, link frames) of each message that is there; of other machines' at most so many."""
-        received: list[tuple[str, LaneName, list[bytes]]] = []
+    def receive(self, most: int | None = None) -> list[tuple[str, list[bytes]]]:
+        """Take (host id, frames) of each message that is there; of other machines' at most so many."""
+        received: list[tuple[str, list[bytes]]] = []
         if self._unix is not None:
             received, self._unix.received = self._unix.received, received
         for index, server in enumerate(self._servers):
@@ -218,12 +218,12 @@ class ControllerSocket:
         ready, self._ready = self._ready, []
         return ready
 
-    def send(self, host_id: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
-        """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
-        if self._unix is not None and self._unix.send((host_id, lane), frames):
+    def send(self, host_id: str, frames: Sequence[Buffer]) -> None:
+        """Hand frames to a host; for a host that is not connected they are left to the replay."""
+        if self._unix is not None and self._unix.send(host_id, frames):
             return
         if (server := self._server_of.get(host_id)) is not None and (key := self._keys.get(host_id)) is not None:
-            self._servers[server].send(key, lane, frames)
+            self._servers[server].send(key, frames)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything; messages that cannot be sent within ``linger_ms`` are dropped."""
@@ -237,26 +237,16 @@ class ControllerSocket:
 
 
 class Dialer:
-    """The dialler of an agent: opens lanes to processes that listen. All that need ZeroMQ share its I/O thread."""
+    """The dialler of an agent. All connections that need ZeroMQ share its I/O thread."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
-    def dial(self, ticket: Ticket, on_newer: Callable[[int], None]) -> dict[LaneName, Lane]:
-        """Open the lanes of ``ticket``; on_newer: see `Lane`. Raises: OSError, for the address or descriptors."""
-        lanes: dict[LaneName, Lane] = {}
-        try:
-            for lane in LANES:
-                lanes[lane] = self._dial(ticket, lane, on_newer)
-        except OSError:
-            for made in lanes.values():
-                made.close()
-            raise
-        return lanes
-
-    def _dial(self, ticket: Ticket, lane: LaneName, on_newer: Callable[[int], None]) -> Lane:
+    def dial(self, ticket: Ticket, loop: EventLoop, on_connected: Callable[[], None]) -> UnixDialer | ZmqDialer:
+        """Connect to the endpoint of ``ticket``, now or as soon as it can be. on_connected: called when a connection
+        has come in the place of another. Raises: OSError, for the address or descriptors."""
         if ticket.endpoint.startswith(SCHEME):
-            return UnixLane(ticket, lane, on_newer)
+            return UnixDialer(ticket, loop, on_connected)
         if self._context is None:
             self._context = zmq.Context(io_threads=1)
-        return ZmqLane(self._context, ticket, lane, on_newer)
+        return ZmqDialer(self._context, ticket, loop, on_connected)

@@ -1,22 +1,23 @@
 """ZeroMQ between the controller, or an agent that listens, and the agents of other machines, which dial in.
 
-    ROUTER  <── "KEY/urgent" ── DEALER
-            <── "KEY/calls"  ── DEALER
-            <── "KEY/bulk"   ── DEALER
+    ROUTER  <── KEY ── DEALER of one host
+            <── KEY ── DEALER of another
 
-CURVE encrypts all of them; a ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its
-host's lanes. KEY is the host's public key, which no other host knows: a ROUTER gives a routing id that is taken to the
+CURVE encrypts all of it; a ZAP handler (RFC 27) accepts the keys of expected hosts only, and ties each key to its host.
+The routing id KEY is the host's public key, which no other host knows: a ROUTER gives a routing id that is taken to the
 newcomer, before its identity can be asked, so it must not be possible to guess one.
 
-ROUTER sockets lose messages silently when a peer reconnects; `meshbook.wire.link` numbers and replays them.
+ROUTER sockets lose messages silently when a peer reconnects; `meshbook.wire.connection` numbers and replays them.
 
 Strangers who may become hosts ask at a `Gate` (`ask_gate`), encrypted by CURVE as well. Anybody may ask, but only so
-many at a time (`meshbook.wire.connections`); the question itself proves who asks, and only the owner of the gate's key
+many at a time (`meshbook.wire.tcp`); the question itself proves who asks, and only the owner of the gate's key
 can read it. Its meaning is its owner's affair (`meshbook.launchers.manual`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import socket
 import struct
@@ -28,12 +29,11 @@ from zmq.utils import z85
 
 from meshbook.concurrency.background import attempt, hidden_thread
 from meshbook.errors import ProtocolError
-from meshbook.system.event_loop import EventLoop, Watch
+from meshbook.system.event_loop import EventLoop
 from meshbook.system.interfaces import connect_to, family_of
 from meshbook.system.os_errors import check_descriptors
-from meshbook.wire.connections import BACKLOG, ConnectionFilter, borrow, last_answer
 from meshbook.wire.frames import Buffer
-from meshbook.wire.lanes import LANES, Lane, LaneName, host_with, routing_id
+from meshbook.wire.tcp import BACKLOG, ConnectionFilter, borrow, last_answer
 from meshbook.wire.ticket import Ticket
 
 ANSWER_S = 10.0  # a machine that has acknowledged nothing for so long is out of reach, or gone
@@ -53,7 +53,7 @@ _MONITOR_EVENT = struct.Struct("=HI")
 def _configure(sock: zmq.Socket[bytes]) -> None:
     sock.linger = 0
     sock.maxmsgsize = _MAX_FRAME_BYTES
-    sock.sndhwm = sock.rcvhwm = 0  # the link layer bounds what is under way, in bytes
+    sock.sndhwm = sock.rcvhwm = 0  # connections bound the bytes that are under way
     sock.handshake_ivl = 5000
     sock.reconnect_ivl = 100
     sock.reconnect_ivl_max = 500
@@ -62,7 +62,7 @@ def _configure(sock: zmq.Socket[bytes]) -> None:
 
 
 class ZmqServer:
-    """The end of all lanes of the hosts of other machines, at one TCP port. Its owner polls `descriptors` for us.
+    """The listening end for the hosts of other machines, at one TCP port. Its owner polls `descriptors` for us.
     Raises: OSError if the system has no sockets for it."""
 
     def __init__(
@@ -108,7 +108,7 @@ class ZmqServer:
 
     def watch_door(self) -> None:
         """Open the port while hosts are expected there, and shut it while none is; once a second is enough."""
-        self.door.settle({f"{host_id}/{lane}" for host_id in self._expected() for lane in LANES})
+        self.door.settle(set(self._expected()))
 
     def tell(self, fd: int) -> None:
         """Let in all hosts that wait, since one of our descriptors can be read."""
@@ -131,31 +131,30 @@ class ZmqServer:
             self.watch_door()
             self._settle_at = time.monotonic() + _SETTLE_S
 
-    def receive(self) -> Iterator[tuple[str, LaneName, list[bytes]]]:
-        """Yield (host id, lane, link frames) for each message that is there."""
+    def receive(self) -> Iterator[tuple[str, list[bytes]]]:
+        """Yield (host id, frames) for each message that is there."""
         while int(self._router.getsockopt(zmq.EVENTS)) & _READABLE:
             identity = self._router.recv(_NOBLOCK)
             first = self._router.recv(_NOBLOCK, copy=False)  # libzmq 4.3.4 tells the sender of this frame only
             frames = [first.bytes, *(_receive(self._router) if first.more else ())]
             host_id = _user_id(first)
-            key, _, lane = identity.decode(errors="replace").rpartition("/")
-            if lane not in LANES or self._keys.get(host_id) != key:  # else it is the host's whose key it has shown
+            if self._keys.get(host_id, "").encode() != identity:  # else it is the host's whose key it has shown
                 self.rejected += 1
                 continue
-            self.door.heard(f"{host_id}/{lane}", int(first.get(zmq.SRCFD)))
-            yield host_id, lane, frames
+            self.door.heard(host_id, int(first.get(zmq.SRCFD)))
+            yield host_id, frames
 
-    def send(self, key: str, lane: LaneName, frames: Sequence[Buffer]) -> None:
-        """Hand frames to a host's lane; frames for a host that is not connected are left to the link's replay."""
+    def send(self, key: str, frames: Sequence[Buffer]) -> None:
+        """Hand frames to the host with this key; for a host that is not connected they are left to the replay."""
         try:
-            _send(self._router, [routing_id(key, lane), *frames])
+            _send(self._router, [key.encode(), *frames])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
     def answered(self, host_id: str, before: float) -> float:
         """Return when the machine of a host was last known to be there, at least ``before``."""
-        return max(self.door.answered(f"{host_id}/{lane}", before) for lane in LANES)
+        return self.door.answered(host_id, before)
 
     def close(self, linger_ms: int) -> None:
         """Close everything; messages that cannot be sent within ``linger_ms`` are dropped."""
@@ -172,6 +171,11 @@ class ZmqServer:
                 self.rejected += 1
             status = (b"200", b"OK", host_id.encode()) if host_id else (b"400", b"unknown key", b"")
             self._zap.send_multipart([*envelope, version, request, *status, b""])
+
+
+def host_with(keys: Mapping[str, str], key: str) -> str:
+    """Return the host that has this public key; empty if none has."""
+    return next((id for id, its in keys.items() if its == key), "")
 
 
 def _send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
@@ -230,59 +234,54 @@ def _user_id(frame: zmq.Frame) -> str:
         return ""
 
 
-class ZmqLane(Lane):
-    """An agent's end of one lane; see `meshbook.wire.lanes.Lane`. Raises: OSError."""
+class ZmqDialer:
+    """An agent's end of a connection between machines, which dials again whenever that breaks. Raises: OSError."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         ticket: Ticket,
-        lane: LaneName,
-        on_newer: Callable[[int], None] = lambda epoch: None,
+        loop: EventLoop,
+        on_connected: Callable[[], None],
     ) -> None:
-        super().__init__(ticket.epoch, on_newer)
-        self._sock = context.socket(zmq.DEALER)
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._loop: EventLoop | None = None
-        self._watch: Watch | None = None
-        self._fd = -1
-        self._is_connected, self._by_tunnel, self._endpoint = False, ticket.by_tunnel, ticket.endpoint
-        self.has_arrived = False
+        self.has_arrived = False  # whether, at the last look, there had ever been a machine to connect to
+        self.answered = -math.inf  # when the machine of the other end was last known to be there, as `look` has found
+        # data may have come that was not taken; look before every sleep, since descriptors tell edges only
         self.may_read = True
+        self._loop, self._on_connected = loop, on_connected
+        self._endpoint, self._by_tunnel = ticket.endpoint, ticket.by_tunnel
+        self._fd = -1
+        self._is_connected = False
+        self._sock = context.socket(zmq.DEALER)
         try:
-            self._dial(ticket, lane)
-        except zmq.ZMQError as error:
-            self.disconnect()
-            raise OSError(error.errno, str(error)) from error
-
-    def _dial(self, ticket: Ticket, lane: LaneName) -> None:
-        _configure(self._sock)
-        self._sock.routing_id = routing_id(ticket.public_key, lane)
-        self._sock.curve_serverkey = ticket.controller_key.encode()
-        self._sock.curve_publickey = ticket.public_key.encode()
-        self._sock.curve_secretkey = ticket.secret_key.encode()
-        self._sock.ipv6 = "[" in ticket.endpoint
-        self._sock.connect_timeout = _DIAL_MS
-        if lane == "urgent":  # one lane tells for all
+            _configure(self._sock)
+            self._sock.routing_id = ticket.public_key.encode()
+            self._sock.curve_serverkey = ticket.controller_key.encode()
+            self._sock.curve_publickey = ticket.public_key.encode()
+            self._sock.curve_secretkey = ticket.secret_key.encode()
+            self._sock.ipv6 = "[" in ticket.endpoint
+            self._sock.connect_timeout = _DIAL_MS
             self._monitor = self._sock.get_monitor_socket(_CONNECTION_EVENTS)
-        self._sock.connect(ticket.endpoint)
-
-    def watch(self, loop: EventLoop) -> None:
-        """Watch for messages, see `Lane.watch`; ZeroMQ, which is slow to ask, is asked only after an event."""
-        self._loop, self._watch = loop, loop.watch(int(self._sock.fd), self._on_edge)
+            self._sock.connect(ticket.endpoint)
+        except zmq.ZMQError as error:
+            self._sock.disable_monitor()
+            self._sock.close(linger=0)
+            raise OSError(error.errno, str(error)) from error
+        self._watch = loop.watch(int(self._sock.fd), self._on_edge)  # ZeroMQ, slow to ask, is asked only after an event
 
     def _on_edge(self) -> None:
         self.may_read = True
 
     def look(self) -> None:
-        while self._monitor is not None and self._monitor.poll(0):
+        """Look whether the machine of a silent peer is there; once a second is enough."""
+        while self._monitor.poll(0):
             event, value = _told_by(self._monitor)
             if event == zmq.EVENT_CONNECTED:
                 self._fd, self.has_arrived = value, True
             else:
                 self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                if self._is_connected and self.paused:  # a controller that is new answers only whom it has heard
-                    self.transmit(self.link.heartbeat())
+                if self._is_connected:
+                    self._on_connected()
         if self._is_connected and self._by_tunnel:
             self.answered = time.monotonic()  # its other end is here, and goes with the machine that it leads to
         elif self._is_connected and (connection := borrow(self._fd)) is not None:
@@ -291,33 +290,32 @@ class ZmqLane(Lane):
 
     @property
     def is_answered(self) -> bool:
+        """Whether, at the last look, a connection stood by which the machine of the other end has answered lately."""
         return self._is_connected and time.monotonic() - self.answered < ANSWER_S
 
     def dial_again(self) -> None:
+        """Give up a connection whose other end does not answer; messages under way on it are lost, and replayed."""
         self._is_connected = False
         self._sock.disconnect(self._endpoint)
         self._sock.connect(self._endpoint)
         self.may_read = True
 
     def take(self) -> list[bytes] | None:
-        is_readable = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
-        self.may_read = is_readable or self._watch is None
-        return _receive(self._sock) if is_readable else None
+        """Return the next message as it came; None if there is none."""
+        self.may_read = bool(int(self._sock.getsockopt(zmq.EVENTS)) & _READABLE)
+        return _receive(self._sock) if self.may_read else None
 
-    def transmit(self, frames: Sequence[Buffer]) -> bool:
+    def transmit(self, frames: Sequence[Buffer]) -> None:
+        """Send a message, without waiting; where there is no connection it is left to the replay."""
         self.may_read = True
-        try:
+        with contextlib.suppress(zmq.Again):
             _send(self._sock, frames)
-        except zmq.Again:
-            return False
-        return True
 
-    def disconnect(self) -> None:
-        if self._watch is not None and self._loop is not None:
-            self._loop.forget(self._watch)
-        if self._monitor is not None:
-            self._sock.disable_monitor()
-            self._monitor = None
+    def close(self) -> None:
+        """Close the connection, for good; unsent messages are dropped."""
+        self._loop.forget(self._watch)
+        self._sock.disable_monitor()
+        self._monitor.close(linger=0)
         self._sock.close(linger=0)
 
 

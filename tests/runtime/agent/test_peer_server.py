@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +13,17 @@ import msgspec
 import psutil
 import pytest
 import strangers
-import zmq
 from mail_ranks import There
 from patience import wait_until
 
 from meshbook import ProcMesh
 from meshbook.shape.members import Region, members_of
+from meshbook.system.event_loop import EventLoop
 from meshbook.values.pickling import dumps
 from meshbook.wire import messages as wire
-from meshbook.wire.frames import Buffer
+from meshbook.wire.link import Uplink
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.transport import new_keys
-from meshbook.wire.zmq_transport import ZmqLane
+from meshbook.wire.transport import Dialer, new_keys
 
 pytestmark = pytest.mark.cluster
 
@@ -71,21 +71,38 @@ def port(mesh2x2: ProcMesh) -> Port:
     return Port(mesh2x2)
 
 
-@pytest.fixture
-def impostor(port: Port) -> Iterator[Callable[[tuple[str, str]], ZmqLane]]:
-    """Dials the port's lane of calls with a key pair."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made: list[ZmqLane] = []
+class Impostor(Uplink):
+    """Dials the port with a key pair."""
 
-    def make(keys: tuple[str, str]) -> ZmqLane:
+    def __init__(self, port: Port, keys: tuple[str, str]) -> None:
+        self.heard: list[wire.ToHost] = []
         ticket = Ticket("late", port.endpoint, port.key, keys[0], keys[1], "", 1, 0.0)
-        made.append(ZmqLane(context, ticket, "calls"))
-        return made[-1]
+        self.dialer, loop = Dialer(), EventLoop()
+        super().__init__(self.dialer, ticket, loop, lambda header, _: self.heard.append(wire.decode_to_host(header)))
 
-    yield make
-    for sock in made:
-        sock.close()
-    context.destroy(linger=0)
+    def close(self) -> None:
+        super().close()
+        assert self.dialer._context is not None
+        self.dialer._context.term()
+
+    def say(self, header: bytes) -> None:
+        self.connection.send(header)
+        self.flush()
+
+    def is_answered(self) -> bool:
+        """Whether a reply comes."""
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not any(isinstance(each, wire.Replies) for each in self.heard):
+            self.end.may_read = True
+            self.serve()
+            time.sleep(0.05)
+        return time.monotonic() < deadline
+
+
+@pytest.fixture
+def impostor(port: Port) -> Iterator[Callable[[tuple[str, str]], Impostor]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda keys: stack.enter_context(contextlib.closing(Impostor(port, keys)))
 
 
 def test_the_port_is_shut_once_those_who_may_call_are_there(port: Port) -> None:
@@ -109,53 +126,41 @@ def test_strangers_cost_the_agent_nothing(port: Port) -> None:
     wait_until(lambda: port.agent.num_fds() <= files)
 
 
-def _call(port: Port, endpoint: str, argument: object, mailbox: int) -> tuple[bytes, list[Buffer]]:
+def _call(port: Port, endpoint: str, argument: object, mailbox: int) -> bytes:
     body = dumps(((argument,), {}), what="an attack")
     target = Region.of(port.mesh.sizes).slice(hosts=1).encoded
     origin = wire.Origin(port.mesh.id, 0, 1)
-    return wire.encode(
-        wire.Call(1, port.mesh.id, endpoint, target, inline=body.head, mailbox=mailbox, origin=origin)
-    ), []
-
-
-def _answers(sock: ZmqLane) -> bool:
-    """Whether a reply comes."""
-    deadline = time.monotonic() + 3
-    heard: list[bytes] = []
-    while time.monotonic() < deadline:
-        sock.receive(lambda header, _: heard.append(header))
-        if any(isinstance(wire.decode_to_host(header), wire.Replies) for header in heard):
-            return True
-        time.sleep(0.05)
-    return False
+    call = wire.Call(1, port.mesh.id, endpoint, target, inline=body.head, mailbox=mailbox, origin=origin)
+    return wire.encode(call)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_nobody_reaches_the_main_threads_of_ranks_through_the_port(
-    port: Port, impostor: Callable[[tuple[str, str]], ZmqLane], tmp_path: Path, is_known: bool
+    port: Port, impostor: Callable[[tuple[str, str]], Impostor], tmp_path: Path, is_known: bool
 ) -> None:
     keys = new_keys()
     name = port.expect(keys if is_known else new_keys())
     sock = impostor(keys)
     canary = tmp_path / "canary"
-    sock.send(*_call(port, "echo", 1, mailbox=70))
-    assert _answers(sock) == is_known
-    sock.send(*_call(port, "invoke", strangers.Canary(canary), mailbox=0))
+    sock.say(_call(port, "echo", 1, mailbox=70))
+    assert sock.is_answered() == is_known
+    sock.say(_call(port, "invoke", strangers.Canary(canary), mailbox=0))
     time.sleep(0.5)
     assert not canary.exists()
-    assert sock.take() is None
+    sock.heard.clear()
+    assert not sock.is_answered()
     port.call()
     port.forget(name)
 
 
 def test_a_host_that_sends_nonsense_is_let_in_no_more(
-    port: Port, impostor: Callable[[tuple[str, str]], ZmqLane]
+    port: Port, impostor: Callable[[tuple[str, str]], Impostor]
 ) -> None:
     keys = new_keys()
     port.expect(keys)
     sock = impostor(keys)
-    sock.send(b"\xc1nonsense")
-    sock.send(msgspec.msgpack.encode(["goodbye"]))
+    sock.say(b"\xc1nonsense")
+    sock.say(msgspec.msgpack.encode(["goodbye"]))
     time.sleep(0.5)
     port.call()
     assert port.agent.is_running()

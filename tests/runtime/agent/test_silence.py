@@ -35,8 +35,8 @@ from meshbook.launchers.base import LaunchedHost
 from meshbook.mesh import states
 from meshbook.sessions.folder import read_state
 from meshbook.system.event_loop import EventLoop
+from meshbook.wire.link import PeerSilence
 from meshbook.wire.ticket import Ticket
-from meshbook.wire.uplink import PeerSilence
 
 pytestmark = pytest.mark.cluster
 

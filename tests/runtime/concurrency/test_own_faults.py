@@ -18,7 +18,7 @@ from meshbook.mesh.driven import this_host
 from meshbook.shape.members import members_of
 from meshbook.system.event_loop import EventLoop
 from meshbook.values.pickling import Pickled
-from meshbook.wire.host_link import HostLink
+from meshbook.wire.link import HostLink
 
 
 def _fault(*args: object, **options: object) -> Any:
@@ -109,8 +109,8 @@ def test_what_an_agent_cannot_read_fails_its_call_and_costs_nothing_else(mesh4: 
     controller, host = mesh4._controller, mesh4._mesh.hosts[0]
     strange = (b"", b"\xc1", b"\xff" * 40, b"\x91\xa3hb?", b"\x93\xa5spawn\x01\xc0", b"\x91\x07")
     for header in strange:
-        controller.ask(lambda header=header: host._transmit("calls", header, ()))  # type: ignore[misc]
-    controller.ask(lambda: controller._socket.send(host.id, "calls", [b"no link made this"]))
+        controller.ask(lambda header=header: host.connection.send(header))  # type: ignore[misc]
+    controller.ask(lambda: controller._socket.send(host.id, [b"no link made this"]))
     assert mesh4.run("1").get(10).values() == [1] * 4
     assert not host.lost and "cannot read" in told[0]
 

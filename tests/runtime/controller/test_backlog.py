@@ -19,7 +19,7 @@ def test_calls_wait_for_the_slowest_host_and_for_none_that_is_lost(
     with hosts.spawn_procs({"gpus": 1}, device="cpu", group=False, owns_hosts=True) as mesh:
         quick, slow = mesh._mesh.hosts
         dispatcher = mesh._controller._dispatcher
-        mesh._controller.ask(lambda: setattr(slow._links["calls"], "max_unacked_bytes", 0))
+        mesh._controller.ask(lambda: setattr(slow.connection, "window_bytes", 0))
         calls = []
         while not dispatcher.is_full:
             assert len(calls) < 100

@@ -470,7 +470,7 @@ def test_calls_by_a_link_that_has_broken_come_once_more_and_run_once(ends: Ends)
     assert ends.told.pop().status == wire.GONE
 
 
-@pytest.mark.parametrize("data", [b"", b"short", bytes(9) + b"nonsense", bytes(9) + wire.encode(wire.Heartbeat()),
+@pytest.mark.parametrize("data", [b"", b"short", bytes(9) + b"nonsense", bytes(9) + wire.encode(wire.Goodbye()),
                                   b"\x07" + bytes(8) + wire.encode(_call(50, 50))])  # fmt: skip
 def test_a_rank_ends_a_link_by_which_nonsense_comes(ends: Ends, data: bytes) -> None:
     caller = ends.connect()

@@ -44,7 +44,7 @@ def test_a_process_that_reads_nothing_is_no_road_that_has_gone(full: socket.sock
 def test_a_kernel_that_does_not_tell_says_nothing_of_roads(
     full: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshbook.wire.connections._ESTABLISHED", 99)
+    monkeypatch.setattr("meshbook.wire.tcp._ESTABLISHED", 99)
     look_for(3.0)
 
 

@@ -400,20 +400,21 @@ def test_two_sessions_in_one_process(zygote: Zygote, watch: Watch) -> None:
 
 def test_frames_of_a_former_controller_are_ignored_and_it_is_told(zygote: Zygote, watch: Watch) -> None:
     from meshbook.wire import messages as wire
-    from meshbook.wire.link import Link
+    from meshbook.wire.connection import Connection
 
     driver, _ = _start(zygote, watch, "detach()")
     driver.wait()
     attachment = meshbook.attach("kept")
     controller, mesh = attachment.controller, attachment.mesh("kept")
     (host,) = mesh._mesh.hosts
-    former = Link(1)
+    former = Connection(1)
     for _ in range(3):
-        frames = former.send(wire.encode(wire.Goodbye()))
-        controller.ask(lambda frames=frames: controller._socket.send(host.id, "urgent", frames))  # type: ignore[misc]
+        former.send(wire.encode(wire.Goodbye()), urgent=True)
+    for frames in former.frames_to_send():
+        controller.ask(lambda frames=frames: controller._socket.send(host.id, frames))  # type: ignore[misc]
     assert mesh.run("state").get(30).values() == [40, 41]
-    newer = Link(controller.epoch + 1).send(wire.encode(wire.Heartbeat()))
-    controller.ask(lambda: controller._dispatcher.on_frames(host.id, "urgent", [bytes(frame) for frame in newer]))
+    newer = [bytes(frame) for frame in Connection(controller.epoch + 1).beat()]
+    controller.ask(lambda: controller._dispatcher.on_frames(host.id, newer))
     with pytest.raises(meshbook.errors.WorkerLost, match="another controller has taken over its meshes"):
         mesh.run("1").get(10)
 

@@ -21,7 +21,7 @@ from meshbook import LocalLauncher, ProcMesh, start_hosts
 from meshbook.actor import Channel
 from meshbook.concurrency.future import Future
 from meshbook.errors import CallFailed, CallInterrupted, MeshStoppedError, WorkerLost
-from meshbook.wire.bulk import MOST_BYTES
+from meshbook.wire.connection import WINDOW_BYTES
 
 MB = 1 << 20
 
@@ -93,7 +93,7 @@ def test_what_waits_for_many_hosts_lies_in_memory_once(three_hosts: ProcMesh) ->
     pushed = three_hosts.push({"x": array})
     grown = most_anonymous_bytes(pushed.done) - before
     pushed.get(120)
-    assert grown < 3 * 2 * MOST_BYTES, f"{grown >> 20} MB"
+    assert grown < 3 * 4 * WINDOW_BYTES, f"{grown >> 20} MB"
     wait_until(lambda: segments_in_use(three_hosts) == 0)
 
 
@@ -105,7 +105,7 @@ def test_a_stalled_host_holds_up_nobody_else_and_no_copies(three_hosts: ProcMesh
         before = anonymous_bytes()
         pushed = three_hosts.push({"x": np.ones(96 * MB, np.uint8)})
         assert three_hosts.slice(hosts=slice(0, 2)).run("int(x.min())").get(60).values() == [1, 1]
-        assert anonymous_bytes() - before < 3 * 2 * MOST_BYTES
+        assert anonymous_bytes() - before < 3 * 4 * WINDOW_BYTES
         assert segments_in_use(three_hosts) == 1
     finally:
         os.kill(pids[2], signal.SIGCONT)
@@ -122,6 +122,24 @@ def test_a_payload_of_a_lost_host_is_freed(three_hosts: ProcMesh) -> None:
     with pytest.raises(WorkerLost):
         pushed.get(60)
     wait_until(lambda: segments_in_use(three_hosts) == 0)
+
+
+@pytest.mark.slow
+def test_a_payload_on_its_way_to_a_stalled_host_is_taken_back_with_its_call(three_hosts: ProcMesh) -> None:
+    agent = three_hosts.execute(os.getppid).get(30).values()[2]
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        pushed = three_hosts.push({"x": np.ones(96 * MB, np.uint8)})
+        behind = three_hosts.push({"y": 1})
+        wait_until(lambda: pushed.call.waiting == behind.call.waiting == {2})
+        for call in (pushed, behind):
+            call.cancel()
+            with pytest.raises((CallFailed, CallInterrupted), match="cancelled before it started"):
+                call.get(20)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    wait_until(lambda: segments_in_use(three_hosts) == 0)
+    assert three_hosts.run("'x' in globals(), 'y' in globals()").get(30).values() == [(True, True)] * 2 + [(False,) * 2]
 
 
 def push_behind_a_failure(mesh: ProcMesh) -> tuple[Future[Any], Future[Any]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from patience import wait_until
 
 from meshbook.errors import PeerProtocolError
-from meshbook.wire.frames import MAX_BATCH_BYTES, Batch, FrameReader, FrameSocket, pack, unbatch
+from meshbook.wire.frames import FrameReader, FrameSocket, pack
 
 messages = st.lists(st.lists(st.binary(max_size=50), max_size=4), max_size=6)
 
@@ -90,35 +90,3 @@ def _is_stable(status: Path) -> bool:
 def _sleeps(status: Path) -> int:
     """How often the thread has waited for something."""
     return int(re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", status.read_text(), re.M)[0])
-
-
-headers = st.binary(min_size=1, max_size=30).filter(lambda header: header[:1] != b"\xc1")
-batched = st.lists(st.tuples(headers, st.lists(st.binary(max_size=5), max_size=2)))
-
-
-@given(batched, st.integers(1, 7))
-def test_every_message_arrives_once_in_order_with_its_payload(
-    sent: list[tuple[bytes, list[bytes]]], every: int
-) -> None:
-    received: list[tuple[bytes, list[bytes]]] = []
-
-    def send(header: bytes, payload: object) -> None:
-        received.extend((each, list(payload)) for each in unbatch(header))  # type: ignore[call-overload]
-
-    batch = Batch(send)
-    for index, (header, payload) in enumerate(sent):
-        batch.add(header, payload)
-        if index % every == 0:
-            batch.flush()
-    batch.flush()
-    assert received == sent
-
-
-def test_a_batch_is_bounded() -> None:
-    sizes: list[int] = []
-    batch = Batch(lambda header, payload: sizes.append(len(header)))
-    for _ in range(100):
-        batch.add(b"x" * 1000)
-    batch.flush()
-    assert len(sizes) > 2
-    assert max(sizes) < MAX_BATCH_BYTES + 5000

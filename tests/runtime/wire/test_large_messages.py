@@ -10,48 +10,16 @@ from meshbook import ProcMesh
 from meshbook.actor import Actor, endpoint
 from meshbook.agent.output import BURST_BYTES, TAIL_BYTES, RankLog, RankOutput
 from meshbook.calls.output import OutputDropped, OutputEvent, OutputTarget, StreamText
-from meshbook.errors import CallFailed, MessageTooLarge
+from meshbook.errors import CallFailed
 from meshbook.mesh.driven import set_front_end
 from meshbook.mesh.proc_view import new_output_id
 from meshbook.mesh.rank_calls import start_cell
 from meshbook.system.processes import resident_bytes
-from meshbook.wire.frames import MAX_BATCH_BYTES, MAX_FRAME_BYTES, Batch, Buffer, pack
-from meshbook.wire.link import Link
 
 pytestmark = pytest.mark.slow
 
 SIZE = 70 << 20
 SHOWN_MAX_CHARS = BURST_BYTES + 4 * TAIL_BYTES
-
-
-def test_a_link_keeps_nothing_that_cannot_arrive() -> None:
-    link = Link(1)
-    link.send(b"first")
-    for header, payload in ((b"x" * (MAX_FRAME_BYTES + 1), ()), (b"x", (b"y", memoryview(bytes(MAX_FRAME_BYTES + 1))))):
-        with pytest.raises(MessageTooLarge, match="in one piece are too much"):
-            link.send(header, payload)
-        with pytest.raises(MessageTooLarge):
-            pack([header, *payload])
-    assert [header for header, _ in link.unacknowledged()] == [b"first"]
-
-
-def test_a_batch_sends_large_messages_alone_and_in_order() -> None:
-    sent: list[int] = []
-
-    def send(header: bytes, payload: list[Buffer]) -> None:
-        sent.append(len(header))
-        if len(header) > 4 * MAX_BATCH_BYTES:
-            raise MessageTooLarge(len(header), 0)
-
-    batch = Batch(send)  # type: ignore[arg-type]
-    batch.add(b"1")
-    batch.add(b"x" * (MAX_BATCH_BYTES + 1))
-    batch.add(b"2")
-    with pytest.raises(MessageTooLarge):
-        batch.add(b"x" * (5 * MAX_BATCH_BYTES))
-    batch.add(b"3")
-    batch.flush()
-    assert sent == [1, MAX_BATCH_BYTES + 1, 1, 5 * MAX_BATCH_BYTES, 1]
 
 
 def test_late_text_waits_within_the_bounds_of_other_text(tmp_path) -> None:

@@ -29,10 +29,8 @@ from meshbook.controller.host_state import HostState
 from meshbook.errors import MeshError
 from meshbook.values.segments import map_segment
 from meshbook.wire import messages as wire
-from meshbook.wire.connections import MAX_PER_ADDRESS, ConnectionFilter, borrow
-from meshbook.wire.frames import BATCH_MARK
-from meshbook.wire.lanes import LaneName, routing_id
-from meshbook.wire.link import _HEAD, ACK, BEAT, MESSAGE, Link
+from meshbook.wire.connection import _HEAD, _PIECE, ACK, BATCH, BEAT, MESSAGE, PIECE
+from meshbook.wire.tcp import MAX_PER_ADDRESS, ConnectionFilter, borrow
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.zmq_transport import Gate
 
@@ -134,7 +132,7 @@ def test_a_pickle_of_a_stranger_is_never_opened(front: Front, tmp_path: Path, ha
     with front.opened():
         before = front.bad()
         key = front.socket.public_key if has_key else None
-        for payload in (strangers.canary_pickle(canary), _message(1, 1, wire.Heartbeat()) + b"x"):
+        for payload in (strangers.canary_pickle(canary), _message(1, 1, HELLO) + b"x"):
             strangers.dial_with_zmq(front.port, payload, key)
         wait_until(lambda: front.bad() > before)
     assert front.call_s(3) < 1
@@ -228,13 +226,13 @@ def test_what_was_overheard_cannot_be_said_again(front: Front) -> None:
         for _ in range(5):
             mesh.run("n += 1").get(20)
         recorded = [bytes(said) for said in relay.recorded.values() if len(said) > 500]
-        assert len(recorded) == 3
+        assert len(recorded) == 1
         assert b"meshbook" not in b"".join(recorded)  # and it is encrypted
         bad = front.bad()
         with front.opened():
             for said in recorded:
                 strangers.send(front.port, said[:64], said[64:], wait_s=0.3)
-            wait_until(lambda: front.bad() >= bad + 3)
+            wait_until(lambda: front.bad() > bad)
         assert mesh.pull("n").get(20).values() == [5]
     finally:
         mesh.stop()
@@ -255,12 +253,18 @@ class Liar:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets: list[zmq.Socket[bytes]] = []
 
-    def dial(self, key: str, lane: LaneName = "calls") -> zmq.Socket[bytes]:
-        """A lane in the name of ``key``."""
+    def dial(self, key: str) -> zmq.Socket[bytes]:
+        """A connection in the name of ``key``, by which it has said hello."""
+        sock = self.open(key)
+        sock.send(_message(1, 1, HELLO))
+        return sock
+
+    def open(self, key: str) -> zmq.Socket[bytes]:
+        """A connection in the name of ``key``."""
         sock = self.context.socket(zmq.DEALER)
         self.sockets.append(sock)
         sock.linger = 0
-        sock.routing_id = routing_id(key, lane)
+        sock.routing_id = key.encode()
         sock.curve_serverkey = self.ticket.controller_key.encode()
         sock.curve_publickey, sock.curve_secretkey = self.ticket.public_key.encode(), self.ticket.secret_key.encode()
         sock.connect(self.ticket.endpoint)
@@ -278,8 +282,15 @@ def liar(front: Front, request: pytest.FixtureRequest) -> Iterator[Liar]:
     liar.close()
 
 
+HELLO = wire.Hello(wire.PROTOCOL_VERSION, "liar", "liar", "elsewhere", 1, 0, 1)
+
+
 def _message(seq: int, epoch: int, message: wire.FromHost | None, *, ack: int = 0, kind: int = MESSAGE) -> bytes:
-    return _HEAD.pack(kind, epoch, seq, ack) + (wire.encode(message) if message is not None else b"")
+    return _HEAD.pack(kind, 0, epoch, seq, ack) + (wire.encode(message) if message is not None else b"")
+
+
+def _piece(*fields: int) -> bytes:
+    return _message(2, 1, None, kind=PIECE) + _PIECE.pack(*fields)
 
 
 def _reply(rank: int, *, frames: int = 0, segment: wire.SegmentRef | None = None, bulk: Any = None) -> wire.RankReply:
@@ -291,27 +302,23 @@ def _lies(mesh: int, call: int) -> dict[str, list[bytes]]:
     stolen = wire.SegmentRef(os.getpid(), 0, 1, 1 << 30, ((0, 1 << 30),))
     return {
         "no link header": [b"x"],
-        "nothing": [b""],
-        "unknown kind": [_message(1, 1, None, kind=77)],
-        "acknowledges the future": [_message(1, 1, None, ack=1 << 60, kind=ACK)],
-        "message number 0": [_message(0, 1, wire.Heartbeat())],
-        "a beat with content": [_message(1, 1, wire.Heartbeat(), kind=BEAT)],
-        "no message": [_message(1, 1, None)],
-        "garbage": [_message(1, 1, None) + os.urandom(64)],
-        "a batch of 4 GB": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\xff\xff\xff\xff"],
-        "a batch that is cut": [_message(1, 1, None) + BATCH_MARK + b"\x01\x00\x00\x00\x10\x00\x00\x00"],
-        "a display without content": [_message(1, 1, wire.DisplayData(0, 1, False, False))],
-        "scalars of another's rank": [_message(1, 1, wire.Logged(mesh, 0, 1)), b"\x90"],
-        "bulk without data": [_message(1, 1, wire.Bulk(1, 10, 0, True))],
-        "bulk of 1 EB": [_message(1, 1, wire.Bulk(1, 1 << 60, 0, False)), b"x"],
-        "bulk before its beginning": [_message(1, 1, wire.Bulk(1, 10, -5, False)), b"x"],
-        "more frames than came": [_message(1, 1, wire.Replies(call, (_reply(0, frames=3),)))],
-        "fewer frames than none": [_message(1, 1, wire.Replies(call, (_reply(0, frames=-1),)))],
-        "memory that is not shared": [_message(1, 1, wire.Replies(call, (_reply(0, segment=stolen),)))],
-        "a reply for another's rank": [_message(1, 1, wire.Replies(call, (_reply(0),)))],
-        "the death of another's rank": [_message(1, 1, wire.WorkerExited(mesh, 0, 0, "lies", ""))],
+        "acknowledges the future": [_message(2, 1, None, ack=1 << 60, kind=ACK)],
+        "no message": [_message(2, 1, None)],
+        "garbage": [_message(2, 1, None) + os.urandom(64)],
+        "a batch of 4 GB": [_message(2, 1, None, kind=BATCH) + b"\x01\x00\x00\x00\xff\xff\xff\xff"],
+        "a batch that is cut": [_message(2, 1, None, kind=BATCH) + b"\x01\x00\x00\x00\x10\x00\x00\x00"],
+        "a display without content": [_message(2, 1, wire.DisplayData(0, 1, False, False))],
+        "scalars of another's rank": [_message(2, 1, wire.Logged(mesh, 0, 1)), b"\x90"],
+        "a piece of 1 EB": [_piece(1, 1 << 60, 0), b"x"],
+        "a piece behind one that did not come": [_piece(1, 10, 5), b"x"],
+        "a payload that was not sent": [_message(2, 1, wire.Replies(call, (_reply(0, bulk=(1, ((0, 1),))),)))],
+        "more frames than came": [_message(2, 1, wire.Replies(call, (_reply(0, frames=3),)))],
+        "fewer frames than none": [_message(2, 1, wire.Replies(call, (_reply(0, frames=-1),)))],
+        "memory that is not shared": [_message(2, 1, wire.Replies(call, (_reply(0, segment=stolen),)))],
+        "a reply for another's rank": [_message(2, 1, wire.Replies(call, (_reply(0),)))],
+        "the death of another's rank": [_message(2, 1, wire.WorkerExited(mesh, 0, 0, "lies", ""))],
         "another's mesh is ready": [
-            _message(1, 1, wire.MeshReady(mesh, (wire.WorkerStarted(0, 1, "cpu", "/etc/passwd"),)))
+            _message(2, 1, wire.MeshReady(mesh, (wire.WorkerStarted(0, 1, "cpu", "/etc/passwd"),)))
         ],
     }
 
@@ -343,24 +350,35 @@ def test_a_frame_beyond_the_limit_ends_its_connection_only(front: Front, liar: L
 
 
 def test_repeated_and_foreign_frames_are_ignored(front: Front, liar: Liar) -> None:
-    link = Link(1)
-    first = link.send(wire.encode(wire.Heartbeat()))
     sock = liar.dial(liar.ticket.public_key)
-    for frames in [first, first, first, [_message(2, 0, wire.Heartbeat())], [_message(3, 0, wire.Heartbeat())]]:
-        sock.send_multipart(frames)
-    theirs = liar.host._links["calls"]
-    wait_until(lambda: theirs.ignored == 4)
-    assert not liar.host.lost
+    first = _message(1, 1, HELLO)
+    for frames in [
+        first,
+        first,
+        first,
+        _message(2, 0, HELLO),
+        _message(3, 0, HELLO),
+        _message(2, 1, HELLO, kind=BEAT)[:24],
+    ]:
+        sock.send(frames)
+    theirs = liar.host.connection
+    wait_until(lambda: theirs._asked == 1)  # the last of them says that there is another
+    assert theirs._received == 1 and not liar.host.lost
+
+
+def test_nothing_comes_before_hello(front: Front, liar: Liar) -> None:
+    sock = liar.open(liar.ticket.public_key)
+    sock.send(_message(1, 1, wire.MeshStopped(front.mesh._mesh.id)))
+    wait_until(lambda: bool(liar.host.lost))
+    assert liar.host.lost == "it sent something impossible: MeshStopped came before its hello"
 
 
 def test_a_host_cannot_take_the_place_of_another(front: Front, liar: Liar) -> None:
     """A ROUTER hands a taken routing id to the newcomer; what would have to be guessed is the other's key."""
     rejected = front.socket.rejected
     for host in front.mesh._mesh.hosts:
-        for lane in ("calls", "urgent"):
-            sock = liar.dial(host.id, "calls" if lane == "calls" else "urgent")
-            sock.send_multipart([_message(1, 1, wire.Heartbeat())])
-    wait_until(lambda: front.socket.rejected >= rejected + 4)
+        liar.dial(host.id)
+    wait_until(lambda: front.socket.rejected >= rejected + len(front.mesh._mesh.hosts))
     assert front.call_s(5) < 2
     assert not any(host.lost for host in front.mesh._mesh.hosts)
 

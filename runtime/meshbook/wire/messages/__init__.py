@@ -4,8 +4,8 @@
     controller  <--FromHost--  host agent  <--FromWorker--  worker
 
 A message is one header (a msgspec struct, msgpack, array-like) and any number of opaque payload frames. Agents decode
-headers and pass payloads on; only the user's thread of the receiving process unpickles them. On ZeroMQ each message
-wears the numbered header of `meshbook.wire.link`; on socketpairs `meshbook.wire.frames` frames it.
+headers and pass payloads on; only the user's thread of the receiving process unpickles them. Between hosts and the
+controller `meshbook.wire.connection` numbers each message; on socketpairs `meshbook.wire.frames` frames it.
 
 Ranks are always base ranks of their mesh. A target is a tuple of affine slices over them: O(axes) bytes for any size.
 """
@@ -23,13 +23,13 @@ from meshbook.wire.messages.meshes import *
 from meshbook.wire.messages.ranks import *
 
 ToHost: TypeAlias = (
-    Replies | Heartbeat | Bulk | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
+    Replies | SegmentFree | Welcome | Refused | Spawn | Call | Query | Cancel | AbortGroups
     | StoreRequest | StoreAnswer | DropClient | DropKeys | StoreLost | AskAgain | Renumber | StopMesh
     | ExpectTorch | Leave | Goodbye
     | OpenPeerPort | Peers | PeerLost | Moved | MeshUp
 )  # fmt: skip
 FromHost: TypeAlias = (
-    Call | Cancel | Heartbeat | Bulk | SegmentFree | Hello | Hosted | MeshReady | SpawnProgress | SpawnFailed
+    Call | Cancel | SegmentFree | Hello | Hosted | MeshReady | SpawnProgress | SpawnFailed
     | WorkerExited | MeshStopped | Replies | StreamTexts | OutputDropped | DisplayData | Prompted | Logged
     | StoreRequest | StoreAnswer | AskPeers | PeerAddress | Unread
 )  # fmt: skip

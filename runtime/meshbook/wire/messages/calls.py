@@ -11,7 +11,7 @@ import msgspec
 
 from meshbook.shape.members import Piece
 
-PROTOCOL_VERSION = 10  # peers compare it in their first message and refuse each other, naming both numbers
+PROTOCOL_VERSION = 11  # peers compare it in their first message and refuse each other, naming both numbers
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True, gc=False, tag_field="t"):
@@ -26,7 +26,6 @@ def target_has(target: Target, rank: int) -> bool:
     return any(part.has(rank) for part in target)
 
 
-CHUNK_BYTES = 1 << 20  # payloads that cross hosts travel in pieces of this size on the bulk lane
 INLINE_MAX_BYTES = 1 << 14  # pickle heads up to this size travel inside their header
 
 
@@ -38,15 +37,6 @@ class SegmentRef(NamedTuple):
     segment: int  # never reused by its owner
     size_bytes: int
     spans: tuple[tuple[int, int], ...]  # (offset, length) of each buffer, in order
-
-
-class Bulk(Header, frozen=True, tag="bulk"):
-    """A piece of a payload that crosses hosts; the message that names ``payload`` waits until it is whole."""
-
-    payload: int
-    size_bytes: int
-    offset: int
-    last: bool
 
 
 class SegmentFree(Header, frozen=True, tag="free"):
@@ -73,7 +63,7 @@ class Call(Header, frozen=True, tag="call"):
     target: Target
     output: int = 0  # id of the output that the call's prints belong to; 0: none in particular
     segment: SegmentRef | None = None  # large buffers of the payload, in shared memory of this host
-    # (payload, spans) of large buffers that arrive as `Bulk`
+    # (payload, spans) of large buffers that have come before, in pieces
     bulk: tuple[int, tuple[tuple[int, int], ...]] | None = None
     inline: bytes = b""  # the pickle head, where it is small: one frame costs half as much as two
     label: str = ""  # the call's name for people, for the next controller

@@ -11,10 +11,6 @@ from meshbook.wire.kv_store import StoreOp, StoreResult
 from meshbook.wire.messages.calls import Header, Target
 
 
-class Heartbeat(Header, frozen=True, tag="hb"):
-    """A sign of life, once a second on the urgent lane."""
-
-
 class Hello(Header, frozen=True, tag="hello"):
     version: int
     host_id: str

@@ -211,7 +211,7 @@ AskAgent: TypeAlias = AskProcesses | AskPrinted | AskStacks | ReadLogs | ReadOn 
 
 
 class Query(Header, frozen=True, tag="query"):
-    """A question to the ranks of ``target``, or to their agents, on the urgent lane. `Replies` answer with plain data.
+    """A question to the ranks of ``target``, or to their agents; urgent. `Replies` answer with plain data.
     A rank answers for itself, an agent in one message for all ranks that it has something to say of."""
 
     id: int

@@ -18,7 +18,7 @@ connection, gives each 5 s for its handshake, and knows no limit: a stranger cou
 its I/O thread busy with handshakes that lead nowhere. It accepts without Python's lock, so no count in Python could be
 in time while a cell holds it. Therefore:
 
-- While each lane of each expected host is connected and was heard of lately, the port is shut: a socket filter on the
+- While each expected host is connected and was heard of lately, the port is shut: a socket filter on the
   listener drops packets that arrive (Linux, SO_ATTACH_FILTER; connections made before are not concerned). It opens
   again as soon as one of them is missing. Where a kernel lets only root set filters it stays open, and the next holds
   always.
@@ -85,14 +85,14 @@ def borrow(fd: int) -> socket.socket | None:
 
 MAX_STRANGERS = 64
 MAX_PER_ADDRESS = 16
-# a lane that was silent for so long may have lost its connection without our noticing: the port opens for it
+# a host that was silent for so long may have lost its connection without our noticing: the port opens for it
 SILENT_S = 2.5
 BACKLOG = 128
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
 
 
-class _Lane(NamedTuple):
+class _Heard(NamedTuple):
     fd: int
     heard: float
 
@@ -105,9 +105,9 @@ class ConnectionFilter:
         self._port = listener.getsockname()[1]
         self._strangers: dict[int, str] = {}  # their addresses by descriptor, in the order of arrival
         self._by_address: Counter[str] = Counter()
-        self._lanes: dict[str, _Lane] = {}
+        self._hosts: dict[str, _Heard] = {}
         self._buffer = ctypes.create_string_buffer(_DROP_ALL)
-        self._missing = 0  # how many expected lanes are not there
+        self._missing = 0  # how many expected hosts are not there
         self.is_open = True
         self.can_shut = sys.platform.startswith("linux")
         # connections that ended without a valid message: wrong keys, other protocols, garbage, too slow
@@ -134,27 +134,27 @@ class ConnectionFilter:
         """Note that a connection has ended."""
         if self._forget_stranger(fd):
             self.unproven += 1
-        for name in [name for name, lane in self._lanes.items() if lane.fd == fd]:
-            del self._lanes[name]
+        for name in [name for name, known in self._hosts.items() if known.fd == fd]:
+            del self._hosts[name]
 
-    def heard(self, lane: str, fd: int) -> None:
-        """Note that a valid message of ``lane`` came over the connection ``fd``."""
+    def heard(self, host: str, fd: int) -> None:
+        """Note that a valid message of a host came over the connection ``fd``."""
         self._forget_stranger(fd)
-        self._lanes[lane] = _Lane(fd, time.monotonic())
+        self._hosts[host] = _Heard(fd, time.monotonic())
 
-    def answered(self, lane: str, before: float) -> float:
-        """Return when the machine of a lane was last known to be there, at least ``before``."""
-        known = self._lanes.get(lane)
+    def answered(self, host: str, before: float) -> float:
+        """Return when the machine of a host was last known to be there, at least ``before``."""
+        known = self._hosts.get(host)
         if known is None or (connection := self._borrow(known.fd)) is None:
             return before
         with connection:
             return last_answer(connection, before)
 
     def settle(self, expected: Collection[str]) -> None:
-        """Open or shut the port; call it about once a second. ``expected``: the lanes that may dial in."""
+        """Open or shut the port; call it about once a second. ``expected``: the hosts that may dial in."""
         earliest = time.monotonic() - SILENT_S
-        self._lanes = {name: lane for name, lane in self._lanes.items() if name in expected}
-        self._missing = len(expected) - sum(lane.heard > earliest for lane in self._lanes.values())
+        self._hosts = {name: known for name, known in self._hosts.items() if name in expected}
+        self._missing = len(expected) - sum(known.heard > earliest for known in self._hosts.values())
         if self.can_shut and self.is_open != bool(self._missing):
             self._set_open(bool(self._missing))
 
