@@ -246,7 +246,8 @@ def fuzz_authenticated(count: int, seed: int, workdir: Path) -> Report:
     sock = ControllerSocket()
     endpoint = sock.bind("tcp://127.0.0.1:*")
     public, secret = sock.accept("host")
-    dispatcher = Dispatcher(TurnQueue(), itertools.count(1).__next__, sock.key_of, str)
+    inbox = TurnQueue()
+    dispatcher = Dispatcher(inbox.submit, inbox.wake, itertools.count(1).__next__, sock.key_of, str)
     dispatcher.calls.default_listener = lambda event: None
     window = threading.Semaphore(UNDER_WAY)
     sender = threading.Thread(

@@ -184,6 +184,64 @@ DOUBT_NEXT = _Transitions[GroupDoubt, DoubtEvent](
 )
 
 
+class ActorDoubt(_TableEnum):
+    """The same doubt, as far as actors have left it."""
+
+    NONE = "none"  # no actor has failed since the groups were compared
+    UNEVEN = "uneven"  # one has: they are compared as long as actors use them
+
+
+class ActorEvent(_TableEnum):
+    SPOILT = "an actor failed, or used groups of which some are new"
+    COMPARED = "compared, and no longer in use"
+    RENEWED = "all groups are new, or will be"
+
+
+ACTOR_DOUBT_NEXT = _Transitions[ActorDoubt, ActorEvent](
+    {
+        **{(doubt, ActorEvent.SPOILT): ActorDoubt.UNEVEN for doubt in ActorDoubt},
+        **{(doubt, ActorEvent.RENEWED): ActorDoubt.NONE for doubt in ActorDoubt},
+        (ActorDoubt.UNEVEN, ActorEvent.COMPARED): ActorDoubt.NONE,
+    }
+)
+
+
+class WatchPhase(_TableEnum):
+    """A call, seen from the recovery of its mesh, until it completes."""
+
+    OPEN = "open"  # ranks are at it, and nobody waits in vain
+    QUEUED = "queued"  # it is not sent yet, since it would meet a failed one
+    FAILING = "failing"  # a rank has failed it, or its end was asked for: others may wait in vain
+    ENDED = "ended"  # all ranks have ended it; it completes when the groups are compared, or are back
+    HELD_OVER = "held over"  # all ended it while groups were being formed: first these are formed
+
+
+class WatchEvent(_TableEnum):
+    QUEUED = "queued"
+    SENT = "sent"
+    FAILED = "failed"
+    FREED = "freed"  # nobody waits in it any more
+    ENDED = "all ended"
+    ENDED_AS_FORMED = "all ended while groups were being formed"
+    FORMED = "groups are back, or will not come"
+
+
+WATCH_NEXT = _Transitions[WatchPhase, WatchEvent](
+    {
+        (WatchPhase.OPEN, WatchEvent.QUEUED): WatchPhase.QUEUED,
+        (WatchPhase.QUEUED, WatchEvent.SENT): WatchPhase.OPEN,
+        (WatchPhase.QUEUED, WatchEvent.FREED): WatchPhase.OPEN,  # dropped, or all of its ranks were lost
+        (WatchPhase.OPEN, WatchEvent.FAILED): WatchPhase.FAILING,
+        (WatchPhase.FAILING, WatchEvent.FAILED): WatchPhase.FAILING,
+        (WatchPhase.OPEN, WatchEvent.FREED): WatchPhase.OPEN,
+        (WatchPhase.FAILING, WatchEvent.FREED): WatchPhase.OPEN,
+        (WatchPhase.OPEN, WatchEvent.ENDED): WatchPhase.ENDED,
+        (WatchPhase.OPEN, WatchEvent.ENDED_AS_FORMED): WatchPhase.HELD_OVER,
+        (WatchPhase.HELD_OVER, WatchEvent.FORMED): WatchPhase.ENDED,
+    }
+)
+
+
 class CallPhase(_TableEnum):
     """A call, seen from who made it."""
 

@@ -20,11 +20,11 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 81_968,
-    "product: statements": 55_918,
-    "product: kB": 3_597,
-    "product: modules": 393,
-    "tests and benchmarks: lines": 67_840,
+    "product: lines": 82_251,
+    "product: statements": 56_143,
+    "product: kB": 3_611,
+    "product: modules": 395,
+    "tests and benchmarks: lines": 68_429,
     "docs by hand: kB": 223,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,

@@ -20,6 +20,7 @@ from meshbook.errors import (
     WorkerLost,
     disagreeing,
 )
+from meshbook.formatting import name_ranks
 from meshbook.lifecycle import CALL_NEXT, CallEvent, CallPhase
 from meshbook.shape.members import AS_NOW, Members
 from meshbook.shape.value_mesh import ValueMesh
@@ -200,7 +201,7 @@ class OpenCall:
         for text in restored:
             self._torn.get(text, set()).discard(rank)
 
-    def disagree(self, ranks: Collection[int], text: str) -> bool:
+    def disagree(self, ranks: Collection[int], text: str, now: float) -> bool:
         """Members entered different operations as one, so the call fails. Returns: whether that is news."""
         news = set(ranks) - self._disagree
         failures = [*self.failures, *(failure for failure in disagreeing(ranks, text) if failure.rank in news)]
@@ -209,7 +210,7 @@ class OpenCall:
             self.results.raw.pop(rank, None)
         self.freed += tuple(failure for failure in failures if failure.kind is FailureKind.FREED)
         self.failures = tuple(failure for failure in failures if failure.kind is not FailureKind.FREED)
-        self._failed_at = self._failed_at or time.monotonic()
+        self._failed_at = self._failed_at or now
         return bool(news)
 
     def lose(self, error: WorkerLost, *, alone: bool = False) -> None:
@@ -235,6 +236,20 @@ class OpenCall:
     @property
     def failed(self) -> bool:
         return bool(self.failures or self.lost)
+
+    @property
+    def cause(self) -> str:
+        """Return why it has failed, or was stopped: ``rank 1 raised ValueError``."""
+        if self.lost:
+            return f"{name_ranks(error.rank for error in self.lost)} ended"
+        if not self.failures:
+            return f"{self.what} was interrupted"
+        first = self.failures[0]
+        if first.kind is FailureKind.DISAGREES:
+            return first.evalue.splitlines()[0]
+        if first.kind is FailureKind.INTERRUPTED:
+            return f"rank {first.rank} was interrupted"
+        return f"rank {first.rank} raised {first.ename}"
 
     @property
     def is_told(self) -> bool:

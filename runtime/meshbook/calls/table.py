@@ -1,14 +1,4 @@
-"""The open calls and questions of a controller, and the listeners to the prints of calls. I/O thread only.
-
-The first failure of a call waits for more like it (`FailingCall`), so that one error tells of them all. An error takes
-a few milliseconds from a rank to here, and eight ranks share the cores of a machine: they fail one after the other
-though they failed together. So the agents are asked which ranks run, and for how long they have. A rank that runs and
-has not answered may be about to fail as well, until it has had the time for that; when all others sleep, wait in
-collectives or compute something, nobody will.
-
-    failure ──> which ranks run? ──some may fail──> `LOOK_S`, ask again
-                      └──none──> the error: earlier messages came before the answer
-"""
+"""The open calls and questions of a controller, and the listeners to the prints of calls. I/O thread only."""
 
 from __future__ import annotations
 
@@ -17,7 +7,7 @@ import math
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -30,66 +20,7 @@ from meshbook.wire import messages as wire
 from meshbook.wire.replies import split_replies
 
 FAILURE_GRACE_S = 0.02
-"""The time that an error waits if no agent can be asked."""
-
-LONGEST_GRACE_S = 0.5
-"""The most that it waits, on a machine on which ranks that run get no processor."""
-
-FAILS_WITHIN_S = 0.02
-"""Processor time in which a rank fails as the others did: with a long traceback, of which nothing is in memory yet."""
-
-LOOK_S = 0.001
-"""The pause between questions."""
-
-ASK_S = 0.02
-"""The time that agents have to answer."""
-
-OnStates = Callable[[Mapping[int, wire.ProcessState]], object]
-
-
-class FailingCall:
-    """A call that has failed on some ranks, and completes when no more failures can be expected."""
-
-    def __init__(self, call: OpenCall, source: CallWatcher | None) -> None:
-        """source: the agents to ask for the states of ranks; None where there are none to ask."""
-        self._call = call
-        self._source = None if call.lost else source  # ranks that die together leave no sign of that
-        now = time.monotonic()
-        grace_s = FAILURE_GRACE_S if self._source is None else LONGEST_GRACE_S
-        self._tell_at, self._look_at = now + grace_s, now
-        self._asking = False
-        self._ran_s: dict[int, float] = {}
-        """Seconds that each rank had run at the first answer about it."""
-
-    @property
-    def due(self) -> float:
-        """The time at which to call `is_ripe`."""
-        if self._call.hurried:
-            return 0.0
-        return self._tell_at if self._asking or self._source is None else min(self._look_at, self._tell_at)
-
-    def is_ripe(self, now: float) -> bool:
-        """Whether to tell of the failures now; else asks again, if it is time to."""
-        if self._tell_at <= now or self._call.hurried:
-            return True
-        if self._source is not None and not self._asking and self._look_at <= now:
-            self._asking = True
-            self._source.ask_states(self._call.waiting, ASK_S, self._on_states)
-        return False
-
-    def _on_states(self, states: Mapping[int, wire.ProcessState]) -> None:
-        self._asking, now = False, time.monotonic()
-        self._look_at = now + LOOK_S
-        if not any(self._may_fail(rank, states.get(rank)) for rank in self._call.waiting):
-            self._tell_at = min(self._tell_at, now)
-
-    def _may_fail(self, rank: int, told: wire.ProcessState | None) -> bool:
-        if told is None:
-            return True  # its agent has no time to tell: others will not have either
-        began_s = self._ran_s.setdefault(rank, told.ran_s)
-        return told.state in ("R", "D") and told.ran_s - began_s < FAILS_WITHIN_S
-
-
+"""The time that the first failure of a call waits for more like it, where no agent can be asked."""
 KEPT_LISTENERS = 1024
 """The number of outputs without an open call whose late text still finds its listener."""
 LOOKED_AT_ONCE = 256
@@ -144,26 +75,23 @@ class OpenQuestion(Generic[TAnswer]):
 
 
 class CallWatcher(Protocol):
-    """The watcher of the calls of a mesh, which can ask its agents."""
-
-    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        """Call ``on_done`` with the known states of their processes.
-
-        Answers that ranks sent before their states were read have come by then.
-        """
-
-    def watch(self, call: OpenCall) -> bool:
-        """Note that a rank has answered, or was lost; True if a call that has ended everywhere waits for `complete`."""
+    """The watcher of the calls of a mesh, which says when they complete, by `CallTable.complete`."""
 
     def on_told(self, call: OpenCall, rank: int, encoded: bytes) -> None:
-        """Take in the report of the rank's process groups that came with an answer, before `watch`."""
+        """Take in the report of the rank's process groups that came with an answer, before `on_answered`."""
+
+    def on_answered(self, call: OpenCall) -> None:
+        """Note that ranks have answered, or were lost."""
+
+    def forget(self, call: OpenCall) -> None:
+        """Note that the call was given up."""
 
 
 class CallTable:
     """Routes answers and output by id."""
 
     def __init__(self, watchers: Mapping[int, CallWatcher]) -> None:
-        """watchers: by mesh; the calls of other meshes are over when all ranks have answered."""
+        """watchers: by mesh; calls of other meshes complete by their answers alone, as those of a rank do."""
         self._watchers = watchers
         self.default_listener: OutputListener = ConsoleOutput()
         """The listener to output that belongs to no cell."""
@@ -171,7 +99,8 @@ class CallTable:
         self.find: Callable[[int], OpenCall | None] = self._calls.get
         self.ids, self.open_now = self._calls.keys(), self._calls.values()
         """Live views of the ids of the open calls and of the calls, oldest first."""
-        self._failing: dict[int, FailingCall] = {}
+        self._tell_at: dict[int, float] = {}
+        """The times at which calls without a watcher fail."""
         self._questions: dict[int, OpenQuestion[Any]] = {}
         self._listeners: OrderedDict[int, OutputListener] = OrderedDict()
         """The listeners by output; the one whose last call was opened longest ago comes first."""
@@ -246,42 +175,36 @@ class CallTable:
         self.settle_if_done(call)
 
     def settle_if_done(self, call: OpenCall) -> None:
-        """Complete the call's future as soon as its policy allows; forget the call when all have answered."""
-        watcher = self._watchers.get(call.mesh)
-        later = watcher is not None and watcher.watch(call)
-        if not call.waiting:
-            if not later:
-                self.complete(call)
-        elif call.fail_fast and (call.failures or call.lost) and call.id not in self._failing and not call.is_told:
-            self._failing[call.id] = FailingCall(call, watcher)
+        """Have the call complete as soon as its policy and its mesh allow, since ranks have answered or were lost."""
+        if (watcher := self._watchers.get(call.mesh)) is not None:
+            watcher.on_answered(call)
+        elif not call.waiting:
+            self.complete(call)
+        elif call.fail_fast and call.failed and not call.is_told:
+            tell_at = time.monotonic() + (0.0 if call.hurried else FAILURE_GRACE_S)
+            self._tell_at[call.id] = min(tell_at, self._tell_at.get(call.id, math.inf))
 
     def complete(self, call: OpenCall, groups: str = "") -> None:
         """Hand out the outcome of a call that all ranks have answered, and forget it. groups: as `OpenCall.settle`."""
         if self._calls.pop(call.id, None) is not None:
-            self._failing.pop(call.id, None)
+            self._tell_at.pop(call.id, None)
             call.settle(groups)
             call.close(CallEvent.SETTLED)
 
-    def running(self, mesh: int) -> list[OpenCall]:
-        """The calls to main threads that some rank of the mesh has not answered."""
-        return [call for call in self._calls.values() if call.mesh == mesh and call.waiting and not call.mailbox]
-
     def next_deadline(self) -> float:
         """Return the time on the monotonic clock at which to call `expire`; infinity if never."""
-        due = math.inf
-        for failing in self._failing.values():
-            due = min(due, failing.due)
+        due = min(self._tell_at.values(), default=math.inf)
         for question in self._questions.values():
             due = min(due, question.until if question.is_open else 0.0)
         return due
 
     def expire(self) -> None:
-        """Fail the calls whose first failure has waited long enough for more like it; end questions."""
+        """End the questions whose time is over, and fail the calls whose first failure has waited long enough."""
         now = time.monotonic()
         for question in [each for each in self._questions.values() if each.until <= now or not each.is_open]:
             self.end(question)
-        for id in [id for id, failing in self._failing.items() if failing.is_ripe(now)]:
-            del self._failing[id]
+        for id in [id for id, tell_at in self._tell_at.items() if tell_at <= now]:
+            del self._tell_at[id]
             self._calls[id].settle()
 
     def lose(self, mesh: int, error: WorkerLost, *, alone: bool = False) -> None:
@@ -304,9 +227,11 @@ class CallTable:
         return self._listeners.get(output)
 
     def disown(self, call: OpenCall) -> None:
-        """Forget a call of a former controller that had seen its end."""
+        """Forget a call that is given up, or whose end a former controller has seen."""
         self._calls.pop(call.id, None)
-        self._failing.pop(call.id, None)
+        self._tell_at.pop(call.id, None)
+        if (watcher := self._watchers.get(call.mesh)) is not None:
+            watcher.forget(call)
 
     def give_up(self, mesh: int, error: MeshError) -> None:
         """Fail the calls of a mesh that is being stopped, or goes on without this controller."""

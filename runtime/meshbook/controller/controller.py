@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import msgspec
+
 from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import CallFuture
 from meshbook.calls.output import OutputTarget
@@ -24,14 +26,13 @@ from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, Unrespo
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import hidden_thread
 from meshbook.concurrency.future import Future
-from meshbook.controller.call_queue import OutgoingCall
 from meshbook.controller.dispatcher import Dispatcher
-from meshbook.controller.group_former import forming_call
 from meshbook.controller.host_state import HostState
 from meshbook.controller.io_turns import IoThread, TurnQueue
-from meshbook.controller.mesh_state import MeshState, Renumbering
+from meshbook.controller.mesh_state import MeshState, Renumbering, stale_view
 from meshbook.controller.queries import Questions, StackQuestion, collect_stacks, look
 from meshbook.controller.reattach import Reattach
+from meshbook.controller.recovery import forming_call
 from meshbook.controller.startup import MeshArrival, PendingWorkers
 from meshbook.errors import MeshStoppedError, SpawnError, WorkerLost
 from meshbook.launchers.base import LaunchedHost
@@ -67,6 +68,73 @@ class FrontEnd(Protocol):
         """Open the prompt of ranks that have stopped in a call that the main thread waits for."""
 
 
+class OutgoingCall(msgspec.Struct, eq=False):
+    """A call that is being sent: `send` does so under the turn, `fail` tells its caller why it cannot."""
+
+    dispatcher: Dispatcher
+    mesh: MeshState
+    generation: int  # of the mesh; the members' ranks are meant in it
+    request: CallRequest
+    call: OpenCall
+    output: OutputTarget | None
+    message: wire.Call
+    payload: Sequence[bytes]
+    segment: wire.SegmentRef | None  # buffers that are too large for the payload
+    waits: bool = False  # whether the mesh has to come up first (`meshbook.controller.startup`)
+    _hosts: Sequence[HostState] = ()
+
+    def send(self) -> None:
+        """Expect the answers, and send the call, or have it queue."""
+        mesh, request = self.mesh, self.request
+        if self.waits and mesh.arrival is not None and not mesh.arrival.is_over:
+            mesh.arrival.held.append(self)
+            return
+        if mesh.generation != self.generation:
+            self.call.give_up(stale_view(mesh))
+            return
+        recovery = self.dispatcher.recoveries.get(mesh.id) or self.dispatcher.groups_of(mesh)
+        if not request.reply:
+            recovery.send(request.mailbox, request.members, self._transmit)
+        elif (hosts := self.dispatcher.open(mesh, self.call, self.output)) is not None:
+            self._hosts = hosts
+            recovery.send(request.mailbox, request.members, self._transmit, self.call)
+
+    def fail(self, error: Exception) -> None:
+        """Give up the call with ``error``."""
+        self.dispatcher.calls.disown(self.call)
+        self.call.give_up(error)
+
+    def _transmit(self) -> None:
+        """Send the call; if it has queued, this runs in the midst of other work, so it must not raise."""
+        mesh, hosts = self.mesh, self._hosts
+        try:
+            if mesh.generation != self.generation:  # it queued while ranks got other numbers
+                self.fail(stale_view(mesh))
+                return
+            direct, members, mailbox = self.dispatcher.direct, self.request.members, self.request.mailbox
+            if not self.request.reply:
+                direct.relay(mesh, mailbox, members.rank_set, 0)
+                if mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
+                    hosts = list(mesh.by_host(members.ranks()))
+            if self.segment is not None:
+                direct.relay(mesh, mailbox, members.rank_set, self.call.id)
+                self.dispatcher.payloads.send(hosts, self.message, self.payload, self.segment)
+                return
+            message = self.message
+            if self.request.reply:
+                if len(hosts) == 1 and not hosts[0].lost:
+                    left = direct.send(hosts[0], mesh, self.call, message, self.payload)
+                    if left is None:
+                        return
+                    message = left
+                direct.relay(mesh, mailbox, members.rank_set, self.call.id)
+            for host in hosts:
+                if not host.lost:
+                    host.send(message, self.payload)
+        except Exception as error:
+            self.fail(error)
+
+
 class Controller:
     """The controller of a session: the methods that any thread may call. `meshbook.mesh` holds it."""
 
@@ -87,8 +155,8 @@ class Controller:
         # have the I/O thread do something, and return the result (`meshbook.controller.io_turns.TurnQueue`)
         self.submit, self.ask = self._inbox.submit, self._inbox.ask
         self._dispatcher = Dispatcher(
-            self._inbox, self.next_id, self._socket.key_of, folder.peer_ip, self._socket.watch, self._socket.forget,
-            folder.state.lease_s, folder.settle_late,
+            self.submit, self._inbox.wake, self.next_id, self._socket.key_of, folder.peer_ip,
+            self._socket.watch, self._socket.forget, folder.state.lease_s, folder.settle_late,
         )  # fmt: skip
         self._socket.on_path = self._dispatcher.direct.listen
         # returns the mesh with this number, unless it has ended; any thread may call it
@@ -97,7 +165,7 @@ class Controller:
         self.mailboxes = self._dispatcher.mail.boxes
         # answers calls of ranks to these mailboxes that will get no other answer
         self.give_up_mail = self._dispatcher.mail.give_up
-        self.questions = Questions(self._inbox, self._dispatcher.calls, self.next_id)
+        self.questions = Questions(self.submit, self._dispatcher.calls, self.next_id)
         self._io = IoThread(self._inbox, self._socket, self._dispatcher)
         # serves the sockets while the main thread waits (`meshbook.controller.io_turns.SocketTurn.drive`)
         self.drive = self._io.turn.drive

@@ -24,14 +24,13 @@ from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.background import attempt, tell
 from meshbook.concurrency.future import Future
 from meshbook.controller.direct_links import DirectLinks
-from meshbook.controller.group_recovery import GroupRecovery
 from meshbook.controller.host_state import MAX_SILENCE_S, HostState, LateHosts
-from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mail import ControllerMail, PeerDirectory
 from meshbook.controller.mesh_state import MeshState, Renumbering, check_ranks, check_replies, stale_view
 from meshbook.controller.payloads import Payloads
-from meshbook.controller.queries import HeldDeadlines, put
+from meshbook.controller.queries import HeldDeadlines, Submit, put
 from meshbook.controller.reattach import Reattach
+from meshbook.controller.recovery_driver import RecoveryDriver
 from meshbook.controller.startup import PendingWorkers
 from meshbook.curves.series import LoggedPoints, Points
 from meshbook.errors import (
@@ -66,7 +65,8 @@ class Dispatcher:
 
     def __init__(
         self,
-        inbox: TurnQueue,
+        submit: Submit,
+        wake: Callable[[], None],
         next_id: Callable[[], int],
         key_of: Callable[[str], str],
         peer_ip: Callable[[], str],
@@ -76,18 +76,18 @@ class Dispatcher:
         on_late_settled: Callable[[str], object] = lambda id: None,
     ) -> None:
         """See `PeerDirectory` for key_of and peer_ip, `CallerLinks` for watch and forget, `LateHosts` for the rest."""
-        self._inbox, self._next_id = inbox, next_id
+        self._next_id = next_id
         self.machine = machine_id()
         self._started = start_time(os.getpid()) or 0
         self.hosts: dict[str, HostState] = {}
         self.late_hosts = LateHosts(lease_s, on_late_settled)
         self.meshes: dict[int, MeshState] = {}
-        self.recoveries: dict[int, GroupRecovery] = {}
+        self.recoveries: dict[int, RecoveryDriver] = {}
         self.calls = CallTable(self.recoveries)
         self.held_deadlines = HeldDeadlines(self.calls, next_id)
         self.direct = DirectLinks(self.meshes, self.calls, next_id, watch, forget)
-        self.payloads = Payloads(inbox.wake)
-        self.mail = ControllerMail(self.payloads, inbox.submit)
+        self.payloads = Payloads(wake)
+        self.mail = ControllerMail(self.payloads, submit)
         self.peer_directory = PeerDirectory(self.hosts, self.meshes, key_of, peer_ip)
         # called for every worker that ends without being told to
         self.on_worker_lost: list[Callable[[MeshState, WorkerLost], None]] = []
@@ -151,10 +151,10 @@ class Dispatcher:
                     host, f"no sign of life for {MAX_SILENCE_S:g} s, and no connection by which its machine answers"
                 )
 
-    def groups_of(self, mesh: MeshState) -> GroupRecovery:
+    def groups_of(self, mesh: MeshState) -> RecoveryDriver:
         """Return the recovery of a mesh, which looks after ranks that wait in vain, and after its process groups."""
         if mesh.id not in self.recoveries:
-            self.recoveries[mesh.id] = GroupRecovery(mesh, self.calls, self._next_id)
+            self.recoveries[mesh.id] = RecoveryDriver(mesh, self.calls, self._next_id)
         return self.recoveries[mesh.id]
 
     def plan(self) -> float:
@@ -167,7 +167,7 @@ class Dispatcher:
 
     def expire(self, now: float) -> None:
         """Do work that is due by now, as far as it was planned: changes since then are for the next turn."""
-        well = attempt(self.calls.expire, "failing calls")
+        well = attempt(self.calls.expire, "questions")
         for recovery in list(self.recoveries.values()):
             if recovery.due <= now:
                 well = attempt(functools.partial(recovery.expire, now), "the care for process groups") and well
@@ -246,7 +246,7 @@ class Dispatcher:
                 if self._reattach is not None:
                     self._reattach.on_hosted(host, message)
                     for mesh in self.meshes.values():
-                        self.groups_of(mesh)  # looks after its calls
+                        self.groups_of(mesh).adopt()
             case wire.Hello():
                 self._on_hello(host, message)
             case wire.Unread():

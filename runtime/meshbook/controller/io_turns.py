@@ -18,17 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from meshbook.concurrency import forks
 from meshbook.concurrency.background import attempt, hidden_thread, is_from_outside, pass_on, serving, tell
 from meshbook.concurrency.future import Future
 from meshbook.concurrency.interrupts import SigintScope
+from meshbook.controller.dispatcher import Dispatcher
 from meshbook.wire.link import HEARTBEAT_S
 from meshbook.wire.transport import ControllerSocket
-
-if TYPE_CHECKING:
-    from meshbook.controller.dispatcher import Dispatcher
 
 T = TypeVar("T")
 REST_S = 0.003  # the I/O thread takes over again when the main thread has not come back for so long

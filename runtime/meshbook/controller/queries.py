@@ -16,13 +16,12 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from meshbook.calls.rank_state import SilenceCause, State, Unresponsive, find_silence
 from meshbook.calls.table import CallTable, OpenQuestion
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
-from meshbook.controller.io_turns import TurnQueue
 from meshbook.controller.mesh_state import MeshState, stale_view
 from meshbook.groups.deadlock import place_of
 from meshbook.lifecycle import MeshPhase
@@ -70,11 +69,15 @@ def put(
     calls.ask(question)
 
 
+class Submit(Protocol):
+    def __call__(self, action: Callable[[], object], fail: Callable[[Exception], object] | None = None) -> None: ...
+
+
 class Questions:
     """The questions that any thread may ask the ranks of a controller's meshes."""
 
-    def __init__(self, turns: TurnQueue, calls: CallTable, next_id: Callable[[], int]) -> None:
-        self._turns, self._calls, self._next_id = turns, calls, next_id
+    def __init__(self, submit: Submit, calls: CallTable, next_id: Callable[[], int]) -> None:
+        self._submit, self._calls, self._next_id = submit, calls, next_id
 
     def gather(
         self,
@@ -88,7 +91,7 @@ class Questions:
         done: Future[None] = Future()
         question = OpenQuestion(self._next_id(), mesh.id, kind, timeout_s, lambda _: done.set_result(None))
         ranks = list(ranks)
-        self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked), done.set_exception)
+        self._submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked), done.set_exception)
         with contextlib.suppress(TimeoutError):  # the table forgets the question by itself
             done.get(timeout_s)
         return question.told
@@ -116,7 +119,7 @@ class Questions:
             left_s = deadline - time.monotonic()
             question = OpenQuestion(self._next_id(), mesh.id, kind, left_s, note)
             ask = functools.partial(put, self._calls, question, mesh, mesh.by_host([rank]), asked)
-            self._turns.submit(ask, answered.set_exception)
+            self._submit(ask, answered.set_exception)
             with contextlib.suppress(TimeoutError):
                 return answered.get(left_s if number == len(ranks) else min(patience_s, left_s))
         return None
@@ -124,7 +127,7 @@ class Questions:
     def tell(self, mesh: MeshState, ranks: Iterable[int], asked: wire.AskRank) -> None:
         """Put a question without waiting for answers."""
         question = OpenQuestion(self._next_id(), mesh.id, object, 0.0)
-        self._turns.submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked))
+        self._submit(lambda: put(self._calls, question, mesh, mesh.by_host(ranks), asked))
 
     def await_printed(
         self, mesh: MeshState, ranks: Iterable[int], on_come: Callable[[], object], timeout_s: float
@@ -137,7 +140,7 @@ class Questions:
             by_host = {host: ranks for host, ranks in mesh.by_host(ranks).items() if not host.suspicion}
             put(self._calls, question, mesh, by_host, wire.AskPrinted())
 
-        self._turns.submit(ask)
+        self._submit(ask)
 
 
 def look(

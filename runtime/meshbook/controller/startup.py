@@ -16,8 +16,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+from meshbook.calls.call import OpenCall
 from meshbook.concurrency.future import Future
 from meshbook.controller.host_state import HostState
 from meshbook.errors import CrashLoopError, SpawnError, WorkerLost
@@ -25,8 +26,14 @@ from meshbook.formatting import utf8_text
 from meshbook.lifecycle import CallEvent
 from meshbook.wire import messages as wire
 
-if TYPE_CHECKING:
-    from meshbook.controller.call_queue import OutgoingCall
+
+class HeldCall(Protocol):
+    """A call that can wait until its mesh is there."""
+
+    call: OpenCall
+
+    def send(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
 class MeshArrival:
@@ -39,7 +46,7 @@ class MeshArrival:
         self.thread: threading.Thread | None = None
         self.is_over = False
         self.is_asked = False  # whether some call or wait will report the outcome
-        self.held: list[OutgoingCall] = []  # calls that wait until the mesh is there
+        self.held: list[HeldCall] = []  # calls that wait until the mesh is there
 
     @property
     def is_own(self) -> bool:

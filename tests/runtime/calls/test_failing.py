@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,72 +16,72 @@ from patience import wait_until
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.call import OpenCall
 from meshbook.calls.call_future import CallFuture
-from meshbook.calls.table import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall, OnStates
 from meshbook.concurrency.future import Future
 from meshbook.controller import controller
+from meshbook.controller.watched_calls import FAILS_WITHIN_S, FAILURE_GRACE_S, LONGEST_GRACE_S, FailingCall
 from meshbook.shape.members import Region
 from meshbook.system.processes import process_state
 from meshbook.wire import messages as wire
 
 RANKS = 4
+NOW = 100.0
 
 
-class Agents:
-    """Answers when it is told to."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[set[int], OnStates]] = []
-
-    def ask_states(self, ranks: Collection[int], timeout_s: float, on_done: OnStates) -> None:
-        self.asked.append((set(ranks), on_done))
-
-
-def failing_call(agents: Agents | None) -> tuple[OpenCall, FailingCall]:
+def failing_call() -> tuple[OpenCall, FailingCall]:
     call = OpenCall(1, 1, "work", Region.of({"gpus": RANKS}), Future(), fail_fast=True)
     fail(call, 0)
-    return call, FailingCall(call, agents)
+    return call, FailingCall(call, NOW)
 
 
 def fail(call: OpenCall, rank: int) -> None:
     call.answer(wire.RankReply(rank, wire.GONE, 0, 0.0, None), (), ())
 
 
-def tell(agents: Agents, **states: tuple[str, float]) -> None:
-    """Answer the last question; keywords: ``r1=("R", 0.5)``."""
-    agents.asked[-1][1]({int(rank[1:]): wire.ProcessState(*state) for rank, state in states.items()})
+def tell(failing: FailingCall, now: float, **states: tuple[str, float]) -> None:
+    """Answer the question for states; keywords: ``r1=("R", 0.5)``."""
+    failing.on_states({int(rank[1:]): wire.ProcessState(*state) for rank, state in states.items()}, now)
 
 
 def test_it_is_told_at_once_when_no_other_rank_runs() -> None:
-    agents = Agents()
-    failing = failing_call(agents)[1]
-    now = time.monotonic()
-    assert failing.due <= now and not failing.is_ripe(now)
-    assert [ranks for ranks, _ in agents.asked] == [{1, 2, 3}]
-    assert not failing.is_ripe(time.monotonic() + 0.1)  # one question at a time
-    tell(agents, r1=("S", 1.0), r2=("S", 1.0), r3=("T", 1.0))
-    assert failing.is_ripe(time.monotonic()) and len(agents.asked) == 1
+    failing = failing_call()[1]
+    assert failing.due == NOW and not failing.is_ripe(NOW) and failing.must_ask(NOW)
+    assert not failing.must_ask(NOW + 0.1)  # one question at a time
+    assert not failing.is_ripe(NOW + 0.1)
+    tell(failing, NOW + 0.1, r1=("S", 1.0), r2=("S", 1.0), r3=("T", 1.0))
+    assert failing.due <= NOW + 0.1 and failing.is_ripe(NOW + 0.1)
 
 
 def test_it_waits_for_ranks_that_run_until_they_have_had_time_to_fail() -> None:
-    agents = Agents()
-    call, failing = failing_call(agents)
+    call, failing = failing_call()
+    now = NOW
     for ran_s in (1.0, 1.01):
-        assert not failing.is_ripe(time.monotonic() + 0.002)
-        tell(agents, r1=("S", 1.0), r2=("R", ran_s), r3=("S", 1.0))
-    assert not failing.is_ripe(time.monotonic() + 0.002)
-    tell(agents, r1=("S", 1.0), r2=("S", 1.01))  # rank 3 is not known: its host has no time
-    assert not failing.is_ripe(time.monotonic() + 0.002)
+        assert not failing.is_ripe(now) and failing.must_ask(now)
+        tell(failing, now, r1=("S", 1.0), r2=("R", ran_s), r3=("S", 1.0))
+        assert not failing.must_ask(now)
+        now = failing.due
+    assert not failing.is_ripe(now) and failing.must_ask(now)
+    tell(failing, now, r1=("S", 1.0), r2=("S", 1.01))  # rank 3 is not known: its host has no time
+    now = failing.due
+    assert not failing.is_ripe(now) and failing.must_ask(now)
     fail(call, 3)
-    tell(agents, r1=("S", 1.0), r2=("R", 1.0 + FAILS_WITHIN_S))
-    assert failing.is_ripe(time.monotonic() + 0.002) and len(agents.asked) == 4
+    tell(failing, now, r1=("S", 1.0), r2=("R", 1.0 + FAILS_WITHIN_S))
+    assert failing.is_ripe(now)
 
 
-def test_where_nobody_can_be_asked_or_answers_it_does_not_wait_for_ever() -> None:
-    now = time.monotonic()
-    for agents, grace_s in ((None, FAILURE_GRACE_S), (Agents(), LONGEST_GRACE_S)):
-        failing = failing_call(agents)[1]
-        assert not failing.is_ripe(now + grace_s / 2)
-        assert failing.due <= time.monotonic() + grace_s and failing.is_ripe(time.monotonic() + grace_s)
+def test_where_agents_do_not_answer_it_does_not_wait_for_ever() -> None:
+    failing = failing_call()[1]
+    assert failing.must_ask(NOW) and failing.due == NOW + LONGEST_GRACE_S
+    assert not failing.is_ripe(NOW + LONGEST_GRACE_S / 2) and failing.is_ripe(failing.due)
+
+
+def test_nobody_is_asked_about_those_that_die_together_and_a_death_alone_is_told_at_once() -> None:
+    call = OpenCall(1, 1, "work", Region.of({"gpus": RANKS}), Future(), fail_fast=True)
+    call.lose(errors.WorkerLost(0, "a", "exit code 7"))
+    failing = FailingCall(call, NOW)
+    assert not failing.must_ask(NOW) and failing.due == NOW + FAILURE_GRACE_S
+    assert not failing.is_ripe(NOW) and failing.is_ripe(failing.due)
+    call.lose(errors.WorkerLost(1, "a", "exit code 7"), alone=True)
+    assert failing.is_ripe(NOW) and failing.due == 0.0
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------
@@ -95,7 +95,6 @@ def eight() -> Iterator[ProcMesh]:
 
 def raise_on(rank: int, pause_s: float) -> None:
     import os
-    import time
 
     if rank in (-1, int(os.environ["RANK"])):
         raise ValueError("bad shard")
@@ -106,8 +105,10 @@ def raise_on(rank: int, pause_s: float) -> None:
 def test_eight_ranks_that_fail_together_are_one_error_on_a_loaded_machine(
     eight: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshbook.calls.table.LONGEST_GRACE_S", 20.0)  # others may load the machine much more
-    monkeypatch.setattr("meshbook.calls.table.FAILS_WITHIN_S", 1.0)
+    monkeypatch.setattr(
+        "meshbook.controller.watched_calls.LONGEST_GRACE_S", 20.0
+    )  # others may load the machine much more
+    monkeypatch.setattr("meshbook.controller.watched_calls.FAILS_WITHIN_S", 1.0)
     spin = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
     loads = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
     try:
@@ -144,7 +145,7 @@ def test_what_ranks_had_answered_is_here_before_their_states(eight: ProcMesh, tm
     try:
         wait_until(lambda: (tmp_path / "raises").exists())
         wait_until(lambda: all(process_state(rank) == "S" for _ in range(20)))
-        controller.ask(lambda: recovery.ask_states([0], 30, lambda states: failed.set_result(future.call.failed)))
+        controller.ask(lambda: recovery.ask_states([0], 30, lambda states, now: failed.set_result(future.call.failed)))
         controller.ask(int)  # the question has gone out
     finally:
         os.kill(agent.pid, signal.SIGCONT)
@@ -154,7 +155,9 @@ def test_what_ranks_had_answered_is_here_before_their_states(eight: ProcMesh, tm
 
 
 def test_a_failure_is_told_while_the_others_sleep(eight: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshbook.calls.table.FAILURE_GRACE_S", 20.0)  # their states say that nothing follows
+    monkeypatch.setattr(
+        "meshbook.controller.watched_calls.FAILURE_GRACE_S", 20.0
+    )  # their states say that nothing follows
     with pytest.raises(errors.CallFailed) as failed:
         eight.execute(raise_on, 3, 60.0).get(30)
     assert [failure.rank for failure in failed.value.failures] == [3]

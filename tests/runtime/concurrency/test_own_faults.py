@@ -73,7 +73,7 @@ def test_a_timer_that_meets_a_fault_of_ours_does_not_stop_the_others(
     recovery = controller.ask(lambda: controller._dispatcher.groups_of(mesh4._mesh))
     with monkeypatch.context() as patched:
         patched.setattr(recovery, "expire", _fault)
-        patched.setattr(type(recovery), "due", property(lambda self: 0.0))
+        patched.setattr(recovery, "due", 0.0)
         assert mesh4.run("1").get(10).values() == [1] * 4
         mesh4._controller.ask(lambda: None)
     assert len(told) == 1 and "the care for process groups" in told[0]

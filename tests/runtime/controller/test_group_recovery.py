@@ -17,7 +17,7 @@ from patience import wait_until
 from meshbook import ProcMesh, errors, this_host
 from meshbook.calls.output import Notice, RankDone
 from meshbook.controller.host_state import HostState
-from meshbook.controller.progress_poll import TELL_S
+from meshbook.controller.recovery import TELL_S
 from meshbook.mesh import states
 from meshbook.mesh.rank_calls import abort_groups, set_axes, start_cell
 from meshbook.wire import messages as wire

@@ -449,7 +449,7 @@ class _Watched:
 @pytest.fixture
 def groups(mesh4: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> _Watched:
     """What the controller compares for the mesh."""
-    return _Watched(mesh4._controller._dispatcher.groups_of(mesh4._mesh).agreements, monkeypatch)
+    return _Watched(mesh4._controller._dispatcher.groups_of(mesh4._mesh).machine.agreements, monkeypatch)
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------
