@@ -44,6 +44,9 @@ class CallOutputSource(Protocol):
     target: OutputTarget | None
     """The target of prints of a call that is made now; None for the front end's own."""
 
+    def set_levels_again(self) -> None:
+        """Have ranks that were started again log at the level that was chosen."""
+
 
 class Renumbering(NamedTuple):
     """A change of the ranks' numbers."""

@@ -26,7 +26,6 @@ from meshbook.errors import LayoutError, UsageError
 from meshbook.mesh.proc_view import (
     Methods,
     ProcView,
-    call_after_repairs,
     call_living,
     new_output_id,
     output_target,
@@ -171,39 +170,38 @@ def set_logging(procs: ProcView, stream: bool, level: int) -> Future[None]:
     if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= LEVEL_MAX:
         raise UsageError(f"level is one of logging's, as in level=logging.INFO, from 0 to {LEVEL_MAX}; got {level!r}.")
     streaming = procs._mesh.shown_by = LogStreaming(procs.base(), stream, level)
-    call_after_repairs(procs, streaming.set_levels_again)
-    return streaming.set_levels()
+    return streaming.set_levels(level)
 
 
 def hide_calls(procs: ProcView) -> None:
     """Leave the prints of calls to the logs, until `ProcMesh.logging_option` says otherwise."""
-    procs._mesh.shown_by = LogStreaming(procs.base(), False, logging.WARNING)
+    procs._mesh.shown_by = LogStreaming(procs.base(), False)
 
 
 class LogStreaming:
     """The choice how prints of calls to one mesh are shown, and the level of its ranks' root loggers."""
 
-    def __init__(self, procs: ProcView, stream: bool, level: int) -> None:
-        """procs: the whole mesh."""
+    def __init__(self, procs: ProcView, stream: bool, level: int | None = None) -> None:
+        """procs: the whole mesh. level: None where nobody has chosen one."""
         self._procs = procs
         self._level = level
         self.target = None if stream else OutputTarget(new_output_id(procs), _without_prints(ConsoleOutput()))
         """The target of the prints of a call; None leaves them to the front end."""
 
-    def set_levels(self) -> Future[None]:
+    def set_levels(self, level: int) -> Future[None]:
         """Have the ranks' root logger write to stderr from the level on, unless the program has given it handlers."""
         what, root = "logging_option", logging.getLogger()
         done = [
             execute_as(self._procs, what, logging.basicConfig),  # ranks need no module of ours for it
-            execute_as(self._procs, what, root.setLevel, self._level),
+            execute_as(self._procs, what, root.setLevel, level),
         ]
         return MappedFuture(join_futures(done), lambda _: None)
 
     def set_levels_again(self) -> None:
         """Wait until new ranks log at the level: their actors do not wait for the calls to their processes."""
         repaired = self._procs._mesh.last_repair
-        if repaired is not None and repaired.ranks:
-            self.set_levels().get()
+        if self._level is not None and repaired is not None and repaired.ranks:
+            self.set_levels(self._level).get()
 
 
 def _without_prints(console: OutputListener) -> OutputListener:

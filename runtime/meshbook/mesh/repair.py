@@ -87,6 +87,8 @@ def repair(
         new.update(repaired.ranks)
         repaired = mesh.last_repair = repaired._replace(ranks=tuple(sorted(new)))
         try:
+            if mesh.shown_by is not None:
+                mesh.shown_by.set_levels_again()
             results = call_living(mesh.after_repairs)
             notes = tuple(dict.fromkeys(each for each in results if isinstance(each, str) and each))
             repaired = mesh.last_repair = repaired._replace(notes=notes)
