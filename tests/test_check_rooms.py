@@ -98,3 +98,12 @@ def test_the_docs_draw_the_order_of_the_contract() -> None:
     for package in ("meshbook_extension", "meshbook"):
         places = [next(i for i, line in enumerate(drawn) if line.startswith(f"{layer}  ")) for layer in layers[package]]
         assert places == sorted(places)
+
+
+def test_no_module_of_a_process_imports_itself_by_way_of_others(tmp_path: Path) -> None:
+    typed = "if TYPE_CHECKING:\n    from house.one import x\n"
+    folder = lay_out(tmp_path, {"one.py": LONG + "from house import other\n", "other.py": LONG + typed})
+    (line,) = check_rooms.cycles(check_rooms.parse_all([folder]), ["house"])
+    assert line.startswith("house imports itself: house.")
+    lay_out(tmp_path, {"other.py": LONG})
+    assert not list(check_rooms.cycles(check_rooms.parse_all([folder]), ["house"]))

@@ -3,8 +3,9 @@
     python tests/support/check_rooms.py [FOLDER ...]
 
 One name, one type: no class or type alias of a module's top level has a twin in another module. No page of a few lines:
-a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. And
-each room's ``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
+a module under `SHORT` lines has `USED` importers, or says ``A module of its own because ...`` in its docstring. In
+the rooms of the processes no module imports itself by way of others, not even for the type checker. And each room's
+``__init__`` begins with its purpose in one sentence. What moves is found where others speak of it: names in
 back quotes, ``meshbook.room.module.Name`` or, in pages, ``room/module.py:Name``, links, names that tests replace, and
 imports in programs, those too that stand as texts in tests.
 """
@@ -12,6 +13,7 @@ imports in programs, those too that stand as texts in tests.
 from __future__ import annotations
 
 import ast
+import graphlib
 import itertools
 import re
 import sys
@@ -26,6 +28,8 @@ REASON = "A module of its own because "
 TWINS_ALLOWED: frozenset[str] = frozenset()
 """Type variables are no types and need no place here."""
 TYPE_FACTORIES = {"NewType", "NamedTuple", "TypedDict", "Enum", "namedtuple", "defstruct"}
+PROCESSES = ("meshbook.agent", "meshbook.worker")
+"""The rooms of processes, none of whose modules imports itself by way of others."""
 ENTRY_POINTS = {"__main__", "_version"}
 REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")
 LINK = re.compile(r"\]\(([^)#: ]+)(?:#[^)]*)?\)")
@@ -99,6 +103,17 @@ def importers(modules: Modules) -> dict[str, set[str]]:
                 if name in modules and name != module:
                     found[name].add(module)
     return found
+
+
+def cycles(modules: Modules, rooms: Iterable[str]) -> Iterator[str]:
+    """One line for the first cycle of imports in each room, those for the type checker included."""
+    used = importers(modules)
+    for room in rooms:
+        inside = {name: used[name] & modules.keys() for name in modules if name.startswith(f"{room}.")}
+        try:
+            graphlib.TopologicalSorter(inside).prepare()
+        except graphlib.CycleError as error:
+            yield f"{room} imports itself: {' < '.join(error.args[1])}"
 
 
 def short_modules(modules: Modules) -> Iterator[str]:
@@ -210,7 +225,7 @@ def main(arguments: list[str]) -> int:
     """Print what is wrong; returns the exit code."""
     modules = parse_all([Path(argument) for argument in arguments] or SOURCES)
     pages = [] if arguments else [page for pattern in PAGES for page in ROOT.glob(pattern)]
-    wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules)]
+    wrong = [*twins(modules), *short_modules(modules), *rooms_without_purpose(modules), *cycles(modules, PROCESSES)]
     tests = [] if arguments else ROOT.glob("tests/**/*.py")
     programs = [] if arguments else [path for pattern in PROGRAMS for path in ROOT.glob(pattern)]
     wrong += [

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from meshbook.agent.handover import CallJournal, RememberedCall
-from meshbook.agent.mail import AgentMail, MailAnswer
+from meshbook.agent.journal import CallJournal, RememberedCall
+from meshbook.agent.mail import MailAnswer
 from meshbook.agent.output_pump import OutputPump
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
@@ -61,10 +61,18 @@ class AgentCalls:
     """The open calls of one mesh on one host."""
 
     def __init__(
-        self, host: HostResources, mail: AgentMail, memory: CallJournal, pool: WorkerPool, output: OutputPump
+        self,
+        host: HostResources,
+        answer_to: Callable[[wire.Origin], MailAnswer],
+        memory: CallJournal,
+        pool: WorkerPool,
+        output: OutputPump,
     ) -> None:
-        """memory: notes calls of the controller, and their answers. output: its texts go before the answers."""
-        self._host, self._mail, self._memory, self._pool, self._output = host, mail, memory, pool, output
+        """answer_to: returns a function that takes the answers to a worker's call.
+
+        memory: notes calls of the controller, and their answers. output: its texts go before the answers.
+        """
+        self._host, self._answer_to, self._memory, self._pool, self._output = host, answer_to, memory, pool, output
         self._loop, self._uplink = host.loop, host.uplink
         self._open: dict[CallKey, _OpenCall] = {}
         # the members of calls that this host does not know (yet) for which they were cancelled, by call
@@ -104,7 +112,7 @@ class AgentCalls:
             opened = self._open[key] = _OpenCall(memory.waiting, prints=False, memory=memory)
         elif opened is None:
             assert call.origin is not None
-            opened = self._open[key] = _OpenCall(set(), prints=True, answer=self._mail.answer_to(call.origin))
+            opened = self._open[key] = _OpenCall(set(), prints=True, answer=self._answer_to(call.origin))
         opened.waiting.add(worker.rank)
 
     def expect_answers(self, question: int, ranks: set[int]) -> None:

@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from meshbook.agent.peers import AgentPeers, ForwardedCalls
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
+from meshbook.agent.worker_pool import WorkerPool
 from meshbook.shape.members import AS_NOW, group
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import Buffer
 from meshbook.wire.link import Uplink
 from meshbook.wire.replies import dropped_replies, lost_replies
-
-if TYPE_CHECKING:
-    from meshbook.agent.mesh import AgentMesh
 
 HOLD_BYTES = 8 << 20  # senders to a worker are told to wait, when so much waits for it, until all of it has been sent
 
@@ -38,10 +36,37 @@ HOLD_BYTES = 8 << 20  # senders to a worker are told to wait, when so much waits
 MailAnswer: TypeAlias = Callable[[wire.Replies, Sequence[Buffer]], None]  # takes the answers to a worker's call
 
 
+class HostedMesh(Protocol):
+    """The workers of a mesh on this host (`meshbook.agent.mesh.AgentMesh`)."""
+
+    worker_pool: WorkerPool
+
+    @property
+    def environment(self) -> Mapping[bytes, bytes]:
+        """Return the variables asked for its ranks."""
+
+    @property
+    def workers(self) -> Mapping[int, AgentWorker]:
+        """Return its workers by rank."""
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether no rank of the mesh lives on another host."""
+
+    def call(self, call: wire.Call, payload: Sequence[Buffer], answer: MailAnswer) -> Sequence[AgentWorker]:
+        """Pass a call on to its members here, and return them."""
+
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to its members here."""
+
+    def death(self, rank: int) -> wire.DeathCause:
+        """Return why a rank that has no worker here does not answer."""
+
+
 class AgentMail:
     """The mail of one host. meshes: the meshes with workers here. is_there: see `meshbook.agent.peers.AgentPeers`."""
 
-    def __init__(self, host: HostResources, meshes: Mapping[int, AgentMesh], is_there: Callable[[], bool]) -> None:
+    def __init__(self, host: HostResources, meshes: Mapping[int, HostedMesh], is_there: Callable[[], bool]) -> None:
         self._host, self._meshes, self._segment_refs = host, meshes, host.segment_refs
         self.controller = self.calls_by(host.uplink)  # calls that are the controller's to answer
         self.peers = AgentPeers(self, host, is_there)
@@ -139,7 +164,7 @@ class AgentMail:
     def cancel_here(self, cancel: wire.Cancel) -> None:
         """Pass on a cancel to the members that live here."""
         if (mesh := self._meshes.get(cancel.mesh)) is not None:
-            mesh.calls.cancel(cancel)
+            mesh.cancel(cancel)
 
     def calls_by(self, uplink: Uplink) -> ForwardedCalls:
         """Return a new table of the calls that go by an uplink."""

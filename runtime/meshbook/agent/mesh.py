@@ -15,7 +15,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from meshbook.agent.calls import AgentCalls
-from meshbook.agent.handover import CallJournal
+from meshbook.agent.journal import CallJournal
 from meshbook.agent.mail import AgentMail, MailAnswer
 from meshbook.agent.output import ShownDisplay
 from meshbook.agent.output_pump import OutputPump
@@ -61,7 +61,7 @@ class AgentMesh:
         self.worker_pool = WorkerPool(self, host, Path(host.ticket.log_dir) / f"{spawn.name}-{spawn.mesh}")
         self.workers = self.worker_pool.workers
         self.output = OutputPump(host.loop, host.uplink, host.quota, self.worker_pool)
-        self.calls = AgentCalls(host, mail, self.memory, self.worker_pool, self.output)
+        self.calls = AgentCalls(host, mail.answer_to, self.memory, self.worker_pool, self.output)
         self._on_stopped = on_stopped
         self.store = self._make_store(spawn.arrangement.host_rank)
 
@@ -167,6 +167,10 @@ class AgentMesh:
         worker.urgent.send([wire.encode(message)])
         return True
 
+    def cancel(self, cancel: wire.Cancel) -> None:
+        """Pass a cancel on to its members here."""
+        self.calls.cancel(cancel)
+
     # ---- workers to controller ----------------------------------------------------------------------------------
 
     def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
@@ -210,6 +214,14 @@ class AgentMesh:
                 for mesh, moves in self._host.moves.items():
                     worker.urgent.send([wire.encode(wire.Moved(mesh, moves))])
                 self.worker_pool.report_ready()
+
+    def on_output(self) -> None:
+        """Send output soon, since a worker has printed."""
+        self.output.on_output()
+
+    def on_mail_sent(self, worker: AgentWorker) -> None:
+        """Release the senders that wait for a worker."""
+        self.mail.release(worker)
 
     def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
         """Settle the calls and segments of a worker that ended, and report why it did."""

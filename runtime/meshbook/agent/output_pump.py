@@ -14,6 +14,7 @@ from itertools import groupby, zip_longest
 
 import msgspec
 
+from meshbook.agent.resources import OfflineQuota
 from meshbook.agent.worker import AgentWorker
 from meshbook.agent.worker_pool import WorkerPool
 from meshbook.system.event_loop import EventLoop
@@ -24,39 +25,6 @@ from meshbook.wire.messages import SharedText, StreamText
 FLUSH_S = 0.05  # output waits so long for more of it
 MESSAGE_CHARS = 1 << 20  # of text in one message
 UNDER_WAY_BYTES = 512 << 20  # the ranks' output is counted and left out when so much is on its way to the controller
-KEPT_OUTPUT_BYTES = 16 << 20  # of all meshes of the host; the logs have the rest
-KEPT_RESULT_BYTES = 1 << 30  # of all meshes of the host, payloads in the shared memory of workers included
-
-
-class OfflineQuota:
-    """The amounts of output and results kept while no controller listens."""
-
-    def __init__(self) -> None:
-        self.listening = True
-        self._output_bytes = self._result_bytes = 0
-
-    def begin(self) -> None:
-        """Begin to count: no controller listens any more."""
-        self.listening = False
-        self._output_bytes = self._result_bytes = 0
-
-    def end(self) -> None:
-        """Count no more: a controller listens again."""
-        self.listening = True
-
-    def output(self, size_bytes: int) -> bool:
-        """Whether to send output, or keep it; False: it must be cut."""
-        if self.listening:
-            return True
-        self._output_bytes += size_bytes
-        return self._output_bytes <= KEPT_OUTPUT_BYTES
-
-    def result(self, size_bytes: int) -> bool:
-        """Whether to send a result, or keep it; False: the value must go, and the reply says so."""
-        if self.listening:
-            return True
-        self._result_bytes += size_bytes
-        return self._result_bytes <= KEPT_RESULT_BYTES
 
 
 class OutputPump:

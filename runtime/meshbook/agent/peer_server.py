@@ -7,8 +7,8 @@ Only hosts that the controller has named are let in, by their keys.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -21,16 +21,28 @@ from meshbook.wire.link import HostLink
 from meshbook.wire.replies import failed_replies, failed_reply, split_replies
 from meshbook.wire.transport import ControllerSocket
 
-if TYPE_CHECKING:
-    from meshbook.agent.mail import AgentMail
-
 TURN_MESSAGES = 256  # messages taken in before others have their turn
+
+
+class Callee(Protocol):
+    """The part of an agent that takes calls from other hosts (`meshbook.agent.mail.AgentMail`)."""
+
+    def deliver(
+        self, call: wire.Call, payload: Sequence[Buffer], answer: Callable[[wire.Replies, Sequence[Buffer]], None]
+    ) -> object:
+        """Pass on a call all of whose members live here, or lived."""
+
+    def cancel_here(self, cancel: wire.Cancel) -> None:
+        """Pass on a cancel to the members that live here."""
+
+    def discard(self, segment: wire.SegmentRef) -> None:
+        """Drop a payload that no call wants."""
 
 
 class PeerServer:
     """The server of one agent for its peers. Raises: OSError if the system has no sockets for it."""
 
-    def __init__(self, host: HostResources, ip: str, callee: AgentMail) -> None:
+    def __init__(self, host: HostResources, ip: str, callee: Callee) -> None:
         self._host, self._callee = host, callee
         self._sock = ControllerSocket((host.ticket.public_key, host.ticket.secret_key))
         try:

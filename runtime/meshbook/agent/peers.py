@@ -7,12 +7,12 @@ order. `ForwardedCalls` holds the calls that have left this host by one uplink, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from meshbook.agent.peer_server import PeerServer
+from meshbook.agent.peer_server import Callee, PeerServer
 from meshbook.agent.resources import HostResources
 from meshbook.agent.worker import AgentWorker
 from meshbook.errors import MeshError, PeerProtocolError
@@ -26,9 +26,6 @@ from meshbook.wire.frames import Buffer
 from meshbook.wire.link import Uplink
 from meshbook.wire.replies import failed_replies, failed_reply, lost_replies, split_replies
 from meshbook.wire.ticket import Ticket
-
-if TYPE_CHECKING:
-    from meshbook.agent.mail import AgentMail
 
 PATIENCE_S = 10.0  # calls wait so long for the controller to say where their ranks live
 KEPT_PLANS = 256
@@ -104,10 +101,27 @@ class PeerClient:
         self.calls.lose(death)
 
 
+class Mail(Callee, Protocol):
+    """The mail of a host, as its peers need it (`meshbook.agent.mail.AgentMail`)."""
+
+    @property
+    def environment(self) -> Mapping[bytes, bytes]:
+        """Return the variables asked for the ranks of the meshes here."""
+
+    def resume(self, sender: AgentWorker, call: wire.Call, payload: Sequence[Buffer]) -> None:
+        """Pass a call on that has waited."""
+
+    def give_up(self, sender: AgentWorker, call: wire.Call, death: wire.DeathCause) -> None:
+        """Answer for a call that was not passed on."""
+
+    def calls_by(self, uplink: Uplink) -> ForwardedCalls:
+        """Return a new table of the calls that go by an uplink."""
+
+
 class AgentPeers:
     """The peers of one agent, and its calls that wait for them. is_there: whether there is a controller."""
 
-    def __init__(self, mail: AgentMail, host: HostResources, is_there: Callable[[], bool]) -> None:
+    def __init__(self, mail: Mail, host: HostResources, is_there: Callable[[], bool]) -> None:
         self._mail, self._host, self._is_there = mail, host, is_there
         self._loop, self._send = host.loop, host.uplink.send_urgent
         self._clients: dict[str, PeerClient] = {}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from meshbook.agent.output_pump import OfflineQuota
 from meshbook.agent.worker import AgentWorker
 from meshbook.shape.members import Moves
 from meshbook.system.event_loop import EventLoop
@@ -22,6 +21,40 @@ from meshbook.wire.connection import Spans
 from meshbook.wire.link import Link, Uplink
 from meshbook.wire.ticket import Ticket
 from meshbook.wire.transport import Dialer
+
+KEPT_OUTPUT_BYTES = 16 << 20  # of all meshes of the host; the logs have the rest
+KEPT_RESULT_BYTES = 1 << 30  # of all meshes of the host, payloads in the shared memory of workers included
+
+
+class OfflineQuota:
+    """The amounts of output and results kept while no controller listens."""
+
+    def __init__(self) -> None:
+        self.listening = True
+        self._output_bytes = self._result_bytes = 0
+
+    def begin(self) -> None:
+        """Begin to count: no controller listens any more."""
+        self.listening = False
+        self._output_bytes = self._result_bytes = 0
+
+    def end(self) -> None:
+        """Count no more: a controller listens again."""
+        self.listening = True
+
+    def output(self, size_bytes: int) -> bool:
+        """Whether to send output, or keep it; False: it must be cut."""
+        if self.listening:
+            return True
+        self._output_bytes += size_bytes
+        return self._output_bytes <= KEPT_OUTPUT_BYTES
+
+    def result(self, size_bytes: int) -> bool:
+        """Whether to send a result, or keep it; False: the value must go, and the reply says so."""
+        if self.listening:
+            return True
+        self._result_bytes += size_bytes
+        return self._result_bytes <= KEPT_RESULT_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from meshbook.agent.output import RankOutput
 from meshbook.agent.rank_log import RankLog
@@ -17,13 +17,10 @@ from meshbook.concurrency.background import attempt, tell
 from meshbook.errors import PeerProtocolError
 from meshbook.lifecycle import WORKER_NEXT, WorkerEvent, WorkerPhase
 from meshbook.system.event_loop import EventLoop, Watch
-from meshbook.system.exits import describe_end, open_end, reap
+from meshbook.system.exits import OomWatch, describe_end, open_end, reap
 from meshbook.system.processes import kill_session
 from meshbook.wire import messages as wire
 from meshbook.wire.frames import FIRST_READ_BYTES, READ_BYTES, Buffer, MessageSocket, pack
-
-if TYPE_CHECKING:
-    from meshbook.agent.mesh import AgentMesh
 
 PIPE_BYTES = 1 << 20
 FULL_LOG_S = 0.02  # how often it is looked whether the disk has caught up with a rank
@@ -130,10 +127,33 @@ class WorkerLane:
         self._on_sent()
 
 
+class WorkerOwner(Protocol):
+    """The mesh of a worker on this host (`meshbook.agent.mesh.AgentMesh`)."""
+
+    oom: OomWatch
+
+    def on_message(self, worker: AgentWorker, message: wire.FromWorker, payload: list[bytes]) -> None:
+        """Act on a message of a worker."""
+
+    def on_output(self) -> None:
+        """Note that a worker has printed."""
+
+    def on_mail_sent(self, worker: AgentWorker) -> None:
+        """Note that a worker has read its mail, or will read no more."""
+
+    def on_exit(self, worker: AgentWorker, cause: str, was_killed: bool) -> None:
+        """Note that a worker has ended."""
+
+    def tell_if_stopped(self) -> None:
+        """Report that the mesh has stopped, if it has."""
+
+
 class AgentWorker:
     """A worker process and everything of it that the agent holds open."""
 
-    def __init__(self, loop: EventLoop, owner: AgentMesh, rank: int, device: str, marker: bytes, log: Path, now: float):
+    def __init__(
+        self, loop: EventLoop, owner: WorkerOwner, rank: int, device: str, marker: bytes, log: Path, now: float
+    ):
         self.rank, self.device = rank, device
         self.request = 0  # number of the `Spawn` that asked for it
         self.identity: wire.Identity  # as it was sent when the worker began, or when ranks got other numbers
@@ -157,7 +177,7 @@ class AgentWorker:
         self._reads_mail = False
         try:
             self.calls, self.urgent = self._open_lane(), self._open_lane()
-            self.mail = self._open_lane(lambda: self._owner.mail.release(self), _MAIL_BYTES)
+            self.mail = self._open_lane(lambda: self._owner.on_mail_sent(self), _MAIL_BYTES)
             for stream in ("stdout", "stderr"):
                 self._pipe_ends.append(self._open_pipe(stream))
         except OSError:
@@ -266,7 +286,7 @@ class AgentWorker:
             self._loop.rest(self._pipes[stream], TRICKLE_S)
         if self.output.waits_for_pipes:
             self.drain()
-        self._owner.output.on_output()
+        self._owner.on_output()
 
     def _read_pipe(self, stream: str) -> int:
         """Take in all text that is there; return how many bytes that were."""

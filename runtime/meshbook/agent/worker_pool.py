@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshbook.agent.template import TemplateProcess
-from meshbook.agent.worker import AgentWorker
+from meshbook.agent.worker import AgentWorker, WorkerOwner
 from meshbook.errors import DeviceError
 from meshbook.lifecycle import WorkerEvent, WorkerPhase
 from meshbook.system.devices import count_cores, plan_devices
@@ -29,7 +29,6 @@ from meshbook.wire.direct import direct_folder
 from meshbook.wire.replies import agents_answer
 
 if TYPE_CHECKING:
-    from meshbook.agent.mesh import AgentMesh
     from meshbook.agent.resources import HostResources
 
 
@@ -47,7 +46,7 @@ class _Batch:
 class WorkerPool:
     """The workers of one mesh; `meshbook.agent.mesh.AgentMesh` owns the pool, and reads ``workers``."""
 
-    def __init__(self, owner: AgentMesh, host: HostResources, log_dir: Path) -> None:
+    def __init__(self, owner: WorkerOwner, host: HostResources, log_dir: Path) -> None:
         self.workers: dict[int, AgentWorker] = {}  # by the numbers that messages use: their ranks, most often
         self._members: dict[wire.Target, tuple[AgentWorker, ...]] = {}  # the workers of a target, as they are now
         # workers that were told to leave, with the number of the question that told them
