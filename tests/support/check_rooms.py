@@ -28,7 +28,7 @@ REASON = "A module of its own because "
 TWINS_ALLOWED: frozenset[str] = frozenset()
 """Type variables are no types and need no place here."""
 TYPE_FACTORIES = {"NewType", "NamedTuple", "TypedDict", "Enum", "namedtuple", "defstruct"}
-PROCESSES = ("meshbook.agent", "meshbook.worker")
+PROCESSES = ("meshbook.agent", "meshbook.controller", "meshbook.worker")
 """The rooms of processes, none of whose modules imports itself by way of others."""
 ENTRY_POINTS = {"__main__", "_version"}
 REFERENCE = re.compile(r"`(meshbook(?:_extension|_kernel)?(?:\.\w+)+)`")

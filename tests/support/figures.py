@@ -20,12 +20,12 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_251,
-    "product: statements": 56_143,
-    "product: kB": 3_611,
-    "product: modules": 395,
-    "tests and benchmarks: lines": 68_429,
-    "docs by hand: kB": 223,
+    "product: lines": 82_038,
+    "product: statements": 55_964,
+    "product: kB": 3_601,
+    "product: modules": 393,
+    "tests and benchmarks: lines": 68_452,
+    "docs by hand: kB": 225,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
     "noun clauses in 1,000 words of docstrings": 1,
@@ -35,7 +35,7 @@ LIMITS: Mapping[str, int] = {
     "places that replace others' names": 13,
     "global statements": 3,
     "attributes that others set later": 6,
-    "places that set attributes of other objects": 72,
+    "places that set attributes of other objects": 70,
 }
 """The most that each figure may be."""
 
