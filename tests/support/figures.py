@@ -20,8 +20,8 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_038,
-    "product: statements": 55_964,
+    "product: lines": 82_041,
+    "product: statements": 55_967,
     "product: kB": 3_601,
     "product: modules": 393,
     "tests and benchmarks: lines": 68_452,

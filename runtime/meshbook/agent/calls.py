@@ -84,8 +84,11 @@ class AgentCalls:
     ) -> tuple[AgentWorker, ...]:
         """Note a call that wants answers; return the members on which it was not cancelled before it came."""
         ranks = set(map(_rank_of, members))
-        opened = _OpenCall(ranks, prints=call.output != 0, answer=answer)
-        self._open[call.id if call.origin is None else (call.origin, call.id)] = opened
+        key = call.id if call.origin is None else (call.origin, call.id)
+        if (opened := self._open.get(key)) is not None:  # others of its ranks have got it by links, and told us
+            opened.waiting |= ranks
+            return members
+        opened = self._open[key] = _OpenCall(ranks, prints=call.output != 0, answer=answer)
         if answer is not None:
             return members
         opened.memory = self._memory.on_call(call, ranks)

@@ -68,4 +68,4 @@ def test_a_target_has_exactly_the_ranks_of_its_members(hosts: int, gpus: int, ra
 
 def test_a_target_of_ten_thousand_ranks_takes_a_few_bytes() -> None:
     members = Region.of(dict(zip(("hosts", "gpus"), (1250, 8), strict=True)))
-    assert len(wire.encode(wire.Call(1, 1, "push", members.encoded))) < 40
+    assert len(wire.encode(wire.Call(1, 1, "push", members.encoded))) <= 40
