@@ -20,11 +20,12 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_041,
-    "product: statements": 55_967,
+    "product: lines": 82_042,
+    "product: statements": 55_969,
     "product: kB": 3_601,
     "product: modules": 393,
-    "tests and benchmarks: lines": 68_452,
+    "types of messages between processes": 59,
+    "tests and benchmarks: lines": 68_458,
     "docs by hand: kB": 225,
     "modules of one importer and under 60 lines": 0,
     "docstrings without subject and verb": 0,
@@ -34,8 +35,8 @@ LIMITS: Mapping[str, int] = {
     "places that name an engine outside of launchers": 0,
     "places that replace others' names": 13,
     "global statements": 3,
-    "attributes that others set later": 6,
-    "places that set attributes of other objects": 70,
+    "attributes that others set later": 4,
+    "places that set attributes of other objects": 68,
 }
 """The most that each figure may be."""
 
@@ -175,6 +176,11 @@ def measure() -> dict[str, int]:
         ),
         "product: kB": sum(path.stat().st_size for path in paths) // 1000,
         "product: modules": len(modules),
+        "types of messages between processes": sum(
+            isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Header" for base in node.bases)
+            for _, tree in modules.values()
+            for node in ast.walk(tree)
+        ),
         "tests and benchmarks: lines": sum(len(path.read_text().splitlines()) for path in others),
         "docs by hand: kB": sum(page.stat().st_size for page in pages) // 1000,
         "noun clauses in 1,000 words of docstrings": round(1000 * clauses / len(words)),

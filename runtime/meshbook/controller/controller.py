@@ -10,6 +10,7 @@ User threads hand closures over (`submit`) and wait on futures; they pickle payl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -41,6 +42,7 @@ from meshbook.sessions.folder import SessionFolder
 from meshbook.shape.members import Members, Region
 from meshbook.stacks.mesh_stacks import MeshStacks
 from meshbook.wire import messages as wire
+from meshbook.wire.direct import direct_folder, direct_path
 from meshbook.wire.link import HostLink
 from meshbook.wire.replies import place_head
 from meshbook.wire.transport import ControllerSocket
@@ -158,7 +160,6 @@ class Controller:
             self.submit, self._inbox.wake, self.next_id, self._socket.key_of, folder.peer_ip,
             self._socket.watch, self._socket.forget, folder.state.lease_s, folder.settle_late,
         )  # fmt: skip
-        self._socket.on_path = self._dispatcher.direct.listen
         # returns the mesh with this number, unless it has ended; any thread may call it
         self.find_mesh: Callable[[int], MeshState | None] = self._dispatcher.meshes.get
         # the mailboxes of this process, which workers call as rank 0 of mesh 0 (`meshbook.controller.mail`)
@@ -195,8 +196,15 @@ class Controller:
         """Listen at ``address`` as well, once; return the address to dial."""
         endpoints = self.folder.state.endpoints
         if address not in endpoints:
-            endpoints[address] = self.ask(lambda: self._socket.bind(address))
+            endpoints[address] = self.ask(lambda: self._listen(address))
         return endpoints[address]
+
+    def _listen(self, address: str) -> str:
+        endpoint = self._socket.bind(address)
+        if folder := direct_folder(endpoint):
+            with contextlib.suppress(OSError):  # no descriptor is left: all calls go by the agents
+                self._dispatcher.direct.listen(direct_path(folder))
+        return endpoint
 
     def readmit(self) -> None:
         """Let the former controller's hosts in, and those that it had given up, which end then. Call it before
@@ -214,7 +222,7 @@ class Controller:
 
     def bind_again(self, address: str, endpoint: str) -> None:
         """Listen where the former controller did. Raises: OSError."""
-        self.ask(lambda: self._socket.bind(endpoint))
+        self.ask(lambda: self._listen(endpoint))
         self.folder.state.endpoints[address] = endpoint
 
     def adopt(self, hosts: Mapping[str, HostState]) -> Reattach:

@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from meshbook.errors import MessageTooLarge, PeerProtocolError
@@ -95,8 +95,6 @@ class FrameSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        # called when data has come, before the messages that it completes are handed out
-        self.on_taken: Callable[[], object] | None = None
         self._arrivals = select.poll()
         self._arrivals.register(sock, select.POLLIN)
         self._reader = FrameReader()
@@ -131,8 +129,6 @@ class FrameSocket:
             self._read_bytes = READ_BYTES if len(data) >= FIRST_READ_BYTES else FIRST_READ_BYTES
             self._ready = list(self._reader.feed(data))
             self._ready.reverse()
-            if self.on_taken is not None:
-                self.on_taken()
         return self._ready.pop()
 
     def send(self, frames: Sequence[Buffer]) -> None:

@@ -22,7 +22,6 @@ import zmq
 
 from meshbook.system.event_loop import EventLoop
 from meshbook.system.exits import open_end
-from meshbook.wire.direct import direct_folder, direct_path
 from meshbook.wire.frames import Buffer
 from meshbook.wire.tcp import ConnectionFilter
 from meshbook.wire.ticket import Ticket
@@ -48,8 +47,6 @@ class ControllerSocket:
         self._unix: UnixServer | None = None
         # takes visits (`meshbook.wire.visits`); until it is set they get no answer
         self.on_visit: OnVisit = lambda asked, answer: None
-        # called with the path for direct links, once there is a folder for it (`meshbook.wire.direct`)
-        self.on_path: Callable[[str], object] = lambda path: None
         self._looks: dict[int, Callable[[], object]] = {}
         self._ready: list[Callable[[], object]] = []
         self._servers: list[ZmqServer] = []  # a server for each address of this machine by which hosts reach it
@@ -67,7 +64,6 @@ class ControllerSocket:
                 self._identify,
                 lambda asked, answer: self.on_visit(asked, answer),
             )
-            self.on_path(direct_path(direct_folder(address)))
             return address
         if not address.startswith("tcp://"):  # as earlier versions have saved it
             raise OSError(errno.EPROTONOSUPPORT, "no address that this version listens at")

@@ -176,7 +176,6 @@ class WorkerMail:
         """Let direct links be made from now on. folder, controller_is_here: see `wire.Begin`."""
         self.direct.open(folder, controller_is_here=controller_is_here)
         self._links.open(folder)
-        self._channel.frames.on_taken = self.direct.serve_all  # what has come by links was sent before
 
     def _serve(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it must wake the main thread
@@ -190,6 +189,7 @@ class WorkerMail:
         try:
             match message:
                 case wire.Call():
+                    self.direct.serve_all()  # what has come by links was sent before
                     self.direct.note(message)
                     if not message.direct or self.direct.is_news(message):
                         self._deliver(message, frames)
@@ -198,6 +198,7 @@ class WorkerMail:
                         self._links.hear(call, message)
                     self._on_replies(message, frames)
                 case wire.Cancel():
+                    self.direct.serve_all()
                     self._incoming.cancel(message)
                 case other:
                     raise AssertionError(f"{other!r} does not belong on the mail socket")
