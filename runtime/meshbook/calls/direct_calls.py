@@ -170,7 +170,9 @@ class CallerLinks:
 
     def send(self, links: Sequence[CallerLink], message: wire.Call, payload: Sequence[Buffer]) -> list[CallerLink]:
         """Send a call by links; return those by which it has not gone."""
-        message = msgspec.structs.replace(message, direct=self._next_number())
+        hello = links[0].hello
+        assert hello is not None
+        message = msgspec.structs.replace(message, direct=self._next_number(), generation=hello.generation)
         header = wire.encode(message)
         for link in links:
             link.settle(self.is_open)

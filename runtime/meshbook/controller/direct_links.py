@@ -48,6 +48,9 @@ class DirectLinks:
         self.listen, self.close = self._links.listen, self._links.close_all
         self._told: dict[int, int] = {}
         """The urgent messages to each mesh that its links know of: a later call by a link would overtake them."""
+        self._last: dict[tuple[int, bool], int] = {}
+        """The last call to several ranks by links, by mesh and kind: while it is open others go by the agent, many in
+        one message."""
         self._owed: set[CallerLink] = set()
 
     def _is_welcome(self, hello: wire.DirectHello) -> bool:
@@ -73,7 +76,12 @@ class DirectLinks:
         chosen = [link for rank in ranks if (link := links.get(rank)) is not None and link.may_send(is_open)]
         if len(chosen) < len(ranks):
             return message
-        left = self._links.send(chosen, msgspec.structs.replace(message, generation=mesh.generation), payload)
+        if len(chosen) > 1 and not call.beside:
+            way = mesh.id, call.mailbox != 0
+            if self._last.get(way) in self._links.open:
+                return message
+            self._last[way] = call.id
+        left = self._links.send(chosen, message, payload)
         return msgspec.structs.replace(message, target=group(link.rank for link in left)) if left else None
 
     def relay(self, mesh: MeshState, mailbox: int, ranks: Collection[int], id: int) -> None:
@@ -120,6 +128,8 @@ class DirectLinks:
     def forget(self, mesh: int) -> None:
         """Close the links of a mesh that has ended, or whose ranks get other numbers."""
         self._told.pop(mesh, None)
+        for is_mail in (False, True):
+            self._last.pop((mesh, is_mail), None)
         for link in self._links.of_mesh(mesh):
             self._links.acknowledge(link)
             self._links.close(link)
