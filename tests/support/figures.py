@@ -20,8 +20,8 @@ from late_attributes import set_from_outside
 
 SMALL_LINES = 60
 LIMITS: Mapping[str, int] = {
-    "product: lines": 82_042,
-    "product: statements": 55_969,
+    "product: lines": 82_044,
+    "product: statements": 55_971,
     "product: kB": 3_601,
     "product: modules": 393,
     "types of messages between processes": 59,
@@ -36,7 +36,7 @@ LIMITS: Mapping[str, int] = {
     "places that replace others' names": 13,
     "global statements": 3,
     "attributes that others set later": 4,
-    "places that set attributes of other objects": 68,
+    "places that set attributes of other objects": 71,
 }
 """The most that each figure may be."""
 

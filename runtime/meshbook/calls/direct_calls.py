@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from meshbook.wire.frames import Buffer
 
 MAX_LINKS = 64  # of one caller
 MAX_KEPT = 64  # answers that a rank keeps by one link
-_UNANSWERED = -1
+UNANSWERED = -1  # stands for a message without an answer
 
 LinkKey = tuple[int, int, bool]  # mesh, generation of its ranks, whether it is to mailboxes
 
@@ -37,28 +37,16 @@ class CallerLink(DirectLink):
         self.hello: wire.DirectHello | None = None
         """The rank's first message."""
         self.rank = self.pid = -1
-        self._relayed: dict[int, None] = {}
+        self.relayed = UNANSWERED
+        """The last call that was relayed to the rank and is not answered: its answer shows that the rank has read all
+        that was relayed before. 0: there is none. At first it is not known what was relayed."""
         self._unsettled: deque[int] = deque()
-
-    def relay(self, id: int) -> None:
-        """Note that a message is relayed to the rank. id: of a call that is answered, else 0."""
-        id = id or _UNANSWERED
-        self._relayed.pop(id, None)
-        self._relayed[id] = None
-
-    def hear(self, id: int) -> None:
-        """Note an answer to a relayed call: the rank has read all that was relayed until then."""
-        if id in self._relayed:
-            for each in list(self._relayed):
-                del self._relayed[each]
-                if each == id:
-                    break
 
     def may_send(self, is_open: Callable[[int], bool]) -> bool:
         """Whether no relayed message may still be on its way to the rank, and it need not keep too many answers."""
         if len(self._unsettled) >= MAX_KEPT:
             self.settle(is_open)
-        return not self._relayed and len(self._unsettled) < MAX_KEPT
+        return not self.relayed and len(self._unsettled) < MAX_KEPT
 
     def note_answer(self, id: int) -> None:
         """Note that an answer has come, or a message that is none (0): the rank keeps it until it is settled."""
@@ -160,7 +148,6 @@ class CallerLinks:
         if link.hello is not None or not self._is_welcome(hello):
             return False
         link.hello, link.rank, link.pid = hello, hello.rank, hello.pid
-        link.relay(0)  # what was relayed before is not known here
         links = self.by_key.setdefault((hello.mesh, hello.generation, hello.is_mail), {})
         if (former := links.get(hello.rank)) is not None:
             self.close(former)
@@ -192,16 +179,23 @@ class CallerLinks:
                 self.open.pop(id, None)
 
     def relay(self, key: LinkKey, ranks: Collection[int], id: int) -> None:
-        """Note that a message is relayed to ranks. id: of a call that is answered, else 0."""
-        for rank, link in self.by_key.get(key, {}).items():
-            if rank in ranks:
-                link.relay(id)
+        """Note that a message is relayed to ranks. id: of a call that is answered, else `UNANSWERED`."""
+        if (links := self.by_key.get(key)) is not None:
+            for rank, link in links.items():
+                if rank in ranks:
+                    link.relayed = id
 
-    def hear(self, key: LinkKey, rank: int, id: int) -> None:
-        """Note that a rank has answered a relayed call; or one that has gone by its link, by the agent."""
-        if (link := self.by_key.get(key, {}).get(rank)) is not None:
-            link.hear(id)
-            self._settle(id, link)
+    def hear(self, key: LinkKey, replies: Iterable[wire.RankReply], id: int) -> None:
+        """Note answers to a relayed call; or to one that has gone by links, by the agent."""
+        if (links := self.by_key.get(key)) is None:
+            return
+        is_open = id in self.open
+        for reply in replies:
+            if reply.status <= wire.INTERRUPTED and (link := links.get(reply.rank)) is not None:
+                if link.relayed == id:
+                    link.relayed = 0
+                if is_open:
+                    self._settle(id, link)
 
     def acknowledge(self, link: CallerLink) -> None:
         """Tell a rank which answers it may forget; the next call would tell it, too."""

@@ -22,6 +22,7 @@ import msgspec
 
 from meshbook.calls.call import CallRequest, OpenCall
 from meshbook.calls.call_future import CallFuture
+from meshbook.calls.direct_calls import UNANSWERED
 from meshbook.calls.output import OutputTarget
 from meshbook.calls.rank_state import Reaction, Reactions, SilenceCause, Unresponsive
 from meshbook.concurrency import forks
@@ -115,7 +116,7 @@ class OutgoingCall(msgspec.Struct, eq=False):
                 return
             direct, members, mailbox = self.dispatcher.direct, self.request.members, self.request.mailbox
             if not self.request.reply:
-                direct.relay(mesh, mailbox, members.rank_set, 0)
+                direct.relay(mesh, mailbox, members.rank_set, UNANSWERED)
                 if mesh.phase not in (MeshPhase.STOPPING, MeshPhase.STOPPED):
                     hosts = list(mesh.by_host(members.ranks()))
             if self.segment is not None:

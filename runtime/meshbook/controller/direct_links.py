@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.direct_calls import CallerLink, CallerLinks
+from meshbook.calls.direct_calls import UNANSWERED, CallerLink, CallerLinks
 from meshbook.calls.table import CallTable
 from meshbook.controller.host_state import HostState
 from meshbook.controller.mesh_state import MeshState
@@ -71,21 +71,21 @@ class DirectLinks:
         if mesh.told != self._told.get(mesh.id):
             self._told[mesh.id] = mesh.told
             for each in self._links.of_mesh(mesh.id):
-                each.relay(0)
+                each.relayed = UNANSWERED
+        way = mesh.id, call.mailbox != 0
+        if len(ranks) > 1 and self._last.get(way) in self._links.open:
+            return message
         is_open = self._links.is_open
         chosen = [link for rank in ranks if (link := links.get(rank)) is not None and link.may_send(is_open)]
         if len(chosen) < len(ranks):
             return message
         if len(chosen) > 1 and not call.beside:
-            way = mesh.id, call.mailbox != 0
-            if self._last.get(way) in self._links.open:
-                return message
             self._last[way] = call.id
         left = self._links.send(chosen, message, payload)
         return msgspec.structs.replace(message, target=group(link.rank for link in left)) if left else None
 
     def relay(self, mesh: MeshState, mailbox: int, ranks: Collection[int], id: int) -> None:
-        """Note that a message goes to ranks by their agents. id: of a call that is answered, else 0."""
+        """Note that a message goes to ranks by their agents. id: of a call that is answered, else `UNANSWERED`."""
         if self._links.by_key:
             self._links.relay((mesh.id, mesh.generation, mailbox != 0), ranks, id)
 
@@ -93,10 +93,7 @@ class DirectLinks:
         """Note answers that the agents have brought."""
         if not self._links.by_key or (mesh := self._meshes.get(call.mesh)) is None:
             return
-        key = (mesh.id, mesh.generation, call.mailbox != 0)
-        for reply in replies:
-            if reply.status <= wire.INTERRUPTED:
-                self._links.hear(key, reply.rank, call.id)
+        self._links.hear((mesh.id, mesh.generation, call.mailbox != 0), replies, call.id)
 
     def has(self, call: int) -> bool:
         """Whether a call has gone by a link, and is not answered."""

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from meshbook.calls.call import OpenCall
-from meshbook.calls.direct_calls import CallerLink, CallerLinks
+from meshbook.calls.direct_calls import UNANSWERED, CallerLink, CallerLinks
 from meshbook.concurrency import forks
 from meshbook.errors import PeerProtocolError
 from meshbook.shape.members import Members
@@ -315,7 +315,7 @@ class RankLinks:
             is_direct = link is not None and link.may_send(self.links.is_open) and message.segment is None
             if link is not None and is_direct and not self.links.send([link], message, payload):
                 return
-            self.links.relay(key, members.rank_set, message.id if message.reply else 0)
+            self.links.relay(key, members.rank_set, message.id if message.reply else UNANSWERED)
             self._relay(message, payload)
 
     def _listen(self) -> None:
@@ -350,9 +350,7 @@ class RankLinks:
         """Note answers that the agent has brought."""
         for key in [key for key in self.links.by_key if key[0] == call.mesh]:
             with self._lock:
-                for reply in replies.replies:
-                    if reply.status <= wire.INTERRUPTED:
-                        self.links.hear(key, reply.rank, replies.id)
+                self.links.hear(key, replies.replies, replies.id)
 
     def abandon(self) -> None:
         """Close the parent's descriptors in a forked child."""
